@@ -18,13 +18,14 @@ from lm.errors import (
 from lm.output import lasting, prepare_streams, quiet_libtpu
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
-    # As the program, not as a module of another one or of its workers; before anything that takes its time.
+    # Only the program does this, and neither its workers nor programs that import this module. It comes before anything
+    # slow.
     end_on_signals('lm')
     prepare_streams()
     quiet_libtpu()
-    # Warnings are plain lines: else the first library that logs by absl, as Orbax does, gives them another form.
+    # Warnings are plain lines. Otherwise the first library that logs by absl, as Orbax does, gives them another form.
     logging.getLogger().addHandler(logging.lastResort or logging.StreamHandler())
-    # What is imported stays: looking for garbage in it would be a sixth of the time until a verb begins (`run`).
+    # Imported modules stay: looking for garbage in them would take a sixth of the time until a verb begins (`run`).
     gc.disable()
 
 # isort: split
@@ -46,14 +47,14 @@ VERBS = find_verbs()
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(ConfigError.exit_code, f'{self.prog}: error: {message}; see {self.prog} --help\n')
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Returns the parser of the whole command line."""
     parser = _Parser(
         prog='lm',
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments; mistakes exit with code 2, one line and the nearest word that exists."""
+    """Returns the arguments; mistakes exit with code 2, one line and the nearest word that exists."""
     parser = make_parser()
     if argv and not argv[0].startswith('-') and argv[0] not in VERBS:
         parser.error(f'there is no verb {argv[0]!r}{_nearest(argv[0], VERBS) or ": " + ", ".join(VERBS)}')
@@ -86,7 +87,8 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
-    """A hint for unknown words: a flag of that name, or else the setting that a word such as '--lr' may mean."""
+    """Returns a hint for unknown words: a flag of that name, or else the setting that a word such as '--lr'
+    may mean."""
     word, _, value = unknown[0].partition('=')
     name, names = word.strip('-'), {flag.strip('-'): flag for flag in flags}
     fields = _suggest_fields(name) if '--set' in flags and word.startswith('--') else []
@@ -117,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-    # Not while libraries are imported: a KeyboardInterrupt in there may become a failed import.
+    # Not while libraries are imported: a KeyboardInterrupt inside an import may look like a failed import.
     with contextlib.nullcontext() if verb.resumes else signals(end_plainly):
         return call() or 0
 
@@ -135,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
     try:
-        # From the first import on; a training has its own handlers while it has something to save.
+        # This covers the first import, too; a training has its own handlers while it has something to save.
         with signals(lambda: end_on_signals(label)) if verb.resumes else contextlib.nullcontext():
             return run(arguments)
     except KeyboardInterrupt:

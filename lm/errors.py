@@ -123,11 +123,11 @@ def _act(acts: list[Callable[[], object]]) -> None:
 
 
 def end_on_signals(label: str) -> None:
-    """Makes SIGTERM and a closed terminal end the process with 42 and Ctrl-C with 130, and one line, until
-    `lm.training.preemption` or other handlers are there.
+    """Makes SIGTERM and a closed terminal end the process with 42 and Ctrl-C with 130, and one line.
 
-    A thread does it: Python's own handlers wait until the main thread comes back from what it does in C, such as
-    waiting for the other processes of a job. No exception, which whatever library is being imported might swallow.
+    `lm.training.preemption` and others replace these handlers later. A thread ends the process. Python's handlers wait
+    until the main thread returns from C code, such as waiting for the other processes of a job. An exception might be
+    swallowed by a library that is being imported.
     """
     first = threading.Lock()
 

@@ -44,7 +44,7 @@ class Experiment:
 
 
 def load_registry() -> dict[str, type]:
-    """Returns everything that a gin file can name: gin name → class. To import this module is to register all of it."""
+    """Returns everything that a gin file can name: gin name → class. Importing this module registers all of it."""
     return REGISTRY
 
 
@@ -56,18 +56,19 @@ def load(
     base: str | None = None,
     leave_out: Collection[str] = (),
 ) -> Experiment:
-    """The experiment that gin files and then gin parameters describe; arguments as in `lm.config.load.load`."""
+    """Returns the experiment that gin files and then gin parameters describe; arguments as in `lm.config.load.load`."""
     return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment, leave_out=leave_out)
 
 
 def load_of_run(
     run_dir: str, gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), *, allow_imports: bool = False
 ) -> Experiment:
-    """The configuration of the run in `run_dir`, changed by gin files and parameters, for who reads its weights.
+    """Returns the configuration of the run in `run_dir`, changed by gin files and parameters, for readers of its
+    weights.
 
-    A change may replace a mechanism (`model.attention = @softmax()`): what the run said about the old one is dropped.
+    A change may replace a mechanism (`model.attention = @softmax()`): the run's settings of the old one are dropped.
 
-    Raises what `load` raises, and ConfigError where `run_dir` holds no run.
+    Raises the errors of `load`, and ConfigError if `run_dir` holds no run.
     """
     config = RunDir(run_dir).config
     if not config.exists():
@@ -83,5 +84,5 @@ def load_of_run(
 
 
 def check_experiment(given: Any) -> None:
-    """Raises ConfigError where a function for users is given something else for an experiment, such as a path."""
+    """Raises ConfigError if a public function gets something other than an experiment, such as a path."""
     check_kind('experiment', given, Experiment, "such as lm.configure(['FILE.gin']) gives")

@@ -36,8 +36,10 @@ def is_remote(path: os.PathLike | str) -> bool:
 
 
 def check_scheme(path: os.PathLike | str, name: str) -> None:
-    """Raises ConfigError for an address that is neither file:// nor of a bucket, and for one that is almost of a bucket
-    and would be a folder of this machine; `name` is the field or flag."""
+    """Raises ConfigError for an address that is neither file:// nor in a bucket; `name` is the field or flag.
+
+    An address that is almost in a bucket, and would be a folder of this machine, also raises it.
+    """
     text = os.fspath(path)
     scheme, separator, rest = text.partition('://')
     if separator and scheme not in (*PACKAGES, 'file'):

@@ -180,12 +180,12 @@ class Target:
 
     @classmethod
     def of_devices(cls, devices: Sequence[Device]) -> 'Target':
-        """Describes JAX devices; those of a CPU belong to one slice."""
+        """Describes JAX devices; CPU devices belong to one slice."""
         return cls(devices[0].platform, tuple(len(members) for members in group_by_slice(devices)))
 
     @classmethod
     def of_topology(cls, topology: Topology) -> 'Target':
-        """Describes the devices of slices that need not be there."""
+        """Describes the devices of slices that need not exist."""
         return cls('tpu', (math.prod(topology.shape) * topology.chip.devices,) * topology.slices)
 
     @property

@@ -1,7 +1,7 @@
-"""Output that nobody takes any more: a reader that has gone, a full disk behind a redirection, a closed terminal.
+"""Output without a reader: a reader that has gone, a full disk behind a redirection, a closed terminal.
 
-It stops no work whose results lie elsewhere. A command that does nothing but print ends there, as others do in a pipe.
-And messages of native libraries that tell the user nothing.
+Work goes on if its results lie elsewhere. A command that only prints ends there, as other programs do in a pipe. This
+module also leaves out messages of native libraries that tell the user nothing.
 """
 
 import contextlib
@@ -15,20 +15,22 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Nothing can be written there ever again. Elsewhere, as on a full disk, it is tried again with each line."""
+"""Errors after which nothing can ever be written there again. After other errors, such as a full disk, each line is
+tried again."""
 UNREAD = 128 + signal.SIGPIPE
-"""The exit code of a command that ended because nobody read on: what shells show for those that the signal kills."""
+"""The exit code of a command that ended because its reader had gone; shells show it for commands that the
+signal kills."""
 
 TPU_DEVICES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 """Device files of TPUs, in the forms of all generations."""
 WITHOUT_TPU = {'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5litepod-4'}
-"""Variables without which libtpu prints six lines of errors where it finds no TPU."""
+"""Variables without which libtpu prints six lines of errors if it finds no TPU."""
 
 
 def quiet_libtpu() -> None:
     """Keeps libtpu from printing errors on a machine without a TPU: JAX loads libtpu wherever it is installed.
 
-    Nothing changes where there is a TPU, where a variable of TPUs is set, and where JAX_PLATFORMS asks for a TPU.
+    Nothing changes if there is a TPU, if a variable of TPUs is set, or if JAX_PLATFORMS asks for a TPU.
     """
     has_tpu = any(glob.glob(pattern) for pattern in TPU_DEVICES)
     is_set = any(name.startswith(('TPU_', 'CLOUD_TPU_')) for name in os.environ)
@@ -37,11 +39,11 @@ def quiet_libtpu() -> None:
 
 
 def leave_out_lines(start: bytes) -> None:
-    """Leaves out the lines that native code prints on stdout and that begin with `start`, from now on.
+    """Leaves out the lines of native code on stdout that begin with `start`, from now on.
 
-    Python itself then writes to a copy of stdout. Nothing changes where stdout is no file of the system (notebooks).
+    Python itself then writes to a copy of stdout. Nothing changes if stdout is no file of the system (notebooks).
     """
-    stream = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
+    stream: Any = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
     try:
         if stream.fileno() != 1:
             return
@@ -70,8 +72,10 @@ def leave_out_lines(start: bytes) -> None:
 
 
 def prepare_streams() -> None:
-    """Repairs the streams of a program that was started without some of them (`>&-`), or with an encoding that lacks
-    characters. Call it before a file takes the number of a missing stream."""
+    """Repairs the streams of a program that was started without some of them (`>&-`), or with a limited encoding.
+
+    Call it before a file takes the number of a missing stream.
+    """
     for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
         stream = getattr(sys, name)
         if stream is None:
@@ -82,10 +86,9 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def lasting(label: str, ends: bool = False) -> Iterator[None]:
-    """Inside the block, output that cannot be printed is left out. The first time, a line on stderr reports it if
-    possible.
+    """Leaves out output of the block that cannot be printed; the first time, a line on stderr reports it if possible.
 
-    With `ends`, SystemExit is raised where the reader has gone, and nothing else is different.
+    With `ends`, a reader that has gone raises SystemExit, and nothing else is different.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Lasting(stream, label, ends) for stream in streams)
@@ -99,11 +102,11 @@ def lasting(label: str, ends: bool = False) -> Iterator[None]:
             try:
                 stream.flush()
             except OSError:
-                _silence(stream)  # or Python complains of it when it ends
+                _silence(stream)  # or Python complains about it at its end
 
 
 class _Lasting:
-    """A text stream whose errors stop nothing."""
+    """A text stream that swallows errors."""
 
     def __init__(self, stream: TextIO, label: str, ends: bool):
         self._stream, self._label, self._ends, self._is_told = stream, label, ends, False
@@ -137,7 +140,7 @@ class _Lasting:
 
 
 def _silence(stream: TextIO) -> None:
-    """Sends what the stream still holds, and all that comes, nowhere."""
+    """Discards the remaining output of the stream, and all later output."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -16,7 +16,7 @@ from flax import nnx
 KINDS = ('matrix', 'gain', 'bias', 'embedding')
 PARTS = ('embedding', 'attention', 'mechanism', 'glu', 'norms')
 LAYER = 'layer'
-"""The axis over the layers, in front of the others where layers are stacked."""
+"""The axis over the layers, the first one of stacked layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def declare(
 def layer_norm(
     size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
 ) -> nnx.LayerNorm:
-    """Layer normalization whose gain and bias are declared; `options` are flax's."""
+    """Returns a layer normalization whose gain and bias are declared; `options` are flax's."""
     kinds = {'scale_metadata': 'gain', 'bias_metadata': 'bias'}
     metadata = {name: declare(kind, axis, part=part, output=output) for name, kind in kinds.items()}
     return nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **metadata, **options)
@@ -68,29 +68,32 @@ def layer_norm(
 def rms_norm(
     size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
 ) -> nnx.RMSNorm:
-    """Root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options` are flax's."""
+    """Returns a root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options`
+    are flax's."""
     metadata = declare('gain', axis, part=part, output=output)
     return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=metadata, **options)
 
 
 NORMS = {'layer': layer_norm, 'rms': rms_norm}
-"""By the name that configurations use."""
+"""The normalizations by their names in configurations."""
 
 
 def stack(module: nnx.Module) -> None:
-    """Says of all parameters below `module` that they have one more axis in front, over layers."""
+    """Declares one more axis in front, over layers, for all parameters below `module`."""
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param) and (declared := variable.get_metadata('declaration', None)):
             variable.set_metadata(declaration=dataclasses.replace(declared, axes=(LAYER, *declared.axes)))
 
 
 def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -> int | None:
-    """Returns the axis over which devices share an array; None: each device has the whole array. It is the first axis
-    where each device gets a multiple of 8, which fills registers; else the largest axis that their number divides. It
-    is never the axis over the layers, along which the model's loop runs.
+    """Returns the axis over which devices share an array; None: each device has the whole array.
+
+    It is the first axis on which each device gets a multiple of 8, which fills registers. If there is none, it is the
+    largest axis that the number of devices divides. It is never the axis over the layers, along which the model's loop
+    runs.
 
     Args:
-        names: what each axis means, if that is known.
+        names: the meaning of each axis, if it is known.
     """
     axes = [i for i, n in enumerate(shape) if n % devices == 0 and LAYER not in names[i : i + 1]]
     full = [i for i in axes if shape[i] // devices % 8 == 0]

@@ -22,7 +22,7 @@ from lm.experiment import Experiment, check_experiment
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.runs.initial import InitialParameters
-from lm.text import counted, si
+from lm.text import format_count, format_si
 from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
 from lm.training.mesh import MeshShape
 from lm.training.program import StepProgram
@@ -59,18 +59,20 @@ class StepPlan:
         return sum(self.functions.count_parameters().values())
 
     def describe(self, epochs: str = '') -> dict[str, str]:
-        """Describes the run by name; `epochs` is a text on how often it will see which data."""
+        """Describes the run by name; `epochs` is a text on how often it will see its data."""
         model, train, (microbatches, rows, _) = self.experiment.model, self.experiment.train, self.program.batch_shape
         mechanisms = ', '.join(attention.gin_name for attention in model.pattern)
-        windows = f'{counted(microbatches * rows, "window")} of {train.context_length:,}'
-        parts = counted(microbatches, 'microbatch', 'microbatches')
-        layers = f'{counted(model.n_layers, "layer")} of width {model.d_model}'
-        total = f'{train.steps * train.tokens_per_step:,} ({counted(train.steps, "step")}{epochs and f", {epochs}"})'
+        windows = f'{format_count(microbatches * rows, "window")} of {train.context_length:,}'
+        parts = format_count(microbatches, 'microbatch', 'microbatches')
+        layers = f'{format_count(model.n_layers, "layer")} of width {model.d_model}'
+        total = (
+            f'{train.steps * train.tokens_per_step:,} ({format_count(train.steps, "step")}{epochs and f", {epochs}"})'
+        )
         return {
             'parameters': f'{self.parameters:,} ({layers}, {mechanisms})',
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
-            'FLOPs per token': si(self.flops_per_token),
+            'FLOPs per token': format_si(self.flops_per_token),
         }
 
     @property
@@ -97,7 +99,7 @@ class RunPlan(StepPlan):
 
     @property
     def split(self) -> str:
-        """The split that is trained on."""
+        """The split for training."""
         return self.experiment.data.train_split
 
     @functools.cached_property
@@ -106,7 +108,7 @@ class RunPlan(StepPlan):
         return dump(self.experiment)
 
     def check_initial(self) -> None:
-        """Raises AbsentError or MismatchError where the weights for a new run are not there or do not fit."""
+        """Raises AbsentError or MismatchError if the weights for a new run are absent or do not fit."""
         if self.initial:
             self.initial.check(self.functions.abstract['params'])
 
@@ -131,10 +133,10 @@ class PlanCache:
 
 
 def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache | None = None) -> StepPlan:
-    """Plans the step alone; arguments as of `make_plan`. Without data an objective assumes a tokenizer that fits the
+    """Plans the step alone; arguments as in `make_plan`. Without data, an objective assumes a tokenizer that fits the
     model.
 
-    Raises ConfigError where the sections do not fit each other or the target.
+    Raises ConfigError if the sections do not fit each other or the target.
     """
     check_experiment(experiment)
     cache = PlanCache() if cache is None else cache
@@ -158,11 +160,11 @@ def make_plan(
     """Plans a run.
 
     Args:
-        target: the devices; what is not known of them is not checked.
-        cache: what earlier plans have opened and built.
+        target: the devices; their unknown properties are not checked.
+        cache: the stores and functions that earlier plans have opened and built.
         timeout: seconds after which a store counts as out of reach; None: never.
 
-    Raises ConfigError, MismatchError (AbsentError where data are not there), or LmError where they are out of reach.
+    Raises ConfigError, MismatchError (AbsentError if data are absent), or LmError if they are out of reach.
     """
     check_experiment(experiment)
     cache = PlanCache() if cache is None else cache
@@ -201,12 +203,12 @@ def validate(
     """Refuses what `lm train` would refuse before its first step, without devices and within a fraction of a second.
 
     Args:
-        devices: how many there will be, if that is known.
-        cache: for many experiments, so that nothing is opened or built twice.
-        begun: the run goes on from a checkpoint of its own: what train.init_from names is not read again.
+        devices: their number, if it is known.
+        cache: for many experiments, so that stores and functions are opened and built once.
+        begun: the run goes on from its own checkpoint, so train.init_from is not read again.
 
     Returns:
-        what could not be checked because it is not there, or out of reach from here, one line each.
+        one line for each thing that could not be checked because it is absent or out of reach.
 
     Raises ConfigError or MismatchError.
     """

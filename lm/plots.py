@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from lm.errors import LmError
-from lm.text import digits, short
+from lm.text import format_digits, shorten
 
 P = ParamSpec('P')
 
@@ -151,7 +151,7 @@ def draw_lines(
     if markers:
         _draw_markers(axes, curves)
     if ticks is not None:
-        axes.set_xticks(list(ticks), [short(tick) for tick in ticks])
+        axes.set_xticks(list(ticks), [shorten(tick) for tick in ticks])
         axes.minorticks_off()
     elif x_scale == 'log':
         _format_log_axis(axes.xaxis)
@@ -240,7 +240,7 @@ def draw_bars(
         axes.barh(range(len(labels)), curve.x, left=start, label=curve.label, **look)
         start = start + curve.x
     for row, length in enumerate(start):
-        axes.annotate(digits(length), (length, row), (3, 0), textcoords='offset points', va='center')
+        axes.annotate(format_digits(length), (length, row), (3, 0), textcoords='offset points', va='center')
     axes.set(xlabel=x_label)
     axes.set_yticks(range(len(labels)), [_wrap_label(label, DOT_LABEL) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.5)
@@ -346,7 +346,7 @@ def _format_log_axis(axis: Any) -> None:
     if decades < 0.7:
         subs = tuple(float(n) for n in range(1, 10))
     axis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: shorten(value)))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -368,4 +368,4 @@ def _limit_ticks(axis: Any) -> None:
 
     axis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
     if max(axis.get_view_interval()) >= 10_000:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: shorten(value)))

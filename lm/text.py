@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Numbers and tables in the form that people read."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ SUFFIXES = ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k'))
 
 
 def perplexity(nats: float) -> float:
-    """exp(nats), without an overflow error."""
+    """Returns exp(nats), without an overflow error."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
-def si(value: float) -> str:
-    """1234567 → '1.23M', with three digits; for what is too large for 'T', '1,234T'."""
+def format_si(value: float) -> str:
+    """Formats 1234567 as '1.23M', with three digits; numbers too large for 'T' look like '1,234T'."""
     if not math.isfinite(value):
         return f'{value:g}'
     value = float(f'{value:.3g}')
@@ -20,34 +20,34 @@ def si(value: float) -> str:
     return f'{value / limit:,.0f}{suffix}' if abs(value) >= 1000 * limit else f'{value / limit:.3g}{suffix}'
 
 
-def short(value: float) -> str:
-    """Exactly, for axes and headings: 512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
+def shorten(value: float) -> str:
+    """Formats a number exactly, for axes and headings: 512 → '512', 32768 → '32k', 1.5e9 → '1.5B'."""
     if value >= 1024 and value % 1024 == 0 and value < 2**20:
         return f'{value // 1024:.0f}k'
     limit, suffix = next((pair for pair in SUFFIXES if value >= pair[0]), (1, ''))
     return f'{value / limit:g}{suffix}'
 
 
-def digits(value: float) -> str:
-    """Three digits or all before the point, never a power of ten: 0.0123, 1.23, 870, 1,150."""
+def format_digits(value: float) -> str:
+    """Formats three digits, or all digits before the point, without powers of ten: 0.0123, 1.23, 870, 1,150."""
     if not math.isfinite(value) or value == 0:
         return f'{value:g}'
     exponent = math.floor(math.log10(abs(float(f'{value:.2e}'))))
     return f'{value:,.{max(0, 2 - exponent)}f}'
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """1 and 'step' → '1 step', 2000 → '2,000 steps'; `plural` where it does not end in -s alone."""
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Formats 1 and 'step' as '1 step', 2000 as '2,000 steps'; `plural` is for nouns that do not just add -s."""
     return f'{number:,} {noun if number == 1 else plural or f"{noun}s"}'
 
 
-def markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], left: int = 1) -> str:
-    """A table in Markdown.
+def make_markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], left: int = 1) -> str:
+    """Returns a table in Markdown.
 
     Args:
         rows: cells; a bar in one is escaped, a line break becomes a space.
         headings: of the columns.
-        left: columns that are aligned to the left, from the first; the others hold numbers.
+        left: the number of columns, from the first, that are aligned to the left; the others hold numbers.
     """
     rule = ['---' if i < left else '---:' for i in range(len(headings))]
     lines = [_cells(headings), f'| {" | ".join(rule)} |', *map(_cells, rows)]
@@ -58,8 +58,8 @@ def _cells(cells: Sequence[str]) -> str:
     return '| ' + ' | '.join(' '.join(cell.replace('|', r'\|').split()) for cell in cells) + ' |'
 
 
-def duration(seconds: float) -> str:
-    """Seconds → '2d03h', '1h05m', '4m09s' or '12s'."""
+def format_duration(seconds: float) -> str:
+    """Formats seconds as '2d03h', '1h05m', '4m09s' or '12s'."""
     s = round(seconds)
     if s >= 86_400:
         return f'{s // 86_400}d{s % 86_400 // 3600:02}h'

@@ -68,6 +68,7 @@ def contents(wheel: pathlib.Path) -> dict[str, bytes]:
 def test_a_wheel_holds_the_package_and_its_configurations(wheel):
     held = contents(wheel)
     package = {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'lm').rglob('*') if p.suffix in ('.py', '.md', '.typed')}
+    package |= {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'lm' / 'report' / 'assets').iterdir()}
     project = {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'configs').rglob('*') if p.is_file()}
     project |= {p.relative_to(tiny.ROOT) for p in DATA}
     expected = {str(p) for p in package} | {f'lm/_project/{p}' for p in project if '__pycache__' not in p.parts}
@@ -104,6 +105,7 @@ def try_out(environment: pathlib.Path, folder: pathlib.Path) -> None:
     assert 'done: 20 steps' in run('train', *QUICKSTART, '--run_dir', 'runs/first', *TWENTY_STEPS)
     assert (folder / 'data' / 'quickstart' / 'dataset.json').is_file()
     assert '| first | softmax |' in run('report', 'runs/first', '--no_pictures', '--out', 'report')
+    assert 'uPlot' in (folder / 'report' / 'report.html').read_text(), 'the page has all its parts'
     assert not list(environment.rglob('quickstart/dataset.json')), 'the installation stays as it is'
 
 

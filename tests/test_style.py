@@ -1,7 +1,7 @@
 """The prose of the project is plain English: docstrings, Markdown pages and the headers of gin files.
 
 The rules: no docstring begins with a word that leaves out the subject, no phrase stands in for a noun, no sentence has
-more than 25 words. A folder in `EXCEPTIONS` is not rewritten yet; take it out when it is.
+more than 25 words.
 """
 
 import ast
@@ -15,19 +15,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 LONGEST = 25
 OPENINGS = ('Of', 'What', 'Whether', 'Which', 'That', 'Those', 'As')
 STAND_INS = re.compile(r'\b(?:that|those) of\b', re.IGNORECASE)
-NOT_YET = (
-    'attention',
-    'checkpoint',
-    'config',
-    'data',
-    'errors.py',
-    'files.py',
-    'hardware.py',
-    'plots.py',
-    'runs',
-)
-EXCEPTIONS = tuple(f'lm/{name}' for name in NOT_YET)
-"""Files and folders whose prose is still as it was."""
 
 
 def prose(path: pathlib.Path) -> Iterator[tuple[int, str, bool]]:
@@ -76,14 +63,9 @@ def faults(path: pathlib.Path) -> Iterator[str]:
 
 
 def files() -> list[pathlib.Path]:
-    """Returns the files whose prose people read and which are not excepted."""
+    """Returns the files whose prose people read."""
     found = (path for pattern in ('*.py', '*.md', '*.gin') for path in ROOT.rglob(pattern))
-    names = ((path, path.relative_to(ROOT).as_posix()) for path in found)
-    return sorted(
-        path
-        for path, name in names
-        if not name.startswith('.') and not any(name == one or name.startswith(f'{one}/') for one in EXCEPTIONS)
-    )
+    return sorted(path for path in found if not path.relative_to(ROOT).as_posix().startswith('.'))
 
 
 def test_prose_is_plain_english():

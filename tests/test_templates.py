@@ -32,7 +32,7 @@ SHARED = {
     'tracker': ['trackers/test_trackers.py'],
 }
 """Template → the tests that find its file by themselves."""
-COPIED = ('configs', 'data', 'lm', 'tests')
+COPIED = ('configs', 'data', 'docs', 'lm', 'tests')
 LISTINGS = (
     'found or every_source or every_tokenizer or every_tracker or causal_mechanism_refuses or formulas or may_change'
 )
@@ -64,6 +64,8 @@ def checkout(folder: pathlib.Path, templates: list[str]) -> pathlib.Path:
     for name in COPIED:
         shutil.copytree(tiny.ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
     shutil.copy(tiny.ROOT / 'pyproject.toml', folder)
+    (folder / 'docs').mkdir()
+    shutil.copy(tiny.ROOT / 'docs' / 'architecture.md', folder / 'docs')  # the tests of the structure read it
     for template in templates:
         for path in files_of(template):
             assert not (folder / path).exists()

@@ -1,13 +1,9 @@
 """Attention mechanisms, one file each. Importing this package registers all of them."""
 
-import importlib
-import pkgutil
-
 from lm.attention.base import Attention, AttentionModule, HeadDims
-from lm.config.configurable import REGISTRY
+from lm.config.configurable import REGISTRY, import_modules
 
-for _module in pkgutil.walk_packages(__path__, f'{__name__}.'):
-    importlib.import_module(_module.name)
+import_modules(__name__, __path__)
 
 
 def mechanisms() -> dict[str, type[Attention]]:

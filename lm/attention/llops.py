@@ -193,7 +193,7 @@ def based_factors(config: Llops, w_DxR: jax.Array, random: jax.Array, *, queries
         config: of degree 2 without squares.
         w_DxR: the compression; r is at most `based_size`.
         random: [2, rank, D (+ 1), n_features].
-        queries: whether the factors are those of queries; of a free feature only the queries' side is zero.
+        queries: True for the factors of queries; a free feature is zero on the queries' side only.
     """
     size, r = w_DxR.shape
     y = jnp.zeros((size + config.affine, r)).at[:size].set(w_DxR * r**-0.25)

@@ -23,9 +23,9 @@ from lm.hardware import Target
 
 CPU_MODEL, MODEL = 'configs/models/tiny.gin', 'configs/models/small.gin'
 BASELINE = DEFAULT.gin_name
-"""The mechanism that speeds are quoted against."""
+"""The mechanism with which speeds are compared."""
 FEATURED = 'configs/attention/polysketch.gin'
-"""The gin file of the mechanism that is compared with the baseline where the command line names none."""
+"""The gin file of the mechanism that is compared with the baseline if the command line names none."""
 
 Chosen = TypeVar('Chosen', bound=ComparedOptions)
 
@@ -39,8 +39,10 @@ def featured() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration, and what tables call it. `formulation`: the name that stands for a mechanism computed in
-    another way, such as 'plain'; else ''."""
+    """A configuration, and its name in tables.
+
+    `formulation` is the name of another way to compute a mechanism, such as 'plain', or ''.
+    """
 
     name: str
     experiment: Experiment
@@ -55,15 +57,16 @@ def candidates(
     allow_imports: bool = False,
     formulations: dict[str, str] | None = None,
 ) -> list[Candidate]:
-    """The configurations of the names, each resolved and checked.
+    """Returns the configurations of the names, each resolved and checked.
 
     Args:
-        names: see above; None: the baseline, and the value of `model.attention`, or else the featured mechanism.
-        gin_files, gin_params: of all of them.
+        names: as described above; None: the baseline, and the value of `model.attention`, or else the featured
+            mechanism.
+        gin_files, gin_params: shared by all candidates.
         formulations: further names, each with the mechanism that it computes.
 
     Raises:
-        ConfigError: an unknown name, a mistake in the configuration, or a binding that none of the candidates uses.
+        ConfigError: an unknown name, a mistake in the configuration, or a binding that no candidate uses.
     """
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
@@ -115,9 +118,10 @@ def read_candidates(options: ComparedOptions, formulations: dict[str, str] | Non
 
 
 def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:
-    """The experiment with another context length, and microbatches of at most `limit` tokens per device of `target`.
+    """Returns the experiment with another context length, and microbatches of at most `limit` tokens per device of
+    `target`.
 
-    Raises ConfigError where the tokens of a step are no multiple of the context, or the devices form no mesh.
+    Raises ConfigError if the tokens per step are no multiple of the context, or the devices form no mesh.
     """
     shards = experiment.mesh.plan(target).shards or 1
     if tokens % context:

@@ -1,9 +1,8 @@
-"""`lm bench checkpoint`: how long the training state of a configuration takes to be saved and restored, and how much
-host memory that takes.
+"""`lm bench checkpoint`: the time and the host memory that saving and restoring a training state takes.
 
-Each is measured in a process of its own, whose peak the kernel counts. Imports and thread pools do not count: something
-small is saved first. The state itself does not count where the devices use the memory of the host. The temporaries of
-programs on such devices count.
+Each is measured in a separate process, whose peak the kernel counts. Imports and thread pools do not count, because a
+small state is saved first. The state itself does not count if the devices use the memory of the host. The temporaries
+of programs on such devices count.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ class CheckpointRow:
     Attributes:
         name: 'save' or 'restore'.
         state_mib: of all arrays.
-        blocked_seconds: that a training waits.
+        blocked_seconds: the time that a training waits.
         seconds: until everything is on disk, or on the devices.
         host_mib: the most host memory on top of the state's own.
         host_over_state: over `state_mib`.
@@ -55,7 +54,7 @@ class CheckpointRow:
 
 
 def bench_checkpoint(options: CheckpointOptions) -> None:
-    """Measures in processes of their own, prints a table and writes it to a file, if there is one."""
+    """Measures in separate processes, prints a table and writes it to a file, if there is one."""
     output = results.Output(options.json)
     if not RESET.exists():
         raise ConfigError('lm bench checkpoint: only Linux counts the peak of a process; run it there')
@@ -100,7 +99,7 @@ class _Peak:
         self.before = self._read('VmRSS')
 
     def mib(self) -> float:
-        """How far it was above what the process had at the beginning."""
+        """Returns the peak above the memory that the process had at the beginning."""
         return self._read('VmHWM') - self.before
 
     @staticmethod
@@ -145,7 +144,7 @@ MEASURED = {'save': _save, 'restore': _restore}
 
 
 def _measure(name: str, folder: str) -> None:
-    experiment: Experiment = load([f'{folder}/config.gin'], allow_imports=True)  # which `run` has allowed
+    experiment: Experiment = load([f'{folder}/config.gin'], allow_imports=True)  # `run` has allowed it
     plan = plan_step(experiment, Target.of_devices(jax.devices()))
     mesh = plan.mesh.arrange(jax.devices())
     with jax.set_mesh(mesh):

@@ -1,8 +1,8 @@
-"""`lm bench data`: how fast text becomes tokens, and tokens become batches.
+"""`lm bench data`: the speed at which text becomes tokens, and tokens become batches.
 
-`lm prepare` is compared with SentencePiece alone on the same text and the same model, in turns, in one process. What a
-worker of `lm prepare` does (reading, cleaning, cutting, encoding, counting, writing) and what the joining of its
-results costs count; training the tokenizer and starting processes do not. A rate per core is bytes over the processor
+`lm prepare` is compared with SentencePiece alone on the same text and the same model, in turns, in one process. The
+work of a worker of `lm prepare` (reading, cleaning, cutting, encoding, counting, writing) and the merging of its
+results count. Training the tokenizer and starting processes do not count. A rate per core is bytes over the processor
 time of all threads. Batches are read as in training, from a store in its real format.
 """
 
@@ -38,12 +38,12 @@ from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)
-"""Sizes of the tokenizer; the first for which the text suffices is taken."""
+"""Sizes of the tokenizer; the first size for which the text suffices is taken."""
 SAMPLE_BYTES = 4_000_000
 GOAL = 5e6
-"""Tokens a second of one host."""
+"""Tokens per second on one host."""
 BATCHES = 8
-"""Read in one measurement."""
+"""The amount that one measurement reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,11 @@ class DataRow:
     """One way of making tokens or batches.
 
     Attributes:
-        name: what was measured.
+        name: of the measurement.
         seconds, cpu_seconds: of one pass, by the clock and on all cores; medians.
         megabytes_per_second: of UTF-8 text, by the clock; None for batches.
         megabytes_per_core_second: over `cpu_seconds`.
-        over_sentencepiece: rate per core over that of the fastest way to call SentencePiece, in the same run.
+        over_sentencepiece: rate per core over the rate of the fastest way to call SentencePiece, in the same run.
     """
 
     name: str
@@ -116,9 +116,10 @@ def bench_data(options: DataOptions) -> None:
 
 
 def read_text(path: str | None, size: int | None) -> tuple[str, str]:
-    """(at most `size` bytes of text, what it is). Without a file: sentences of the documentation, drawn at random.
+    """Returns (at most `size` bytes of text, its description).
 
-    Raises ConfigError where the file cannot be read or is empty.
+    Without a file, the text is made of random sentences from the documentation. Raises ConfigError if the file cannot
+    be read or is empty.
     """
     if path is None:
         return made_up_text(size or int(1e6 * MEGABYTES)), 'made-up text (sentences of the documentation, drawn)'
@@ -133,7 +134,7 @@ def read_text(path: str | None, size: int | None) -> tuple[str, str]:
 
 
 def made_up_text(size: int) -> str:
-    """Sentences of this package's documentation and docstrings in random order, `size` bytes of them."""
+    """Returns `size` bytes of sentences from this package's documentation and docstrings, in random order."""
     root = project_root()
     files = sorted([*root.glob('*.md'), *root.glob('docs/*.md'), *PACKAGE.glob('**/*.py')])
     prose = []
@@ -149,7 +150,7 @@ def made_up_text(size: int) -> str:
 
 
 def cut(text: str, size: int) -> list[str]:
-    """Documents of about `size` characters, cut where lines or words end."""
+    """Returns documents of about `size` characters, cut at the ends of lines or words."""
     found = re.findall(rf'(?s).{{1,{size}}}(?:\s|\Z)|.{{1,{size}}}', text)
     return [document for document in found if document.strip()]
 
@@ -157,7 +158,7 @@ def cut(text: str, size: int) -> list[str]:
 def measure_prepare(
     documents: list[str], folder: pathlib.Path, vocab_size: int | None, repeats: int
 ) -> tuple[list[DataRow], dict[str, Any]]:
-    """The rates of SentencePiece and of `lm prepare`, and what they were measured on."""
+    """Returns the rates of SentencePiece and of `lm prepare`, and a description of the text."""
     folder.mkdir(parents=True)
     with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
         file.writelines(json.dumps({'text': document}) + '\n' for document in documents)
@@ -186,12 +187,8 @@ def measure_prepare(
     size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
     best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
     rows = [
-        DataRow(
-            name=name,
-            seconds=found.seconds,
-            cpu_seconds=found.cpu_seconds,
-            tokens_per_second=tokens / found.seconds,
-            tokens_per_core_second=tokens / found.cpu_seconds,
+        dataclasses.replace(
+            make_row(name, found, tokens),
             megabytes_per_second=size / found.seconds / 1e6,
             megabytes_per_core_second=size / found.cpu_seconds / 1e6,
             over_sentencepiece=best / found.cpu_seconds,
@@ -206,7 +203,7 @@ _TOKENIZER = TokenizerConfig(sample_bytes=SAMPLE_BYTES)
 
 
 def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
-    """Trains a tokenizer as `lm prepare` does, with as many pieces as the text is enough for."""
+    """Trains a tokenizer like `lm prepare`, with as many pieces as the text allows."""
     *larger, least = (vocab_size,) if vocab_size else VOCAB_SIZES
     for n in larger:
         with contextlib.suppress(ConfigError):
@@ -215,7 +212,7 @@ def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
 
 
 def job_tokens(job: work.Preparation, shards: list) -> int:
-    """Tokens of the shards that were made."""
+    """Returns the tokens of the finished shards."""
     counts = [job.result(shard, i).counts() for i, shard in enumerate(shards)]
     return sum(found['tokens'] for found in counts if found is not None)
 
@@ -224,7 +221,7 @@ def job_tokens(job: work.Preparation, shards: list) -> int:
 
 
 def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
-    """A token store of random tokens in the real format."""
+    """Writes a token store of random tokens in the real format."""
     draw = np.random.default_rng(0)
     ends = np.array([tokens], np.int64)
     digest = hashlib.sha256()
@@ -246,8 +243,11 @@ def write_store(path: str, tokens: int, vocab_size: int = 32_000) -> None:
 
 
 def measure_batches(path: str, split: str, context: int, tokens_per_step: int, repeats: int) -> tuple[DataRow, int]:
-    """The rate at which `Batches.prefetch` delivers batches on the devices of this host, and the tokens of a batch: as
-    many whole windows for each device as `tokens_per_step` holds."""
+    """Returns the rate at which `Batches.prefetch` delivers batches on the devices of this host, and the tokens per
+    batch.
+
+    A batch has as many whole windows per device as fit into `tokens_per_step`.
+    """
     opened = store.TokenStore.open(path)
     mesh = make_mesh(MeshConfig())
     shards = data_shards(mesh)
@@ -266,15 +266,13 @@ def measure_batches(path: str, split: str, context: int, tokens_per_step: int, r
         position += BATCHES
 
     found = timing.all_in_turns({'batches': read}, repeats)['batches']
-    tokens = BATCHES * windows * context
-    row = DataRow(
-        name='batches',
-        seconds=found.seconds,
-        cpu_seconds=found.cpu_seconds,
-        tokens_per_second=tokens / found.seconds,
-        tokens_per_core_second=tokens / found.cpu_seconds,
-    )
-    return row, windows * context
+    return make_row('batches', found, BATCHES * windows * context), windows * context
+
+
+def make_row(name: str, found: timing.Times, tokens: int) -> DataRow:
+    """Returns the rates of a pass over so many tokens."""
+    rates = tokens / found.seconds, tokens / found.cpu_seconds
+    return DataRow(name, found.seconds, found.cpu_seconds, *rates)
 
 
 COLUMNS = {

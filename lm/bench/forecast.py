@@ -1,4 +1,4 @@
-"""`lm bench step --topology`: where the time of a training step goes on a TPU that is not there (a forecast)."""
+"""`lm bench step --topology`: a forecast of the time of a training step, by parts, on an absent TPU."""
 
 import dataclasses
 import pathlib
@@ -14,7 +14,7 @@ from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
 from lm.hardware import Target, Topology, generation, smallest
-from lm.text import short
+from lm.text import shorten
 from lm.training.mesh import MeshConfig
 
 CONTEXTS = (2048, 8192, 32_768)
@@ -23,10 +23,10 @@ MICROBATCH_TOKENS = 32_768
 
 @dataclasses.dataclass(frozen=True)
 class ForecastRow:
-    """One configuration at one context length on one device of a generation; the fields of `Forecast` are its own.
+    """One configuration at one context length on one device of a generation, with the fields of `Forecast`.
 
     Attributes:
-        speed_over_softmax: how many times as fast as softmax, at the same context in the same table.
+        speed_over_softmax: the speed divided by softmax's speed, at the same context in the same table.
     """
 
     generation: str
@@ -48,7 +48,7 @@ class ForecastRow:
 def forecast_steps(options: StepOptions) -> None:
     """Compiles the steps for the chips of `options.topology`, each for one device, and prints a table per chip."""
     output = results.Output(options.json, options.out)
-    jax.config.update('jax_platforms', 'cpu')  # Nothing is run; an accelerator of this machine may be busy.
+    jax.config.update('jax_platforms', 'cpu')  # nothing runs on devices here, and an accelerator may be busy
     options = with_model(options, on_cpu=False)
     found, chips = read_candidates(options), [generation(name) for name in options.topology or ()]
     contexts = sorted(set(options.contexts or CONTEXTS))
@@ -73,7 +73,7 @@ def forecast_steps(options: StepOptions) -> None:
                 printer.progress(f'compiling {chip.name}, {context:,}, {candidate.name}')
                 made.append(make_row(candidate, context, tokens, limit, topology))
                 made = results.add_speed_ratios(made, lambda row: row.time and 1 / row.time.seconds)
-                content = [asdict(row) for row in rows + made]  # Compiling takes minutes: all is kept.
+                content = [asdict(row) for row in rows + made]  # compilation takes minutes, so each result is kept
                 output.write('step', machine, settings, content)
         printer.progress()
         show(made, printer)
@@ -106,8 +106,8 @@ def asdict(row: ForecastRow) -> dict[str, Any]:
 
 
 def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
-    """A table of parts by configurations, one generation."""
-    titles = {str(i): f'{row.mechanism} {short(row.context)}' for i, row in enumerate(rows)}
+    """Prints a table of parts by configurations, for one generation."""
+    titles = {str(i): f'{row.mechanism} {shorten(row.context)}' for i, row in enumerate(rows)}
 
     def line(title: str, value: Callable[[ForecastRow, StepTime], str | None]) -> dict[str, Any]:
         cells = {str(i): value(row, row.time) if row.time else None for i, row in enumerate(rows)}
@@ -137,7 +137,7 @@ def show(rows: Sequence[ForecastRow], printer: results.Printer) -> None:
 
 
 def _format_ratio(row: ForecastRow) -> str | None:
-    """Speed over softmax; None where that did not fit."""
+    """Formats the speed over softmax; None if softmax did not fit."""
     ratio = 1.0 if row.mechanism == BASELINE else row.speed_over_softmax
     return None if ratio is None else f'{ratio:.2f}'
 
@@ -148,7 +148,7 @@ def _format_pair(seconds: float, recomputed: float) -> str:
 
 
 def draw(rows: Sequence[ForecastRow], out: pathlib.Path) -> list[str]:
-    """A stacked bar a configuration, one picture a generation and context length."""
+    """Draws one stacked bar per configuration, and one picture per generation and context length."""
     from lm import plots
 
     files = []

@@ -1,9 +1,9 @@
-"""`lm bench precision`: whether the kernels of this machine compute what XLA alone computes.
+"""`lm bench precision`: checks whether the kernels of this machine agree with XLA alone.
 
-The loss of a model on random tokens and its gradients, three times on one device: as configured, the same without any
-kernel of ours, and without kernels in float32 with products of full precision. The model has one layer of each
-mechanism of its pattern, and is as configured otherwise, so that all that a step computes is compared: rotary
-positions, sketches, attention, cross-entropy. Errors of the first two against the third should be alike.
+It computes the loss of a model on random tokens and its gradients, three times on one device: as configured, without
+our kernels, and without kernels in float32 with products of full precision. The model has one layer of each mechanism
+of its pattern, and is otherwise as configured. So all parts of a step are compared: rotary positions, sketches,
+attention, cross-entropy. The errors of the first two programs against the third should be alike.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ ALLOWED, ROUNDING = 3.0, 0.01
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRow:
-    """One configuration at one context length. Errors are against float32, relative to the norm.
+    """One configuration at one context length. Errors are relative to the norm, against float32.
 
     Attributes:
-        kernels: what else than XLA computed, operation by operation.
+        kernels: the implementations other than XLA, by operation.
         loss, gradients: errors; the latter of all gradients as one vector.
-        portable_loss, portable_gradients: the same where XLA alone computes.
-        worst: the parameter whose error is largest beside that of XLA alone.
-        worst_error, portable_error: of it.
+        portable_loss, portable_gradients: the errors of XLA alone.
+        worst: the parameter with the largest error in comparison with XLA alone.
+        worst_error, portable_error: the errors of this parameter.
         repeats: whether a second run gave the same bits.
-        right: whether every gradient is finite and within what is allowed.
+        right: whether every gradient is finite and within the allowed error.
     """
 
     mechanism: str
@@ -74,7 +74,7 @@ COLUMNS = {
 
 
 def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
-    """Prints a table and writes it to a file, if there is one; returns 1 where something is wrong."""
+    """Prints a table and writes it to a file, if there is one; returns 1 if a kernel is wrong."""
     output = results.Output(options.json)
     initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'
@@ -98,7 +98,7 @@ def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
 
 
 def failure(row: PrecisionRow) -> str:
-    """One line: what is wrong, and what to do about it."""
+    """Returns one line with the fault and its remedy."""
     name = f'{row.mechanism}, {row.context:,} tokens'
     if row.right:
         return f'{name}: two runs differ; report it, with the table above'
@@ -146,7 +146,7 @@ def compared(candidate: Candidate, context: int) -> PrecisionRow:
 def values_of(
     experiment: Experiment, context: int, portable: bool = False, runs: int = 1
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, str]]:
-    """Loss and gradients by name, of each of some runs; and what computed, operation by operation."""
+    """Returns loss and gradients by name for each of some runs, and the implementations by operation."""
     devices = jax.local_devices()[:1]
     plan = plan_step(experiment, Target.of_devices(devices))
     step = plan.program.step

@@ -1,5 +1,8 @@
-"""`lm bench step`: whole training steps a second at constant tokens a step, over context lengths (PolySketchFormer,
-Table 4 and Figure 4): the step of `lm train`, with its shardings and donated state, on random tokens."""
+"""`lm bench step`: training steps per second at constant tokens per step, over context lengths (PolySketchFormer, Table
+4 and Figure 4).
+
+It runs the step of `lm train`, with its shardings and donated state, on random tokens.
+"""
 
 import dataclasses
 import pathlib
@@ -16,7 +19,7 @@ from lm.bench.candidates import Candidate, change_context, read_candidates, with
 from lm.bench.options import StepOptions
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
-from lm.text import counted, digits
+from lm.text import format_count, format_digits
 from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed
 from lm.training.program import lower_step
 from lm.training.step import State
@@ -25,7 +28,7 @@ CPU_CONTEXTS = (512, 1024, 2048)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 MICROBATCH_TOKENS = 16_384
 FALLBACK = 'full'
-"""The `model.remat` with which a step that does not fit is tried again, before it counts as out of memory."""
+"""The `model.remat` with which a step that does not fit is repeated, before it counts as out of memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +36,15 @@ class StepRow:
     """One configuration at one context length.
 
     Attributes:
-        windows: of a step.
-        microbatches: parts that a step is computed in.
-        remat: `model.remat`: what is configured, or `FALLBACK` where that did not fit.
-        out_of_memory: then there are no figures.
+        windows: per step.
+        microbatches: the parts of a step.
+        remat: `model.remat`: the configured value, or `FALLBACK` if that did not fit.
+        out_of_memory: True means that there are no figures.
         steps_per_second: the median over the repeats.
-        slowest, fastest: steps a second of the repeats.
-        mfu: of all devices; None where no data sheet gives their peak.
-        host_milliseconds: of a step, what the host does for it: to start a program that has the arguments and results
-            of the step but computes nothing, and to fetch the metrics of the one before, as `lm train` does.
+        slowest, fastest: steps per second of the repeats.
+        mfu: of all devices; None if no data sheet gives their peak.
+        host_milliseconds: the host's work per step. It starts a program that has the step's arguments and results but
+            computes nothing, and fetches the metrics of the step before, as `lm train` does.
         temporary_mib, peak_mib: on one device.
         loss: of the first step on random tokens: within 3 % of the logarithm of a vocabulary of 32,000.
         speed_over_softmax: steps per second over the steps per second of softmax, in the same run.
@@ -67,22 +70,24 @@ class StepRow:
 
     @property
     def figure(self) -> results.ContextFigure | None:
-        """Steps per second; None where the memory did not suffice."""
+        """The steps per second; None if the memory did not suffice."""
         if self.steps_per_second is None or self.slowest is None or self.fastest is None:
             return None
         return results.ContextFigure(self.context, self.steps_per_second, self.slowest, self.fastest)
 
     @property
     def speed(self) -> str:
-        return 'OOM' if self.steps_per_second is None else digits(self.steps_per_second)
+        return 'OOM' if self.steps_per_second is None else format_digits(self.steps_per_second)
 
     @property
     def speeds(self) -> str | None:
-        return None if self.figure is None else f'{digits(self.figure.least)}–{digits(self.figure.greatest)}'
+        return (
+            None if self.figure is None else f'{format_digits(self.figure.least)}–{format_digits(self.figure.greatest)}'
+        )
 
 
 class TimedStep:
-    """The compiled step of one configuration at one context length; `state` is shared with those at the others."""
+    """The compiled step of one configuration at one context length; the contexts share `state`."""
 
     def __init__(self, plan: StepPlan, state: dict[str, Any], steps: int):
         """
@@ -111,7 +116,7 @@ class TimedStep:
         return program.init_state(program.place_state(self.mesh), self.plan.experiment.train.seed)
 
     def __call__(self) -> jax.Array:
-        """Runs the steps; the loss of the last."""
+        """Runs the steps; returns the loss of the last one."""
         with jax.set_mesh(self.mesh):
             state = self._state.pop('state', None)  # donated: gone, if the step fails
             state = self._init() if state is None else state
@@ -123,8 +128,8 @@ class TimedStep:
         return metrics['loss']
 
     def host_seconds(self, steps: int = 200) -> float:
-        """Measures the work of the host for a step (`StepRow.host_milliseconds`), the median of `steps`; after a
-        call."""
+        """Measures the host's work per step (`StepRow.host_milliseconds`), the median of `steps`; needs a
+        call before."""
         state, none = self._state.pop('state'), jax.device_get(self._metrics)
         nothing = jax.jit(lambda state, batch: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
         (state, metrics), found = nothing(state, self._batch), []
@@ -151,9 +156,9 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
     dtype = model.resolve_dtype(jax.default_backend()).name
-    printer.line(f'{counted(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
+    printer.line(f'{format_count(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
     rows = []
-    # An accelerator's memory should hold one state; on a CPU that others share, all take turns.
+    # An accelerator's memory should hold one state. On a shared CPU, all candidates take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:
         rows += measure(group, contexts, tokens, limit, steps, options.repeats)
     rows = results.add_speed_ratios(sorted(rows, key=lambda row: row.context), lambda row: row.steps_per_second)
@@ -177,9 +182,9 @@ def measure(
     """Compiles the step of each candidate at each context, and times them in turns.
 
     Args:
-        tokens: of a step, over all devices.
-        limit: tokens that a device processes at a time, if a sequence has not more.
-        steps: timed together.
+        tokens: per step, over all devices.
+        limit: the most tokens per device at a time, unless one sequence is longer.
+        steps: the number of steps that are timed together.
     """
     target, cache = Target.of_devices(jax.devices()), PlanCache()
     plans = {
@@ -248,7 +253,8 @@ COLUMNS = {
 
 
 def draw(rows: Sequence[StepRow], out: pathlib.Path, dtype: str) -> list[str]:
-    """Steps a second against context length, as PolySketchFormer's Figure 4, and its Figure 1, time per token."""
+    """Draws steps per second against context length, like PolySketchFormer's Figure 4, and time per token, like its
+    Figure 1."""
     steps: dict[str, list[results.ContextFigure]] = {}
     times: dict[str, list[results.ContextFigure]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
-"""Times that can be compared: candidates take turns in random order, and the figure is the median.
+"""Comparable times: candidates take turns in random order, and the figure is the median.
 
-On a machine that other work shares, a rate changes from minute to minute; the ratio of two candidates that took turns
+On a machine that other work shares, a rate changes from minute to minute. The ratio of two candidates that took turns
 changes little.
 """
 
@@ -18,7 +18,7 @@ from lm.compilation.memory import program_memory
 from lm.errors import LmError
 
 LEAST_SECONDS = 0.01
-"""Calls of an accelerator that are shorter are timed several at a time, so that the host's part does not count."""
+"""Shorter calls of an accelerator are timed several at a time, so that the host's part does not count."""
 
 Key = TypeVar('Key', bound=Hashable)
 
@@ -34,8 +34,8 @@ class Times:
     Attributes:
         seconds: median of a call, by the clock.
         least: the shortest.
-        cpu_seconds: median of a call, on all cores of this process together; of an accelerator the host's part.
-        repeats: how many were timed.
+        cpu_seconds: median of a call, on all cores of this process together; for an accelerator, the host's part.
+        repeats: the number of timed calls.
         greatest: the longest.
     """
 
@@ -49,16 +49,16 @@ class Times:
 def in_turns(
     calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0, say: Callable[[str], None] = lambda text: None
 ) -> dict[Key, Times | None]:
-    """Times each call `repeats` times, one after another in an order that is drawn anew for every round.
+    """Times each call `repeats` times; every round has a new random order.
 
     Args:
-        calls: do the work and return arrays to wait for; one call of each, at first, is not timed.
+        calls: do the work and return arrays to wait for; the first call of each is not timed.
         repeats: rounds.
         seed: of the order.
-        say: is told how far it is.
+        say: called with reports of progress.
 
     Returns:
-        the times of each; None where memory did not suffice.
+        the times of each call; None if memory did not suffice.
     """
     counts: dict[Key, int] = {}
     for i, (key, call) in enumerate(calls.items(), 1):
@@ -69,7 +69,7 @@ def in_turns(
             if jax.default_backend() != 'cpu':
                 jax.block_until_ready(call())
             seconds = time.perf_counter() - start
-            # Several processes must make the same calls.
+            # All processes must make the same calls.
             alone = jax.default_backend() == 'cpu' or jax.process_count() > 1
             counts[key] = 1 if alone else max(1, round(LEAST_SECONDS / max(seconds, 1e-6)))
         except Exception as error:
@@ -85,7 +85,7 @@ def in_turns(
                 for _ in range(n):
                     result = calls[key]()
                 jax.block_until_ready(result)
-            except Exception as error:  # fragmentation can take what the first call still had
+            except Exception as error:  # fragmentation can take memory that the first call still had
                 if not is_out_of_memory(error):
                     raise
                 del found[key]
@@ -95,7 +95,7 @@ def in_turns(
 
 
 def all_in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, Times]:
-    """Like `in_turns`, but raises OutOfMemory where the memory does not suffice for one of the calls."""
+    """Times like `in_turns`, but raises OutOfMemory if one of the calls does not fit."""
     found = {key: times for key, times in in_turns(calls, repeats).items() if times is not None}
     if missing := calls.keys() - found.keys():
         raise OutOfMemory(f'{", ".join(map(str, missing))}: the memory of this machine does not suffice')
@@ -108,7 +108,7 @@ def _times(found: list[tuple[float, float]]) -> Times:
 
 
 def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]:
-    """(the compiled program, or None where it needs more memory than there is; MiB of each kind on one device)."""
+    """Returns (the compiled program, or None if it needs too much memory; MiB of each kind on one device)."""
     try:
         compiled = lowered.compile()
     except Exception as error:
@@ -116,7 +116,7 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]
             raise
         return None, {}
     memory = memory_mib(compiled)
-    # A CPU's programs are not refused: the system would end the process.
+    # No compiler refuses a CPU's program: the system would end the process.
     if jax.default_backend() == 'cpu' and memory.get('peak_mib', 0.0) > available_mib():
         return None, memory
     return compiled, memory
@@ -138,7 +138,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_mib() -> float:
-    """Memory of the host that programs can still take."""
+    """Returns the memory of the host that programs can still take."""
     try:
         lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
     except OSError:

@@ -1,5 +1,7 @@
-"""Changes that make a training step fast. Each is tried by compiling; the fastest by prediction wins among those that
-leave some memory free."""
+"""Changes that make a training step fast: each is compiled.
+
+Among the changes that leave some memory free, the fastest by prediction wins.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,26 +15,26 @@ from lm.model import REMAT
 from lm.model.functions import count_parameters
 
 MAX_FSDP = 64
-"""Devices that share one copy of the state at most; beyond it a share is small beside everything else."""
+"""The most devices that share one copy of the state; with more, each device's part is small beside everything else."""
 BYTES_A_PARAMETER = 4
-"""Bytes of a parameter itself, without the state that the rule of the optimizer keeps for it."""
+"""The bytes of a parameter itself, without the optimizer's state for it."""
 LARGE_STATE = 1 / 3
-"""Share of the HBM; gradients and their sum over microbatches take up to as much again."""
+"""A fraction of the HBM; gradients and their sum over microbatches take up to as much again."""
 MICROBATCHES, REMAT_LEVEL, FSDP = 'train.microbatches', 'model.remat', 'mesh.fsdp'
 UNROLL = 'model.unroll'
 
 BEYOND = {'none': {'dots', 'dense', 'attention', 'full'}, 'dots': {'dense', 'attention', 'full'}}
 BEYOND |= {'dense': {'full'}, 'attention': {'full'}, 'full': set()}
-"""Level of `model.remat` → those that recompute all that it does, and more."""
+"""Level of `model.remat` → the levels that recompute the same and more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """One set of changes, the HBM of a device that the step then needs, and its predicted time.
+    """One set of changes, the HBM that the step then needs per device, and its predicted time.
 
     Attributes:
         bindings: as gin; empty: the configuration as it is.
-        seconds: of a step; None: it does not fit, or cannot be predicted.
+        seconds: per step; None: it does not fit, or cannot be predicted.
         has_headroom: whether it fits with the margin.
     """
 
@@ -47,7 +49,8 @@ class Advice:
     """The changes that were tried.
 
     Attributes:
-        check: of the fastest changes that fit with the margin; else of those that fit and need least; None: none do.
+        check: the fastest changes that fit with the margin; else the changes that fit and need least memory; None: none
+            fit.
         nearest: the least memory that was reached.
         tried: all, in order.
     """
@@ -64,16 +67,17 @@ def advise(
     note: Callable[[str], None] = lambda text: None,
     everything: bool = False,
 ) -> Advice:
-    """Finds the fastest of `list_candidates` that fits. A step that is too large is refused within seconds; one that
-    fits takes as long as any compilation. Changes that recompute more than others that fit are not tried.
+    """Finds the fastest of `list_candidates` that fits.
 
-    With `everything` the fastest is then tried without a loop over the layers: faster, in more memory, and several
-    times as long to compile, so that nothing else is tried that way.
+    The compiler refuses a step that is too large within seconds; a step that fits takes a full compilation. If a change
+    fits, changes that recompute more are not tried. With `everything`, the fastest is then tried without a loop over
+    the layers: this form is faster, needs more memory, and takes several times as long to compile. So no other change
+    is tried in this form.
 
     Args:
         configured: the check of the experiment as it is.
         note: called with a line on each trial.
-        everything: also changes that recompute less than the configuration, which is one of the candidates itself.
+        everything: also changes that recompute less than the configuration, which is then one of the candidates.
     """
     changes: list[dict[str, Any]] = [{}] if everything else []
     checks = [configured] if everything else []
@@ -110,17 +114,17 @@ def advise(
 
 
 def _find_fastest(checks: list[Check]) -> int | None:
-    """The index of the check with the shortest step among those that fit with the margin; None: none fits so."""
+    """Returns the index of the check with the shortest step that fits with the margin; None: none fits with it."""
     roomy = [i for i, c in enumerate(checks) if c.has_headroom]
     return min(roomy, key=lambda i: _predict_seconds(checks[i]) or 0.0, default=None)
 
 
 def list_candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:
-    """Changes to try, those that recompute least first.
+    """Returns changes to try, those that recompute least first.
 
-    Smaller microbatches recompute nothing; then each level of `model.remat`, with its microbatches; then all of it once
-    more with the state shared by several devices, which costs communication. Where the state alone takes a good part of
-    the memory, it is shared from the beginning: to recompute everything for its sake would cost more.
+    Smaller microbatches recompute nothing. Then follows each level of `model.remat`, with its microbatches. Then all of
+    this comes again with the state shared by several devices, which costs communication. If the state alone takes a
+    large part of the memory, it is shared from the beginning: recomputation would cost more.
     """
     config, model, mesh = experiment.train, experiment.model, experiment.mesh
     levels = list(REMAT)[0 if everything else list(REMAT).index(model.remat) :]
@@ -160,7 +164,8 @@ def _predict_seconds(found: Check) -> float | None:
 
 
 def _microbatches(windows: int, parts: int, at_once: int) -> Iterator[int]:
-    """`parts`, twice, four times that …, as long as each part divides by the windows that are computed at once."""
+    """Yields `parts`, twice, four times … this number, while each part divides by the windows that are computed at
+    once."""
     while windows % parts == 0 and windows // parts % at_once == 0 and windows // parts:
         yield parts
         parts *= 2

@@ -1,5 +1,7 @@
-"""`lm check`: what a run will need, before it is paid for: parameters, arithmetic, and the training step compiled for a
-TPU slice that is not there."""
+"""`lm check`: the needs of a run before it costs money: parameters, arithmetic, and the compiled training step.
+
+The step is compiled for an absent TPU slice.
+"""
 
 import dataclasses
 import sys
@@ -25,8 +27,8 @@ class CheckOptions:
     Attributes:
         topologies: the slices to compile for, such as 'v5e:4x8'.
         if_possible: leave out the slices that this machine cannot describe.
-        advice: try changes where a step does not fit.
-        best: try changes also where a step fits.
+        advice: try changes if a step does not fit.
+        best: try changes even if a step fits.
         price_per_chip_hour: in any currency; None: no prices are printed.
         as_json: print JSON instead of tables.
     """
@@ -40,11 +42,11 @@ class CheckOptions:
 
 
 def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False) -> None:
-    """Prints what the run of `experiment` needs. `begun`: it goes on from a checkpoint of its own.
+    """Prints the needs of the run of `experiment`. `begun`: it goes on from a checkpoint of its own.
 
-    Raises what `validate` raises, and ConfigError, after everything was printed, if the step does not fit.
+    Raises the errors of `validate`, and ConfigError, after everything was printed, if the step does not fit.
     """
-    # Nothing is run; an accelerator of this machine may be busy.
+    # Nothing runs on devices here, and an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
     topologies = list(find_slices(options.topologies, options.if_possible))
     price = options.price_per_chip_hour
@@ -97,7 +99,7 @@ def find_slices(names: Sequence[str], if_possible: bool) -> Iterator[Topology]:
 
 
 def failure(found: Check) -> str:
-    """One line: what is missing, and what to do about it."""
+    """Returns one line with the missing resource and the remedy."""
     memory = found.memory
     line = (
         f'{found.topology}: a step needs {memory.needed_gib:.2f} GiB of HBM, and a program may use {memory.limit_gib}'
@@ -110,5 +112,5 @@ def failure(found: Check) -> str:
 
 
 def note(text: str) -> None:
-    """Progress, for people who watch."""
+    """Prints a line of progress for people who watch."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The run that `lm check` is told of, as far as this machine sees it: another one trains, with its own disks."""
+"""The run that `lm check` is about, as far as this machine sees it: another machine trains, with its own disks."""
 
 import queue
 import sys
@@ -9,14 +9,14 @@ from lm.runs.paths import check_path
 from lm.runs.run_dir import RunDir
 
 PATIENCE_SECONDS = 20.0
-"""How long a bucket may keep us waiting."""
+"""The longest wait for a bucket."""
 
 
 def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: bool, *, if_possible: bool) -> bool:
-    """Returns whether the runs can be read whose configuration `lm train` would change. `if_possible` prints why not;
-    without it they must be readable, and reading them raises the reason.
+    """Returns whether this machine can read the runs whose configuration `lm train` would change.
 
-    A local run that is not there may lie on the disk of the machine that trains; in a bucket it is a new one.
+    With `if_possible` the function prints the reason if not; otherwise reading raises it. An absent local run may be on
+    the disk of the machine that trains; an absent run in a bucket is new.
     """
     for run in filter(None, (run_dir, branch_from)):
         if not (if_possible and is_remote(run)):
@@ -34,15 +34,18 @@ def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: boo
 
 
 def has_begun(run_dir: str | None, branch_from: str | None, init_from: str | None) -> bool:
-    """Returns whether the run goes on from a checkpoint, so that train.init_from is not read; False where nobody can
-    tell."""
+    """Returns whether the run goes on from a checkpoint, so that train.init_from is not read; False if this
+    is unknown."""
     if branch_from or not (run_dir and init_from):
         return bool(branch_from)
     return out_of_reach(run_dir) is None and RunDir(run_dir).has_checkpoint()
 
 
 def out_of_reach(run: str | None) -> str | None:
-    """Why a run in a bucket cannot be looked at from here; None: it can, or nothing is there, or it is no bucket's."""
+    """Returns why a run in a bucket cannot be read from here.
+
+    None: it can, or there is no run, or its path is local.
+    """
     if run is None or not is_remote(run):
         return None
     found: queue.SimpleQueue[str | None] = queue.SimpleQueue()

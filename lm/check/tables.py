@@ -6,14 +6,14 @@ from lm.cost_model.roofline import Roofline
 from lm.cost_model.step_time import StepTime
 from lm.hardware import Chip, parse
 from lm.plan import StepPlan
-from lm.text import counted, digits, duration, si
+from lm.text import format_count, format_digits, format_duration, format_si
 from lm.training.progress import print_row
 
 WIDTH = 24
 
 
 def print_budget(budget: Budget, plan: StepPlan) -> None:
-    """The configuration, in the words of `lm train`."""
+    """Prints the configuration, in the words of `lm train`."""
     rows = plan.describe()
     row('parameters', rows.pop('parameters'))
     for part, count in budget.parameters.items():
@@ -32,7 +32,7 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
     row(
         'topology',
         f'{check.topology}: {f"{topology.slices} slices, " if topology.slices > 1 else ""}'
-        f'{counted(check.chips, "chip")}, {counted(check.devices, "device")}; '
+        f'{format_count(check.chips, "chip")}, {format_count(check.devices, "device")}; '
         f'{"compiled in" if check.roofline else "refused by the compiler after"} {check.compile_seconds:.0f} s'
         + (f' with {", ".join(check.bindings)}' if check.bindings else ''),
     )
@@ -46,12 +46,12 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
     if check.roofline is not None and check.fits:
         print_times(check, check.roofline, budget, price)
-    if check.advice is not None:  # with the table of another step, so it comes last
+    if check.advice is not None:  # its table is about another step, so it comes last
         print_advice(check, budget, price)
 
 
 def print_times(check: Check, bound: Roofline, budget: Budget, price: float | None) -> None:
-    """Bound and prediction of a step that fits, and of the whole run."""
+    """Prints bound and prediction of a step that fits, and of the whole run."""
     topology = parse(check.topology)
     chip, unit = topology.chip, unit_of(check)
     runs = ('at most', 'at least', check.speed), ('predicted', 'predicted', check.predicted)
@@ -82,7 +82,8 @@ def print_times(check: Check, bound: Roofline, budget: Budget, price: float | No
         if run is not None:
             row(
                 'speed',
-                f'{words} {run.steps_per_second:.3g} steps/s, {si(run.tokens_per_second)} tokens/s, MFU {run.mfu:.1%}',
+                f'{words} {run.steps_per_second:.3g} steps/s, {format_si(run.tokens_per_second)} tokens/s, '
+                f'MFU {run.mfu:.1%}',
             )
     for _, words, run in runs:
         if run is not None:
@@ -108,7 +109,7 @@ def between_slices(bound: Roofline, chip: Chip, unit: str) -> str:
 
 
 def print_prediction(model: StepTime, predicted: Speed) -> None:
-    """The model's time by parts."""
+    """Prints the model's time by parts."""
     again = ''
     if model.recomputed_seconds:
         again = f', {milliseconds(model.recomputed_seconds)} of it the forward pass again'
@@ -120,14 +121,14 @@ def print_prediction(model: StepTime, predicted: Speed) -> None:
 
 
 def cost_of(run: Speed, price: float | None) -> str:
-    """Time, chip-hours and what they cost."""
-    time, hours = duration(run.run_hours * 3600), digits(run.run_hours)
-    text = f'{time}: {hours} hours, {digits(run.run_chip_hours)} chip-hours'
+    """Formats time, chip-hours and their cost."""
+    time, hours = format_duration(run.run_hours * 3600), format_digits(run.run_hours)
+    text = f'{time}: {hours} hours, {format_digits(run.run_chip_hours)} chip-hours'
     return text if price is None else f'{text}, {price * run.run_chip_hours:,.2f} at {price:g} each'
 
 
 def print_advice(check: Check, budget: Budget, price: float | None = None) -> None:
-    """All that was tried, and, if anything fits, the gin lines of the fastest and its numbers."""
+    """Prints all trials, and, if any fits, the gin lines of the fastest and its numbers."""
     advice = check.advice
     for i, tried in enumerate(advice.tried):
         row('tried' if i == 0 else '', tried_line(tried))
@@ -149,7 +150,7 @@ def print_advice(check: Check, budget: Budget, price: float | None = None) -> No
 
 
 def tried_line(tried: Tried) -> str:
-    """One candidate: changes, memory, predicted time."""
+    """Formats one candidate: changes, memory, predicted time."""
     line = f'{", ".join(tried.bindings) or "as configured"}: {tried.needed_gib:.2f} GiB'
     if tried.seconds is not None:
         line += f', {milliseconds(tried.seconds)}'

@@ -1,4 +1,4 @@
-"""The host memory of a restore: how much is under way at a time, and that it goes back to the system."""
+"""The host memory of a restore: a limit for reads in progress, and its return to the system."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class ReadBudget:
-    """Lets blocks run side by side as long as what they take together is at most `limit`; one alone may take more."""
+    """A limit for blocks that run side by side: their amounts add up to at most `limit`; a lone block may take more."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -15,8 +15,8 @@ class ReadBudget:
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def spent(self, amount: int) -> Iterator[None]:
-        """A block that takes `amount`; waits until there is room for it."""
+    def spend(self, amount: int) -> Iterator[None]:
+        """Reserves `amount` for the block; waits until there is room for it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + amount <= self.limit)
             self._taken += amount

@@ -1,12 +1,12 @@
-"""One saved step on disk: what is in it, whether it belongs to this run, and whether it is sound.
+"""One saved step on disk: its contents, the check that it belongs to this run, and the check that it is sound.
 
     <step>/commit_success.txt     written last
-    <step>/metadata/metadata      a JSON record: dtype, shape and checksum of each array, fingerprints of what the run
-                                  depends on, metrics, and the SHA-256 of the record itself
+    <step>/metadata/metadata      a JSON record: dtype, shape and checksum of each array, fingerprints of the run's
+                                  inputs, metrics, and the SHA-256 of the record itself
     <step>/state/                 the arrays under flat names ('params.blocks.qkv'): zarr in TensorStore's OCDBT
 
-Orbax writes this layout. It is read with TensorStore directly: Orbax's own restore synchronises the processes, which
-hangs when one of them alone meets a bad file, casts dtypes silently, and buries the name of the bad file.
+Orbax writes this layout. It is read with TensorStore directly. Orbax's restore synchronizes the processes, which
+hangs when a single process meets a bad file. It also casts dtypes silently, and hides the name of the bad file.
 """
 
 import hashlib
@@ -104,7 +104,7 @@ class Snapshot:
 
         def read_one(name: str) -> jax.Array:
             try:
-                with budget.spent(sizes[name]):
+                with budget.spend(sizes[name]):
                     return self._read_array(name, abstract[name], context)
             except Exception as error:
                 if not is_damage(error):

@@ -65,7 +65,7 @@ def print_help(parser: argparse.ArgumentParser) -> int:
 
 
 def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns the flags that are given; the options know the defaults of others."""
+    """Returns the flags that are given; the options have the defaults of the others."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 

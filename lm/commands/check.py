@@ -47,9 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    """Returns the check of what `lm train` would make of the same flags, or, with --sweep_file, of one point.
+    """Returns the check of the run that `lm train` would make of the same flags or, with --sweep_file, of one point.
 
-    With --if_possible, the call does nothing where the run that the flags change cannot be read from here.
+    With --if_possible, the call does nothing if this machine cannot read the run that the flags change.
     """
     check_together(arguments)
     if arguments.sweep_file:
@@ -75,7 +75,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 def check_together(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for a flag that would be ignored, and for a price that is none."""
+    """Raises ConfigError for a flag that would be ignored, and for an impossible price."""
     price, index = arguments.price_per_chip_hour, arguments.index
     if arguments.best and not arguments.advice:
         raise ConfigError('--best and --no_advice: give one of them')

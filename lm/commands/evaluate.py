@@ -16,7 +16,7 @@ from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
 OF_TASKS, OF_SPLITS = ('num_fewshot', 'include_path', 'task_data', 'limit'), ('split', 'window', 'chunk')
-"""Flags that only mean something with --tasks, and without it."""
+"""The flags that only have a meaning with --tasks, and without it."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 def check_together(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for a flag that would be ignored, and for numbers that the harness would take for others."""
+    """Raises ConfigError for a flag that would be ignored, and for numbers that the harness would misread."""
     of_tasks = arguments.tasks is not None
     for flag in OF_SPLITS if of_tasks else OF_TASKS:
         if (value := getattr(arguments, flag)) is not None:

@@ -1,4 +1,4 @@
-"""Flags that several verbs share, and the typed values that they become. Imports nothing heavy at the top."""
+"""Flags that several verbs share, and the typed values that they become. The module imports nothing heavy."""
 
 import argparse
 import dataclasses
@@ -48,7 +48,7 @@ def add_option_flags(parser: argparse.ArgumentParser, options: type) -> None:
 
 
 def _find_parser(annotation: Any) -> Callable[[str], Any]:
-    """Returns what reads a value of this type. Numbers must be positive."""
+    """Returns the function that reads a value of this type. Numbers must be positive."""
     known = {int: _count, float: _number, str: str}
     options = (annotation, *typing.get_args(annotation))  # `X | None` has the parts X and None
     if items := [typing.get_args(option)[0] for option in options if typing.get_origin(option) is Sequence]:
@@ -98,7 +98,7 @@ def add_gin_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def setting(text: str) -> str:
-    """Returns the value of --set as --gin_param takes it. Raises ArgumentTypeError for a name that is wrong."""
+    """Returns the value of --set as --gin_param takes it. Raises ArgumentTypeError for a wrong name."""
     import lm.experiment  # noqa: F401 (registers all names)
     from lm.config.setting import write_binding
 

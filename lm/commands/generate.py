@@ -67,10 +67,10 @@ def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text
             raise ConfigError('--prompt: is not text in UTF-8')
         return [value]
     path = pathlib.Path(value)
-    if not path.exists() or path.is_dir():  # a pipe will do
+    if not path.exists() or path.is_dir():  # a pipe works
         raise ConfigError(f'--{name} {path}: no such file')
     try:
-        text = path.read_bytes().decode()  # which leaves carriage returns as they are, as `lm prepare` does
+        text = path.read_bytes().decode()  # carriage returns stay, as in `lm prepare`
     except UnicodeDecodeError:
         raise ConfigError(f'--{name} {path}: is not text in UTF-8') from None
     if name == 'text_file':

@@ -8,12 +8,17 @@ from lm.commands.verb import Call, Verb
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('paths', nargs='+', metavar='PATH', help='run directories, sweeps, or globs of them')
-    parser.add_argument('--out', required=True, metavar='DIR', help='a folder for the tables and pictures')
+    parser.add_argument('--out', required=True, metavar='DIR', help='a folder for the page, tables and pictures')
     parser.add_argument('--split', help='evaluations of this split count; default: the split of the training')
     parser.add_argument(
         '--paper', choices=('pg19', 'wiki40b', 'none'), help="the paper's table to compare with; default: by the data"
     )
-    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='tables only')
+    parser.add_argument(
+        '--no_pictures',
+        dest='pictures',
+        action='store_false',
+        help='no PNG and PDF files',
+    )
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
@@ -32,7 +37,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 VERB = Verb(
     name='report',
     place=90,
-    help='turn runs into tables and pictures',
+    help='turn runs into a page, tables and pictures',
     example="lm report runs/sweep 'runs/tiny*' --out report",
     add_flags=add_flags,
     make_call=make_call,

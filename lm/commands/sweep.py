@@ -51,7 +51,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 def check_together(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for flags of which one would be ignored, and for numbers that are too small."""
+    """Raises ConfigError for flags that exclude each other, and for numbers that are too small."""
     index, jobs, gpus = arguments.index, arguments.jobs, arguments.gpus_per_job
     for flag, number in (('--jobs', jobs), ('--gpus_per_job', gpus)):
         if number is not None and number < 1:

@@ -1,1 +1,1 @@
-"""Compiling for devices that are described or present, the memory of compiled programs, and a cache of them."""
+"""Compilation for described or present devices, the memory of compiled programs, and a cache of them."""

@@ -26,27 +26,27 @@ from jax.experimental.compilation_cache import compilation_cache
 from lm.files import open_path, reaching
 
 SUFFIX = '-cache'
-"""How JAX's names of programs end."""
+"""The endings of JAX's names of programs."""
 SETTINGS = {
     # Programs that compile faster are not worth a file.
     'jax_persistent_cache_min_compile_time_secs': 0.1,
-    # Its path would become part of the names, and no program be found from another folder.
+    # Its path would become part of the names, and programs would not be found from another folder.
     'jax_persistent_cache_enable_xla_caches': 'none',
 }
 MOST_PROGRAMS = 64
-"""Programs per folder. The oldest go first, such as programs of another configuration."""
+"""The number of programs per folder. The oldest are deleted first, such as programs of another configuration."""
 
 log = logging.getLogger(__name__)
 
 
 class CompileCache:
-    """A context manager inside which compiled programs are kept in `folder`, local or a bucket's. All processes of a
-    job use it alike: each reads, process 0 alone writes.
+    """A context manager inside which compiled programs are kept in `folder`, a local folder or a bucket.
 
-    Where a person has set up JAX's cache (JAX_COMPILATION_CACHE_DIR), that one is used and this one does nothing.
+    All processes of a job use it alike: each reads, process 0 alone writes. If the user has set up JAX's cache
+    (JAX_COMPILATION_CACHE_DIR), that cache is used, and this one does nothing.
 
     Args:
-        folder: made when the first program is published; None: nothing is kept.
+        folder: made when the first program is published; None: no program is kept.
     """
 
     def __init__(self, folder: epath.PathLike | None):
@@ -69,7 +69,7 @@ class CompileCache:
             self._before = {name: getattr(jax.config, name) for name in SETTINGS}
             for name, value in SETTINGS.items():
                 jax.config.update(name, value)
-            # A program that cannot be kept, as on a full disk, costs time alone.
+            # A program that cannot be kept, for example on a full disk, only costs time.
             warnings.filterwarnings('ignore', 'Error (reading|writing) persistent compilation cache entry')
             self._use(str(self._private))
         return self
@@ -83,7 +83,7 @@ class CompileCache:
             shutil.rmtree(self._private, ignore_errors=True)
 
     def publish(self) -> None:
-        """Copies what is new to the folder. A failure, such as a full disk, is a warning: it costs time alone."""
+        """Copies new programs to the folder. A failure, such as a full disk, is a warning: it only costs time."""
         if self.folder is None or self._private is None or jax.process_index():
             return
         try:
@@ -123,7 +123,7 @@ class CompileCache:
     @staticmethod
     def _use(path: str | None) -> None:
         jax.config.update('jax_compilation_cache_dir', path)
-        compilation_cache.reset_cache()  # it has settled on a folder with the first program
+        compilation_cache.reset_cache()  # the first program has made it settle on a folder
 
 
 def _programs(folder: epath.Path) -> Iterator[epath.Path]:
@@ -150,7 +150,8 @@ def _private_folder() -> Path:
 
 
 def _machine() -> str:
-    """Programs for a CPU use its own instructions: another kind of processor gets a folder of its own."""
+    """Returns a name of this kind of processor: programs for a CPU use its own instructions, so each kind gets a
+    folder."""
     if jax.default_backend() != 'cpu':
         return jax.default_backend()
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Compiling for devices that are described, with the program as the compiler wrote it."""
+"""Compilation for described devices, with the program in the compiler's own text."""
 
 import dataclasses
 import pathlib
@@ -14,7 +14,7 @@ REPORT = '*memory-usage-report.txt'
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A program, its text (what `HloProgram` reads), and its memory; None where the compiler says nothing of that."""
+    """A program, its text (for `HloProgram`), and its memory; None if the compiler gives no figures."""
 
     executable: Any
     text: str
@@ -22,10 +22,11 @@ class CompiledProgram:
 
 
 def compile_with_text(lowered: Any) -> CompiledProgram:
-    """Compiles what `jax.jit(f).lower(…)` returns.
+    """Compiles the result of `jax.jit(f).lower(…)`.
 
-    The text is libtpu's own: it may be newer than jaxlib and say what jaxlib cannot read (seen with v6e and v7x), which
-    `Compiled.as_text` then reports at length. Other compilers write none, and are asked that way.
+    The text is libtpu's own. libtpu may be newer than jaxlib and write operations that jaxlib cannot read (seen with
+    v6e and v7x); `Compiled.as_text` then reports this at length. Other compilers write no text, so `Compiled.as_text`
+    is asked.
     """
     with tempfile.TemporaryDirectory(prefix='lm_program_') as folder:
         executable = lowered.compile(compiler_options=OPTIONS | {'xla_dump_to': folder})

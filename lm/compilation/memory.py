@@ -14,10 +14,10 @@ class ProgramMemory:
     """Bytes of one device's memory.
 
     Attributes:
-        arguments, outputs: what it is given, and what it returns.
-        aliased: of the outputs, what takes the place of arguments.
-        temporaries: what it needs beside these.
-        peak: all that it needs at once.
+        arguments, outputs: the inputs and the results.
+        aliased: the outputs that replace arguments in place.
+        temporaries: the further memory.
+        peak: the most memory at one time.
     """
 
     arguments: int

@@ -9,9 +9,11 @@ write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing her
 """
 
 import dataclasses
+import importlib
+import pkgutil
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 from lm.errors import ConfigError
@@ -103,6 +105,12 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
         return cls
 
     return decorate
+
+
+def import_modules(package: str, paths: Iterable[str]) -> None:
+    """Imports all modules below a package, given its name and `__path__`, so that their classes are registered."""
+    for module in pkgutil.walk_packages(paths, f'{package}.'):
+        importlib.import_module(module.name)
 
 
 def check_fields(config: Configurable) -> None:

@@ -1,7 +1,7 @@
-"""Statements → frozen dataclasses, with gin's references, macros and scopes. A pure function of its arguments.
+"""Statements → frozen dataclasses, with gin's references, macros and scopes, as a pure function of its arguments.
 
-`@a/b/name()` is built in the scope a/b wherever it stands, `@name()` in the scope of what it stands in, and the value
-of the macro `%a/NAME` in the scope a/NAME. Each is evaluated anew in every place that uses it.
+`@a/b/name()` is built in the scope a/b wherever it stands, and `@name()` in the scope of the object that holds it. The
+value of the macro `%a/NAME` is built in the scope a/NAME. Each is evaluated anew in every place that uses it.
 """
 
 import contextlib

@@ -11,17 +11,17 @@ COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'coll
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One communication between the chips, as often as it runs.
+    """A communication between the chips, with its number of runs.
 
     Attributes:
         name: of its first instruction.
-        computation: where that is.
+        computation: the computation of that instruction.
         kind: one of `COLLECTIVES`.
-        devices: how many take part.
+        devices: the number of participants.
         times: runs per step.
         bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run.
         sent: bytes that each device must send per run, by the bandwidth-optimal algorithm.
-        shapes: of the arrays that come out of it.
+        shapes: of the result arrays.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class AsyncFusion:
-    """The first or the last of the fusions over which TPU's compiler spreads a collective: products run between them.
+    """The first or the last of the fusions over which the TPU compiler spreads a collective; products run between them.
 
     Attributes:
-        chain: by which the parts of the collective are known in their computation.
-        ends: whether this is the last.
+        chain: the name that the parts of the collective share in their computation.
+        ends: whether this is the last one.
     """
 
     chain: str
@@ -49,14 +49,14 @@ class AsyncFusion:
 
 @dataclasses.dataclass(frozen=True)
 class SliceTransfer:
-    """A transfer from a device to the network between slices: its share of an array that its slice has reduced.
+    """A transfer from a device to the network between slices: its part of an array that its slice has reduced.
 
     Attributes:
-        name: of the instruction that sends.
-        computation: where that is.
+        name: of the sending instruction.
+        computation: the computation of that instruction.
         kind: the compiler's word, such as 'ALL_REDUCE'.
         times: runs per step.
-        bytes: of the share, per run.
+        bytes: of the part, per run.
     """
 
     name: str
@@ -66,7 +66,7 @@ class SliceTransfer:
     bytes: float
 
     def sent(self, slices: int) -> float:
-        """Bytes that the device must send to other slices per run, by the bandwidth-optimal algorithm."""
+        """The bytes that the device must send to other slices per run, by the bandwidth-optimal algorithm."""
         n = slices
         share = {'ALL_REDUCE': 2 * (n - 1) / n, 'REDUCE_SCATTER': (n - 1) / n, 'ALL_GATHER': n - 1}
         return share.get(self.kind, 1.0) * self.bytes
@@ -81,25 +81,25 @@ def async_fusion(program: HloProgram, instruction: Instruction) -> AsyncFusion |
 
 
 def collectives(program: HloProgram) -> list[Collective]:
-    """All collectives of one run of the program; the parts of one that is split into a chain count once."""
+    """Lists all collectives of one run of the program; the parts of a chain count as one collective."""
     result, seen = [], set()
     for computation, times in program.times.items():
         for outer, instruction, owner in program.sequence(computation):
             kind = instruction.opcode.removesuffix('-start')
             if kind not in COLLECTIVES:
                 continue
-            # Those of one shard_map share a channel; only the parts of a chain are known by its number.
+            # Collectives of one shard_map share a channel. Only the number of a chain identifies its parts.
             key = (computation, kind, _chain(instruction) or instruction.name)
             if key in seen:
                 continue
             seen.add(key)
             n, arrays = group_size(instruction.attributes), instruction.arrays
             if instruction.opcode.endswith('-start') and kind != 'all-reduce':
-                arrays = [a for a in arrays if a.shape or a.dtype != 'u32']  # not what a permute is known by
-                arrays = arrays[len(arrays) // 2 :]  # behind the operands
+                arrays = [a for a in arrays if a.shape or a.dtype != 'u32']  # a permute has context values, too
+                arrays = arrays[len(arrays) // 2 :]  # the results follow the operands
             size = sum(a.size for a in arrays) * (n if kind == 'reduce-scatter' else 1)
             if kind == 'all-reduce' and owner.startswith('all-reduce-scatter'):
-                kind = 'reduce-scatter'  # how the TPU compiler writes it: a fusion that keeps a slice
+                kind = 'reduce-scatter'  # the TPU compiler writes it as a fusion that keeps a slice
             share = {'all-reduce': 2 * (n - 1) / n, 'collective-permute': 1.0}.get(kind, (n - 1) / n)
             shapes = tuple(tuple(a.shape) for a in arrays)
             result.append(Collective(outer.name, computation, kind, n, times, size, share * size, shapes))
@@ -107,7 +107,7 @@ def collectives(program: HloProgram) -> list[Collective]:
 
 
 def transfers(program: HloProgram) -> list[SliceTransfer]:
-    """All that goes from slice to slice in one run of the program."""
+    """Lists all transfers between slices in one run of the program."""
     result = []
     for computation, times in program.times.items():
         for i in program.computations[computation]:
@@ -124,7 +124,7 @@ def _chain(collective: Instruction) -> str | None:
 
 
 def group_size(attributes: str) -> int:
-    """Devices of one replica group, in any of the three notations."""
+    """Returns the number of devices in a replica group, written in any of three notations."""
     if found := re.search(r'replica_groups=\{\{([\d,]*)\}', attributes):
         return len(found[1].split(','))
     if found := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):

@@ -1,8 +1,9 @@
-"""The training step compiled for a TPU slice that is not there: its memory, its collectives, the least time that it can
-take and the time that a model predicts; and what follows from the configuration alone.
+"""The training step compiled for an absent TPU slice: memory, collectives, the least possible time, and a predicted
+time.
 
-The step is the one that `lm train` runs: same function, shardings, donated state, batch and kernels; only the devices
-are described ones. Compiling takes a minute or two for a large model on a laptop.
+It also computes figures that follow from the configuration alone. The step is the step of `lm train`: the same
+function, shardings, donated state, batch and kernels. Only the devices are described. Compilation takes a minute or two
+for a large model on a laptop.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from lm.training.program import StepTooLarge, compile_described
 
 GIB = 2**30
 MARGIN = 0.03
-"""Share of the memory that advice leaves free: an evaluation, or another compiler, may need a little more."""
+"""The fraction of the memory that advice leaves free: an evaluation, or another compiler, may need a little more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Budget:
     """Figures that follow from the configuration alone.
 
     Attributes:
-        parameters: trainable ones by part of the model.
-        flops_per_token: of the MFU: forward and backward, nothing recomputed.
+        parameters: trainable parameters by part of the model.
+        flops_per_token: FLOPs of the MFU: forward and backward, no recomputation.
     """
 
     parameters: dict[str, int]
@@ -48,15 +49,16 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """HBM of one JAX device (a chip; on v7x half of one), GiB. A compiler that refuses a step says only `needed_gib`.
+    """The HBM of one JAX device (a chip; on v7x half of one), in GiB. If the compiler refuses a step, only `needed_gib`
+    is known.
 
     Attributes:
-        limit_gib: what a program may use.
+        limit_gib: the memory that a program may use.
         needed_gib: at the peak.
         arguments_gib: parameters, optimizer state and batch.
         outputs_gib: the new state.
-        aliased_gib: of the outputs, what takes the place of the arguments.
-        temporaries_gib: gradients, and what the forward pass keeps for the backward pass.
+        aliased_gib: the outputs that replace the arguments in place.
+        temporaries_gib: gradients, and the arrays that the forward pass keeps for the backward pass.
     """
 
     limit_gib: float
@@ -69,7 +71,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The run at some time a step."""
+    """The run at a given time per step."""
 
     seconds_per_step: float
     steps_per_second: float
@@ -81,15 +83,15 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The step of one configuration on one topology.
+    """The check of one configuration on one topology.
 
     Attributes:
-        bindings: what was changed in the configuration, as gin; empty: nothing.
-        roofline, speed: a bound, which nothing beats; None when the compiler refused the step.
-        predicted_step, predicted: the model of `lm.cost_model.step_time`, and the run at its time; None too where the
+        bindings: the changes of the configuration, as gin; empty: none.
+        roofline, speed: a bound, and the run at the bound; None when the compiler refused the step.
+        predicted_step, predicted: the model of `lm.cost_model.step_time`, and the run at its time; None also if the
             compiled program cannot be read.
         compile_seconds: on this machine.
-        advice: what to change, when it does not fit (see `lm.check.advice`).
+        advice: changes to try if the step does not fit (see `lm.check.advice`).
     """
 
     topology: str
@@ -112,7 +114,7 @@ class Check:
 
 
 def compute_budget(plan: StepPlan) -> Budget:
-    """Computes what needs no compilation."""
+    """Computes the figures that need no compilation."""
     config, flops = plan.experiment.train, plan.flops_per_token
     total = config.steps * config.tokens_per_step
     return Budget(
@@ -175,13 +177,13 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         roofline=bound,
         speed=_compute_speed(experiment, bound.seconds, topology),
         predicted_step=model,
-        # What nothing beats is not beaten by a model either.
+        # A prediction is never below the bound.
         predicted=model and _compute_speed(experiment, max(model.seconds, bound.seconds), topology),
     )
 
 
 def apply_bindings(experiment: Experiment, bindings: Mapping[str, Any]) -> Experiment:
-    """The experiment with other values of `section.field`."""
+    """Returns the experiment with other values of `section.field`."""
     for name, value in bindings.items():
         section, _, field = name.partition('.')
         new = dataclasses.replace(getattr(experiment, section), **{field: value})

@@ -1,7 +1,7 @@
-"""Where the time of a training step goes on one device of a TPU that is not there.
+"""The time of a training step, part by part, on one device of an absent TPU.
 
-The step is compiled for one described device, and each instruction costs what `lm.cost_model.step_time` says: a model,
-not a measurement.
+The step is compiled for one described device. Each instruction costs the time in `lm.cost_model.step_time`: a model,
+and not a measurement.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ class Forecast:
     """Memory and time of a step on one device (a chip; on v7x one of its two cores).
 
     Attributes:
-        remat: the level of `model.remat`: the configured one or, where that does not fit, the fastest after it.
-        peak_gib: HBM; 0 where the step does not fit.
-        time: None where the step does not fit.
+        remat: the level of `model.remat`: the configured level or, if that does not fit, the fastest other level.
+        peak_gib: HBM; 0 if the step does not fit.
+        time: None if the step does not fit.
         mfu: the utilization at this time.
     """
 
@@ -39,19 +39,19 @@ class Forecast:
 def forecast_step(experiment: Experiment, topology: Topology) -> Forecast:
     """Compiles the step for one device of `topology` and models its time.
 
-    Where the step does not fit, the levels of `model.remat` that recompute more are tried.
+    If the step does not fit, the levels of `model.remat` that recompute more are tried.
     """
     configured, *others = list(REMAT)[list(REMAT).index(experiment.model.remat) :]
     if found := _forecast_level(experiment, configured, topology):
         return found
-    # Which level is the fastest depends on the context: it costs to compute attention again, or products.
+    # The fastest level depends on the context: recomputing attention costs time, and so does recomputing products.
     fitting = [found for level in others if (found := _forecast_level(experiment, level, topology))]
     none = Forecast([configured, *others][-1])
     return min(fitting, key=lambda found: found.time.seconds if found.time else math.inf, default=none)
 
 
 def _forecast_level(experiment: Experiment, remat: str, topology: Topology) -> Forecast | None:
-    """Returns memory and time of the step at a level of `model.remat`; None where it does not fit."""
+    """Returns memory and time of the step at a level of `model.remat`; None if it does not fit."""
     model, config = dataclasses.replace(experiment.model, remat=remat), experiment.train
     found = compile_step(dataclasses.replace(experiment, model=model), topology)
     if found is None:

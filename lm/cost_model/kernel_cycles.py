@@ -1,4 +1,4 @@
-"""How long the kernels of a compiled program take: the bundles of their schedules times the steps of their grids."""
+"""The time of the kernels of a compiled program: bundles of their schedules times steps of their grids."""
 
 import math
 import re
@@ -10,17 +10,17 @@ from lm.hardware import Topology
 
 
 class KernelCycles:
-    """The cycles of the hand-written kernels of one program, as far as they can be compiled alone."""
+    """The cycles of the hand-written kernels of one program; a kernel counts if it can be compiled alone."""
 
     def __init__(self, program: HloProgram, topology: Topology):
-        """Compiles each kernel that this process has not met, in another process; seconds each."""
+        """Compiles each kernel that is new to this process, in another process; takes seconds per kernel."""
         chip = topology.chip
         steps, taken = {}, {}
         for computation in program.times:
             for i in program.computations[computation]:
                 if not i.is_kernel:
                     continue
-                # Equal kernels may stand there more than once, under other names.
+                # The program may contain equal kernels under different names.
                 lone = lone_kernels.take_out(i, program.by_name[computation])
                 runs = grid_steps(i, chip.cores // chip.devices)
                 if lone is not None and runs is not None:
@@ -29,12 +29,13 @@ class KernelCycles:
         self._cycles = {name: bundles[lone] * steps[name] for name, lone in taken.items() if lone in bundles}
 
     def of(self, kernel: Instruction) -> float | None:
-        """Cycles of one run of a kernel on a device; None: not known."""
+        """Returns the cycles of one run of a kernel on a device; None: not known."""
         return self._cycles.get(kernel.name)
 
 
 def grid_steps(kernel: Instruction, cores: int = 1) -> float | None:
-    """Steps of a kernel's grid that do work, on each of so many cores of a device; None: the grid cannot be read."""
+    """Returns the working steps of a kernel's grid, per core of a device with so many cores; None: the grid cannot be
+    read."""
     body = re.search(r'"body":"([^"]+)"', kernel.attributes)
     grid = read_grid(body[1]) if body else None
     if grid is None:
@@ -43,9 +44,9 @@ def grid_steps(kernel: Instruction, cores: int = 1) -> float | None:
     if any(name in kernel.name for name in ALL_PAIRS):
         heads, length, _ = kernel.arrays[-1].shape[-3:]
         pairs = list(grid.steps)
-        pairs.remove(heads)  # not always the first axis
+        pairs.remove(heads)  # it is not always the first axis
         queries, keys = (block[-2] for block in grid.blocks[:2])
-        # The grid of a sliding window has fewer pairs than there are: it was narrowed to what counts.
+        # The grid of a sliding window is already narrowed to the pairs that count.
         if math.prod(pairs[-2:]) * queries * keys == length**2:
             steps *= causal_share(*pairs[-2:])
     return steps

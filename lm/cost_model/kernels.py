@@ -1,10 +1,10 @@
 """Cycles of the TPU kernels without a TPU: read from the compiler's final schedule (`lm bench kernels`).
 
-libtpu compiles for a described topology on any machine and dumps the bundles that the core would issue, one a cycle.
+libtpu compiles for a described topology on any machine. It dumps the bundles that the core would issue, one per cycle.
 Our kernels are straight-line code, so bundles × grid steps is the time without waits for memory. For JAX's splash
-attention the same count reproduces the published forward time within 5 % and is about 25 % short on the backward one.
+attention this count reproduces the published forward time within 5 %, and is about 25 % below the backward time.
 
-`measure_kernels` starts a process of its own: libtpu reads its flags once, when it is loaded.
+`measure_kernels` starts a separate process: libtpu reads its flags once, when it is loaded.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lm.cost_model import schedules
 from lm.errors import ConfigError
 
-if TYPE_CHECKING:  # jax is imported late
+if TYPE_CHECKING:  # jax is imported later
     from lm.cost_model.kernel_cases import Case
 
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
@@ -29,7 +29,7 @@ LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
 
 
 def cases() -> dict[str, 'Case']:
-    """Returns name → the function of heads and a length that makes the call to compile."""
+    """Returns name → a function of heads and a length that makes the call to compile."""
     from lm.cost_model import kernel_cases
 
     return kernel_cases.cases()
@@ -40,15 +40,15 @@ class KernelRow:
     """One kernel on one generation, for `HEADS` heads of one sequence of `LENGTH` tokens in bfloat16.
 
     Attributes:
-        case: of `cases`.
+        case: one of `cases`.
         generation: a key of `TOPOLOGIES`.
-        kernel: 'forward' or 'backward'; 'sums': those before each block, which a backward pass forms again;
-            '2 folds' of a part of a window: the sums over its keys and over its queries.
+        kernel: 'forward' or 'backward'. 'sums': a backward pass recomputes the sums before each block. '2 folds', for a
+            part of a window: the sums over its keys and over its queries.
         cycles: per token and head.
-        matrix_unit: share of the cycles in which a matrix unit takes a row.
-        vector_unit: share of the vector units' slots in use.
-        spills: registers stored for want of registers, per grid step.
-        vmem_mib: on-chip memory; 0 where the compiler does not say.
+        matrix_unit: the fraction of the cycles in which a matrix unit takes a row.
+        vector_unit: the fraction of the vector units' slots in use.
+        spills: registers stored because there are too few, per grid step.
+        vmem_mib: on-chip memory; 0 if the compiler does not report it.
         temporaries_mib: HBM beside arguments and results, forward and backward together.
     """
 
@@ -64,7 +64,7 @@ class KernelRow:
 
 
 class Refused(ConfigError):
-    """Some cases do not compile; `rows` belong to the others."""
+    """The error if some cases do not compile; `rows` belong to the others."""
 
     def __init__(self, message: str, rows: list[KernelRow]):
         super().__init__(message)
@@ -72,16 +72,16 @@ class Refused(ConfigError):
 
 
 def measure_kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -> list[KernelRow]:
-    """Compiles the kernels for a TPU generation and reads their schedules; takes seconds a case.
+    """Compiles the kernels for a TPU generation and reads their schedules; takes seconds per case.
 
     Args:
-        topology: 'v5e', or a topology such as 'v5e:4x8', of which the generation matters.
-        names: of `cases`; None: all, with `parts` those that have kernels for them.
-        parts: chips that share a window, each with as many tokens as else the whole.
+        topology: 'v5e', or a topology such as 'v5e:4x8'; only the generation matters.
+        names: of `cases`; None: all cases, or with `parts` all cases that have kernels for parts.
+        parts: chips that share a window; each has as many tokens as the whole window has otherwise.
 
     Raises:
         Refused: the compiler is missing, or fails with some of the cases.
-        ConfigError: an unknown generation or case, more parts than chips, cases none of which has kernels for parts.
+        ConfigError: an unknown generation or case, more parts than chips, or no case has kernels for parts.
     """
     generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
     if generation not in TOPOLOGIES:
@@ -118,7 +118,8 @@ def _work(generation: str, dump: str, parts: str, *cases: str) -> None:
 
 
 def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
-    """How chips share arrays [B, L, …], and the arrays with `parts` times as many tokens; each has the others whole."""
+    """Returns how chips share arrays [B, L, …], and the arrays with `parts` times as many tokens; each chip has all
+    others."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -135,7 +136,8 @@ def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
 
 
 def measure_case(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
-    """The rows of one case, in a process whose libtpu dumps to `dump`; none where parts of a window have no kernels."""
+    """Yields the rows of one case, in a process whose libtpu dumps to `dump`; none if a part of a window has no
+    kernels."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -165,7 +167,7 @@ def measure_case(case: str, generation: str, dump: str, parts: int = 1) -> list[
         compiled = jax.jit(step).lower(inputs, jax.eval_shape(function, *inputs)).compile()
     try:
         text = compiled.as_text() or ''
-    except jax.errors.JaxRuntimeError:  # On v7x the compiler moves copies to SparseCores in words that jaxlib lacks.
+    except jax.errors.JaxRuntimeError:  # On v7x copies move to SparseCores, in operations that jaxlib lacks.
         text = ''
     memory = compiled.memory_analysis()
     temporaries = memory.temp_size_in_bytes if memory else 0
@@ -189,7 +191,7 @@ def measure_case(case: str, generation: str, dump: str, parts: int = 1) -> list[
 
 
 def _vmem(text: str, name: str) -> int:
-    """Bytes of scoped VMEM that the compiled program `text` gives to the kernel."""
+    """Returns the bytes of scoped VMEM that the compiled program `text` gives to the kernel."""
     size = r'"memory_space":"1","offset":"\d+","size":"(\d+)"'
     lines = [line for line in text.splitlines() if 'tpu_custom_call' in line and name in line]
     return max(

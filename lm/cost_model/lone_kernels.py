@@ -1,8 +1,8 @@
-"""Kernels taken out of a compiled program and compiled alone, for the schedule that the compiler gives them.
+"""Kernels taken out of a compiled program and compiled alone, to get their schedules.
 
-Libtpu writes the schedules of everything it compiles, or of nothing, and packs the code of everything again to do so:
-of a whole training step that takes three times as long as to compile it (`small`, 94 → 360 s of processor time), of its
-kernels a few seconds. It reads its flags once, when it is loaded, so this has a process of its own.
+libtpu writes schedules of everything that it compiles, or of nothing, and packs all code again to do so. For a whole
+training step this takes three times the time of compilation (`small`, 94 → 360 s of processor time). For the kernels of
+a step it takes a few seconds. libtpu reads its flags once, when it is loaded, so a separate process compiles.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lm.hardware import describe_devices, generation, smallest
 CONFIG = ('custom_call_config', 'scoped_memory_configs', 'flag_configs')
 """The keys of a kernel's backend config that we pass back to the compiler."""
 NAME = 'ffi_call'
-"""The name that the compiler gives to a kernel which JAX does not know."""
+"""The compiler's name of a kernel that JAX does not know."""
 _NUMBER = re.compile(r'(bf|f|s|u)(\d+)')
 
 
@@ -32,7 +32,8 @@ class LoneKernel:
     Attributes:
         config: its program and limits, JSON.
         arrays, results: dtype and shape of each.
-        operands: which of the arrays each is: some kernels read one twice, of which there is room for one on chip.
+        operands: for each operand, the index of its array. Some kernels read one array twice, and only one copy fits on
+            chip.
         skips: whether its grid steps skip work (`lm.cost_model.schedules.SKIPPING`).
     """
 
@@ -44,13 +45,14 @@ class LoneKernel:
 
 
 def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKernel | None:
-    """The kernel without its program; None where that cannot be read. `names`: the instructions around it, by name."""
+    """Returns the kernel without its program; None if that cannot be read. `names`: the instructions around it, by
+    name."""
     found = re.search(r'backend_config=(\{.*\})', kernel.attributes)
     try:
         config = {key: value for key, value in json.loads(found[1] if found else '').items() if key in CONFIG}
         distinct = list(dict.fromkeys(kernel.operands))
         operands = [names[name].arrays[0] for name in kernel.operands]
-        # What the compiler keeps on chip around it needs no copies within.
+        # Arrays that the compiler keeps on chip around the kernel need no copies inside.
         near = [n for n, array in enumerate(operands) if _on_chip(array)]
         config['custom_call_config']['input_memory_space_colors'] = [{'operand_index': n, 'color': 1} for n in near]
         near = [n for n, array in enumerate(kernel.arrays) if _on_chip(array)]
@@ -69,9 +71,10 @@ def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKerne
 
 
 def bundles(kernels: Iterable[LoneKernel], chip: str) -> dict[LoneKernel, int]:
-    """The bundles of one grid step of each on a generation such as 'v5e', of those that could be compiled.
+    """Returns the bundles per grid step of each kernel on a generation such as 'v5e'; None for kernels that cannot be
+    compiled.
 
-    What was compiled once in this process is not compiled again.
+    A kernel that this process has compiled before is not compiled again.
     """
     known = _known(chip)
     missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in known]
@@ -91,18 +94,18 @@ def _compile(kernels: Sequence[LoneKernel], chip: str) -> list[int | None]:
         request = json.dumps([dataclasses.asdict(kernel) for kernel in kernels])
         done = subprocess.run(command, env=schedules.environment(dump), input=request, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if re.fullmatch(r'\d+|null', line)]
-    return found + [None] * (len(kernels) - len(found))  # It may have died of the rest.
+    return found + [None] * (len(kernels) - len(found))  # one of the other kernels may have killed the process
 
 
 def main(chip: str, dump: str) -> None:
-    """The other process: kernels come in as JSON, and for each its bundles, or null, go out as a line."""
+    """Runs the other process: reads kernels as JSON, and prints a line with the bundles, or null, for each."""
     (device, *_) = describe_devices(smallest(generation(chip)))
     for kernel in json.load(sys.stdin):
         schedules.clear(dump)
         try:
             _lower(kernel, device).compile()
             print(schedules.read_schedule(dump, NAME, longest=kernel['skips']).bundles, flush=True)
-        except Exception:  # The compiler raises many kinds; a kernel without a schedule counts by what it declares.
+        except Exception:  # The compiler raises many kinds; a kernel without a schedule counts by its declared cost.
             print('null', flush=True)
 
 

@@ -20,7 +20,7 @@ _ARRAY = re.compile(r'\b([a-z]+[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One buffer of an instruction: element type, shape, layout such as '1,0:T(8,128)S(1)'."""
+    """A buffer of an instruction: element type, shape, layout such as '1,0:T(8,128)S(1)'."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ class Array:
 
     @property
     def size(self) -> float:
-        """Bytes without padding."""
+        """The bytes without padding."""
         return self.elements * _bits(self.dtype) / 8
 
     @property
     def hbm(self) -> float:
-        """Bytes in HBM, padding of the tiles included; 0 for a buffer in on-chip memory."""
+        """The bytes in HBM with the padding of tiles; 0 for a buffer in on-chip memory."""
         if re.search(r'S\([1-9]', self.layout):
             return 0.0
         order, _, tiles = self.layout.partition(':')
@@ -69,7 +69,7 @@ class Instruction:
 
     @functools.cached_property
     def path(self) -> str:
-        """Scopes and primitive that it comes from, as JAX writes them; '' where it says none."""
+        """The scopes and the primitive from which it comes, as JAX writes them; '' if the program does not say."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ''
 
@@ -79,11 +79,11 @@ class Instruction:
 
     @property
     def is_kernel(self) -> bool:
-        """It is a hand-written kernel."""
+        """True for a hand-written kernel."""
         return self.opcode == 'custom-call' and 'custom_call_target="tpu_custom_call"' in self.attributes
 
     def attribute(self, name: str) -> str:
-        """Returns the computation, or the word, that is called `name`; '' where there is none."""
+        """Returns the computation, or the word, of the attribute `name`; '' if there is none."""
         found = re.search(rf'\b{name}=%?([^\s,]+)', self.attributes)
         return found[1] if found else ''
 
@@ -102,7 +102,7 @@ class HloProgram:
                 self.entry = start[2]
         self.by_name = {c: {i.name: i for i in body} for c, body in self.computations.items()}
         self.unknown_loops: list[str] = []
-        """Loops whose number of iterations was not found; they count as one."""
+        """The loops with an unknown number of iterations; they count as one iteration."""
         self.times = self._count_runs()
         """Sequential computation (entry, loop bodies, branches) → how often it runs."""
 
@@ -113,7 +113,7 @@ class HloProgram:
         return sum(times * (_product_flops(i, found) + _declared(i)) for i, found, times in self._everything())
 
     def kernels(self) -> dict[str, tuple[int, Instruction]]:
-        """Name → (runs, instruction) of the hand-written kernels that do not declare their cost."""
+        """Returns name → (runs, instruction) of the hand-written kernels that do not declare their cost."""
         return {
             i.name: (times, i)
             for i, _, times in self._everything()
@@ -126,7 +126,8 @@ class HloProgram:
         return sum(_product_flops(i, found) + _declared(i) for i, found in parts)
 
     def within(self, instruction: Instruction) -> Iterator[tuple[Instruction, str]]:
-        """The instruction, with '', and those inside it where it is a fusion, with the names of their computations."""
+        """Yields the instruction with ''; for a fusion, also the instructions inside with the names of their
+        computations."""
         yield instruction, ''
         if instruction.opcode in ('fusion', 'async-start') and (called := instruction.attribute('calls')):
             for i in self.computations.get(called, ()):
@@ -152,26 +153,26 @@ class HloProgram:
                     branches = re.search(r'branch_computations=\{([^}]*)\}', i.attributes)
                     names = re.findall(r'%([\w.\-]+)', branches[1]) if branches else []
                     names += [i.attribute(b) for b in ('true_computation', 'false_computation') if i.attribute(b)]
-                    names = [name for name in names if self._reads(name)] or names  # not what is never run
-                    if names:  # the cheapest: what a step takes at least
+                    names = [name for name in names if self._reads(name)] or names  # unused branches never run
+                    if names:  # the cheapest branch: a step takes at least this
                         visit(min(names, key=self._written), n)
 
         visit(self.entry, 1)
         return {name: n for name, n in times.items() if name in self.computations}
 
     def _reads(self, computation: str) -> bool:
-        """Returns True where a computation reads its arguments, unlike unused branches (`blocks.call_in_branch`)."""
+        """Returns whether a computation reads its arguments; unused branches do not (`blocks.call_in_branch`)."""
         instructions = self.computations.get(computation, ())
         given = {i.name for i in instructions if i.opcode == 'parameter'}
         return any(given.intersection(i.operands) for i in instructions)
 
     def _written(self, computation: str) -> int:
-        """Numbers that the instructions of a computation make."""
+        """Returns the count of numbers that the instructions of a computation write."""
         made = (i for i in self.computations.get(computation, ()) if i.opcode not in ('parameter', 'get-tuple-element'))
         return sum(a.elements for i in made for a in i.arrays)
 
     def _trips(self, loop: Instruction, computation: str) -> int | None:
-        """Iterations of a loop that counts from a constant to a constant; None: not such a loop."""
+        """Returns the iterations of a loop that counts from a constant to a constant; None: not such a loop."""
         if known := re.search(r'known_trip_count\D*(\d+)', loop.attributes):
             return int(known[1])
         condition = self.by_name.get(loop.attribute('condition'), {})
@@ -215,13 +216,14 @@ class HloProgram:
         return next((step for step in steps if step), None)
 
     def _everything(self) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
-        """(instruction, its computation by name, runs), those inside fusions too."""
+        """Yields (instruction, its computation by name, runs), instructions inside fusions too."""
         for computation, times in self.times.items():
             for _, instruction, owner in self.sequence(computation):
                 yield instruction, self.by_name[owner], times
 
     def sequence(self, computation: str) -> Iterator[tuple[Instruction, Instruction, str]]:
-        """(instruction of the computation, itself or one inside it, where that is)."""
+        """Yields (instruction of the computation, the same or an instruction inside it, the computation of
+        the latter)."""
         for i in self.computations.get(computation, ()):
             for inner, owner in self.within(i):
                 yield i, inner, owner or computation
@@ -242,7 +244,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 
 def _with_elements(instructions: list[Instruction]) -> list[Instruction]:
-    """Adds the get-tuple-elements that JAX 0.12 leaves out: it writes `%x#2` where the third element is used."""
+    """Adds the get-tuple-elements that JAX 0.12 leaves out: it writes `%x#2` for the third element."""
     elements: dict[str, set[str]] = {}
     for name in {name for i in instructions for name in i.operands}:
         while '#' in name:  # an element of an element, x#1#0, needs x#1
@@ -277,7 +279,7 @@ def _elements(kind: str) -> list[str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """The position behind the bracket that closes the one at `start`."""
+    """Returns the position of the bracket that closes the one at `start`."""
     depth = 0
     for found in re.compile(r'[()]').finditer(text, start):
         depth += 1 if found[0] == '(' else -1
@@ -300,13 +302,13 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def _declared(instruction: Instruction) -> float:
-    """FLOPs that a kernel declares."""
+    """Returns the FLOPs that a kernel declares."""
     found = re.search(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)', instruction.attributes)
     return float(found[1]) if found and instruction.opcode == 'custom-call' else 0.0
 
 
 def _product_flops(instruction: Instruction, found: dict[str, Instruction]) -> float:
-    """2 per multiply-add of a dot or a convolution; products with padding do not count."""
+    """Returns 2 FLOPs per multiply-add of a dot or a convolution; products with padding do not count."""
     if instruction.opcode not in ('dot', 'convolution') or any(name not in found for name in instruction.operands):
         return 0.0
     left, right = (found[name].arrays[0].shape for name in instruction.operands[:2])

@@ -1,8 +1,8 @@
 """The least time that a compiled step can take: the slowest of arithmetic, memory and interconnect at their peaks.
 
-A bound, not a prediction: matrix products run at full rate, each operand of an instruction is read once, and everything
-overlaps. What it leaves out: work of the vector units (softmax above all), products too narrow for the matrix unit,
-latency, waiting for the input.
+The result is a bound and not a prediction: matrix products run at full rate, each operand of an instruction is read
+once, and everything overlaps. The bound leaves out the vector units (softmax above all), products too narrow for the
+matrix unit, latency, and waits for the input.
 """
 
 import dataclasses
@@ -14,13 +14,15 @@ from lm.cost_model.traffic import hbm_bytes
 from lm.hardware import Topology
 
 SPLASH_PRODUCTS = {'splash_mha_fwd': 2, 'splash_mha_dkv': 4, 'splash_mha_dq': 3}
-"""Products of queries × keys × head size in JAX's splash attention kernels, which do not declare their cost. The fused
-backward kernel is called dkv too and makes one more."""
+"""Kernel → products of queries × keys × head size in JAX's splash attention, whose kernels do not declare their cost.
+
+The fused backward kernel is called dkv too, and computes one more product.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTotals:
-    """Collectives of one kind in one step, as often as they run."""
+    """Collectives of one kind in one step, with all their runs."""
 
     kind: str
     times_per_step: int
@@ -29,17 +31,17 @@ class CollectiveTotals:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """One step; figures are per JAX device (a chip; on v7x one of its two cores).
+    """The bound of one step; figures are per JAX device (a chip; on v7x one of its two cores).
 
     Attributes:
-        hardware_teraflops: of all matrix products, recomputed ones and masked-out halves of blocks too.
+        hardware_teraflops: of all matrix products, including recomputation and the masked halves of blocks.
         hbm_gigabytes: moved between HBM and the core.
-        collectives: by kind, the one that sends most first.
+        collectives: by kind, the kind that sends most first.
         compute_seconds, hbm_seconds, ici_seconds: each alone, at the peak of the data sheet.
         bound_by: 'compute', 'HBM', 'ICI' or 'DCN', the largest of the four.
-        notes: what could not be counted.
+        notes: the parts that could not be counted.
         dcn_gigabytes: sent to other slices, over the data-centre network.
-        dcn_seconds: of these alone; None where no figure of the network is published.
+        dcn_seconds: of these alone; None if the speed of the network is not published.
     """
 
     hardware_teraflops: float
@@ -59,13 +61,13 @@ class Roofline:
 
 
 def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_flops: float = 0.0) -> Roofline:
-    """The bound of a compiled program.
+    """Computes the bound of a compiled program.
 
     Args:
-        text: `Compiled.as_text()`; '' where that cannot be had: `least_flops` is then all that is known.
-        topology: where it runs.
+        text: `Compiled.as_text()`; '' if there is none: then only `least_flops` is known.
+        topology: the devices of the program.
         softmax_flops: forward FLOPs per token of one layer of softmax attention, for its undeclared kernels.
-        least_flops: of the model's formula, per device: taken where not all can be counted.
+        least_flops: FLOPs by the model's formula, per device; they count if the program cannot be counted completely.
     """
     program, chip = HloProgram(text), topology.chip
     flops, moved, unknown = program.flops(), hbm_bytes(program), set()
@@ -119,7 +121,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
 
 
 def _splash_flops(kernel: Instruction, products: int, forward_flops: float) -> float:
-    """FLOPs of one run of a splash kernel; its last result is [heads, tokens, size], for each row of a batch."""
+    """Returns the FLOPs of one run of a splash kernel; its last result is [heads, tokens, size], per row of a batch."""
     *batch, _, tokens, _ = kernel.arrays[-1].shape
-    fused = products == SPLASH_PRODUCTS['splash_mha_dkv'] and len(kernel.arrays) == 5  # partial gradients of q besides
+    fused = products == SPLASH_PRODUCTS['splash_mha_dkv'] and len(kernel.arrays) == 5  # has partial gradients of q
     return (products + fused) / 2 * forward_flops * math.prod(batch) * tokens

@@ -1,7 +1,7 @@
-"""Static schedules of TPU kernels: the bundles that the core would issue, one a cycle, and how often.
+"""Static schedules of TPU kernels: the bundles that the core would issue, one per cycle, and their number of runs.
 
-libtpu writes the final schedule of everything that it compiles into a folder when it is told so before it is loaded.
-Our kernels are straight-line code inside the loop over their grid, so bundles × grid steps is their time without waits
+libtpu writes the final schedule of everything that it compiles into a folder, if flags ask for it before it is loaded.
+Our kernels are straight-line code inside the loop over their grid. So bundles × grid steps is their time without waits
 for memory.
 """
 
@@ -23,14 +23,16 @@ VARIABLE = 'LIBTPU_INIT_ARGS'
 """Flags of libtpu; read once, when it is loaded."""
 
 SKIPPING = ('splash_mha', 'flash_attention')
-"""Kernels whose grid steps skip work: only the longest run of bundles without a branch counts. The grid of JAX's
-kernels has all pairs of blocks, of which the pairs on and below the diagonal count."""
+"""Kernels whose grid steps skip work: only the longest run of bundles without a branch counts.
+
+The grid of JAX's kernels has all pairs of blocks. The pairs on and below the diagonal count.
+"""
 ALL_PAIRS = SKIPPING[:1]
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSchedule:
-    """Bundles, and for each unit how often it is used and how many of it there are."""
+    """The bundles; and for each unit, its uses and the number of such units."""
 
     bundles: int
     units: dict[str, tuple[int, int]]
@@ -48,12 +50,12 @@ class KernelSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Steps along each axis of a kernel's grid.
+    """The steps along each axis of a kernel's grid.
 
     Attributes:
         steps: of each axis.
-        parallel: whether cores that share a device may share those of the axis.
-        blocks: what a step sees of each operand and result that is brought on chip in blocks: shapes.
+        parallel: whether the cores of a device may share the steps of the axis.
+        blocks: the shapes of the blocks that one step sees, per operand and result.
     """
 
     steps: tuple[int, ...]
@@ -73,20 +75,20 @@ def environment(folder: str) -> dict[str, str]:
 
 
 def clear(dump: str) -> None:
-    """Forgets what was compiled before."""
+    """Forgets the earlier compilations."""
     shutil.rmtree(dump, ignore_errors=True)
     os.makedirs(dump)
 
 
 def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule:
-    """The final schedule of the kernel whose name holds `name`.
+    """Reads the final schedule of the kernel whose name contains `name`.
 
     Args:
-        dump: where libtpu wrote its files.
+        dump: the folder with libtpu's files.
         name: of the kernel.
-        longest: only the longest run of bundles without a branch target, where a kernel that skips work is busy.
+        longest: only the longest run of bundles without a branch target counts: there a kernel that skips work is busy.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     import numpy as np
 
@@ -105,7 +107,7 @@ def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule
 def read_grid(body: str) -> Grid | None:
     """Reads the grid of a kernel from its program, which the compiled program holds in base64; None: unreadable."""
     try:
-        # Private: JAX has no public way to read what it lowers its kernels to.
+        # JAX has no public way to read the lowered form of its kernels; this one is private.
         from jax._src.interpreters import mlir
         from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
         from jax.extend.mlir import ir
@@ -120,7 +122,7 @@ def read_grid(body: str) -> Grid | None:
             windows = attributes.get('window_params', ())
             blocks = tuple(tuple(w['window_bounds']) for w in windows if 'window_bounds' in w)
             return Grid(tuple(attributes['iteration_bounds']), parallel, blocks)
-    except Exception:  # MLIR raises several kinds, and a private module may go away.
+    except Exception:  # MLIR raises several kinds, and a private module may disappear.
         return None
 
 

@@ -36,25 +36,25 @@ PARTS = {
     'collectives': 'collectives',
     'other': 'other',
 }
-"""Scope → part of a step, in the order of a table; the last four, and layouts, are told in other ways."""
+"""Scope → part of a step, in the order of a table. Other code recognizes the last four parts, and layouts."""
 
 MOVES = {
     'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'copy', 'copy-start', 'copy-done', 'transpose',
     'reshape', 'slice', 'slice-start', 'slice-done', 'dynamic-slice', 'dynamic-update-slice', 'concatenate', 'pad',
     'broadcast', 'reverse', 'convert', 'bitcast-convert', 'reduce-precision', 'fusion', 'iota', 'opt-barrier',
 }  # fmt: skip
-"""Opcodes of fusions that compute nothing."""
+"""Opcodes of fusions that compute no number."""
 ON_CHIP = re.compile(r'S\([1-9]')
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """One instruction, all its runs of a step together.
+    """The cost of one instruction, with all its runs in a step.
 
     Attributes:
         part: a value of `PARTS`.
         recomputed: whether it belongs to a forward pass that the backward pass repeats.
-        seconds: the largest of what limits it, or what others do not hide of a collective.
+        seconds: the largest of its limits; for a collective, the time that other work does not hide.
         bytes: of HBM.
         flops: of matrix products.
         is_kernel: whether it is written by hand.
@@ -90,8 +90,8 @@ class StepTime:
     """The model of one step on one device.
 
     Attributes:
-        parts: those that take any time, in the order of `PARTS`.
-        unknown_kernels: kernels whose cycles are not known: they count by what they move and declare.
+        parts: the parts that take any time, in the order of `PARTS`.
+        unknown_kernels: kernels whose cycles are not known; they count by their traffic and their declared products.
     """
 
     parts: tuple[PartTime, ...]
@@ -111,7 +111,7 @@ class StepTime:
 
 
 def step_time(program: HloProgram, topology: Topology, cycles: KernelCycles | None) -> StepTime:
-    """The model of one run of `program` on one device of `topology`; `cycles`: of its kernels."""
+    """Models one run of `program` on one device of `topology`; `cycles` has the cycles of its kernels."""
     chip, totals, unknown = topology.chip, collections.defaultdict(lambda: [0.0] * 6), set()
     for cost in costs(program, topology, cycles):
         hbm, products = cost.bytes / chip.hbm_bytes * chip.devices, cost.flops / chip.flops * chip.devices
@@ -124,13 +124,13 @@ def step_time(program: HloProgram, topology: Topology, cycles: KernelCycles | No
 
 
 def costs(program: HloProgram, topology: Topology, cycles: KernelCycles | None) -> Iterator[Cost]:
-    """Every instruction of the program that takes time."""
+    """Lists every instruction of the program that takes time."""
     for computation, times in program.times.items():
         yield from _Computation(program, topology, cycles, computation, times).costs()
 
 
 class _Computation:
-    """A sequence of instructions that runs `times` a step."""
+    """A sequence of instructions that runs `times` per step."""
 
     def __init__(self, program, topology, cycles, name, times):
         self.program, self.chip, self.cycles, self.times = program, topology.chip, cycles, times
@@ -214,8 +214,11 @@ class _Computation:
         return i.name if source is None or source.opcode in ('parameter', 'while') else source.name
 
     def _path(self, i: Instruction) -> str:
-        """Returns the scopes of an instruction. A fusion has the scopes of its products, else its own scopes, else the
-        scopes of the largest instruction in it that has any."""
+        """Returns the scopes of an instruction.
+
+        A fusion has the scopes of its products, else its own scopes, else the scopes of the largest instruction in it
+        that has any.
+        """
         inside = [inner for inner, _ in self.program.within(i)]
         products = [inner for inner in inside if inner.opcode in ('dot', 'convolution') and scopes(inner.path)]
         own = [i] if scopes(i.path) else []
@@ -225,7 +228,7 @@ class _Computation:
 
     def _scope(self, i: Instruction, path: str, is_waiting: bool) -> str:
         inside = [inner for inner, _ in self.program.within(i)]
-        # Products that a collective is fused with hide it, unless it takes longer.
+        # Products in one fusion with a collective hide it, unless it takes longer.
         kinds = {inner.opcode.removesuffix('-start') for inner in inside}
         if is_waiting or (kinds & {*COLLECTIVES, 'send', 'recv'} and not kinds & {'dot', 'convolution'}):
             return 'collectives'
@@ -238,5 +241,5 @@ class _Computation:
 
 
 def scopes(path: str) -> list[str]:
-    """The scopes in an `op_name`, such as 'jit(train)/transpose(jvp(embedding))/mul', outermost first."""
+    """Returns the scopes in an `op_name`, such as 'jit(train)/transpose(jvp(embedding))/mul', outermost first."""
     return [word for word in re.findall(r'\w+', path) if word in PARTS]

@@ -1,6 +1,6 @@
-"""Bytes between HBM and the core of a compiled program: what each instruction must read and write, as often as it runs.
+"""Bytes between HBM and the core of a compiled program: the reads and writes of each instruction, with all its runs.
 
-Buffers count as they are laid out, padding of the tiles included; those in on-chip memory cost nothing, nor does a
+Buffers count in their layout, with the padding of tiles. Buffers in on-chip memory cost nothing, and neither does a
 second read of the same operand by one instruction.
 """
 
@@ -12,16 +12,16 @@ FREE = {
     'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'while', 'conditional', 'call', 'after-all',
     'partition-id', 'replica-id', 'opt-barrier', 'domain',
 }  # fmt: skip
-"""Instructions that move nothing."""
+"""Instructions that move no bytes."""
 FREE_TARGETS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'Sharding', 'SPMD')
-"""Custom calls that move nothing."""
+"""Custom calls that move no bytes."""
 CUTS = ('dynamic-slice', 'slice', 'gather')
 
 Names = dict[str, Instruction]
 
 
 def hbm_bytes(program: HloProgram) -> float:
-    """Read and written per run of the program on one device."""
+    """Returns the bytes read and written per run of the program on one device."""
     total = 0.0
     for computation, times in program.times.items():
         names = program.by_name[computation]
@@ -30,14 +30,14 @@ def hbm_bytes(program: HloProgram) -> float:
 
 
 def traffic(instruction: Instruction, names: Names, program: HloProgram) -> float:
-    """Bytes of one run of `instruction`; `names` are the instructions of its computation."""
+    """Returns the bytes of one run of `instruction`; `names` are the instructions of its computation."""
     opcode, arrays = instruction.opcode, instruction.arrays
     if opcode in FREE or opcode.endswith(('-done', '-update')):
         return 0.0
     if opcode == 'custom-call' and any(target in instruction.attributes for target in FREE_TARGETS):
         return 0.0
     if opcode == 'send':
-        return arrays[0].hbm  # its operand; the result is the same buffer
+        return arrays[0].hbm  # the operand; the result is the same buffer
     if opcode == 'slice-start':
         source, target = arrays[0], arrays[1]
         return target.hbm + (target.size if source.hbm else 0.0)
@@ -55,7 +55,8 @@ def traffic(instruction: Instruction, names: Names, program: HloProgram) -> floa
 
 
 def _read(fusion: Instruction, names: Names, program: HloProgram) -> float:
-    """Operands of a fusion: of one that it slices, the slices; of one that it updates in place, nothing."""
+    """Returns the bytes of a fusion's operands; a sliced operand counts its slices, an operand updated in place counts
+    nothing."""
     total = 0.0
     for number, operand in enumerate(fusion.operands):
         size = sum(a.hbm for a in names[operand].arrays) if operand in names else 0.0
@@ -65,7 +66,8 @@ def _read(fusion: Instruction, names: Names, program: HloProgram) -> float:
 
 
 def _cut(program: HloProgram, computation: str, number: int) -> float | None:
-    """Bytes of parameter `number` that a fused computation reads; None: all. Fusions inside it are looked through."""
+    """Returns the bytes of parameter `number` that a fused computation reads; None: all. Fusions inside it
+    count too."""
     inside = program.by_name[computation].values()
     parameter = next((i for i in inside if i.opcode == 'parameter' and int(i.arguments) == number), None)
     if parameter is None or parameter.is_root:
@@ -89,7 +91,8 @@ def _cut(program: HloProgram, computation: str, number: int) -> float | None:
 
 
 def _through_bitcasts(name: str, inside: Iterable[Instruction]) -> Iterator[tuple[Instruction, str]]:
-    """(use, the name that it uses) of a value, looking through bitcasts; a bitcast that is a result is a use."""
+    """Yields (use, the name that it uses) of a value. Uses of its bitcasts count; a bitcast that is a result
+    is a use."""
     for use in inside:
         if name in use.operands:
             if use.opcode == 'bitcast' and not use.is_root:
@@ -99,7 +102,7 @@ def _through_bitcasts(name: str, inside: Iterable[Instruction]) -> Iterator[tupl
 
 
 def _written(fusion: Instruction, program: HloProgram) -> float:
-    """Results of a fusion; of one that is an operand updated in place, the updates."""
+    """Returns the bytes of a fusion's results; for an operand updated in place, the bytes of the updates."""
     computation = fusion.attribute('calls')
     root = _root(program, computation)
     results = root.operands if root.opcode == 'tuple' else [root.name]
@@ -111,7 +114,7 @@ def _written(fusion: Instruction, program: HloProgram) -> float:
 
 
 def _updates(program: HloProgram, computation: str, name: str) -> tuple[float, int] | None:
-    """(bytes, number) where value `name` is parameter `number` but for updates of so many bytes; None: it is not."""
+    """Returns (bytes, number) if value `name` is parameter `number` with updates of so many bytes; None: it is not."""
     inside = program.by_name[computation]
     value = inside[name]
     if value.opcode == 'parameter':

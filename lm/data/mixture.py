@@ -182,12 +182,12 @@ def check_same_tokenizer(store: TokenStore, other: TokenStore | Mixture, setting
     )
     if ours == theirs and end != other_end:
         raise MismatchError(
-            f'{setting}: documents of {store.path} end by token {end}, those of {other.path} by {other_end}; prepare '
-            'one of them again with the tokenizer.end_of_document of the other'
+            f'{setting}: documents of {store.path} end by token {end}, documents of {other.path} by {other_end}; '
+            'prepare one of them again with the tokenizer.end_of_document of the other'
         )
     if ours != theirs:
         raise MismatchError(
-            f'{setting}: the tokenizer of {store.path} is {ours[:12]}…, that of {other.path} is {theirs[:12]}…, and '
+            f'{setting}: the tokenizer of {store.path} is {ours[:12]}…, the one of {other.path} is {theirs[:12]}…, and '
             'the same number means another piece; prepare one of them again with the tokenizer of the other '
             '(tokenizer.model_path)'
         )

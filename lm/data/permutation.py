@@ -1,7 +1,7 @@
 """A keyed pseudo-random permutation of {0, …, n-1} in O(1) memory: a Feistel network with cycle walking.
 
 Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): encrypt in the next even power of two and walk the
-cycle until the value falls inside the domain, which takes fewer than four walks on average.
+cycle until the value falls inside the domain. That takes fewer than four walks on average.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""A run as a model of lm-evaluation-harness. Importing this needs the package `lm_eval`.
+"""A run as a model of lm-evaluation-harness. Importing this module needs the package `lm_eval`.
 
-Texts are scored as they were in training: an end-of-document token stands in front. `loglikelihood_rolling` counts the
-one behind a text too, as `lm evaluate` does, so that bits per byte of a split of one document are the same.
+Texts are scored as in training: an end-of-document token stands in front. `loglikelihood_rolling` also scores the
+end-of-document token after a text, like `lm evaluate`. So bits per byte of a split of one document are the same.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from lm.inference.generation import generate
 from lm.inference.loaded_run import LoadedRun
 
 MAX_TOKENS = 256
-"""New tokens of an answer where a task does not say."""
+"""New tokens of an answer, if the task does not say."""
 
 
 class RunModel(TemplateLM):
-    """Requests of the harness, answered by the weights of `run`, at the context length of its training at most."""
+    """Answers requests of the harness with the weights of `run`, with at most the context length of its training."""
 
     def __init__(self, run: LoadedRun):
         super().__init__()
@@ -30,7 +30,7 @@ class RunModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness tells apart what it keeps of tokenized requests."""
+        """The name by which the harness distinguishes its cached tokenized requests."""
         return self.run.store.fingerprints['tokenizer']
 
     @property
@@ -41,8 +41,10 @@ class RunModel(TemplateLM):
         return self.run.tokenizer.encode(string).tolist()
 
     def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **options: Any) -> list[tuple]:
-        """(log-likelihood, whether it is what greedy decoding writes) of each continuation. A context that is too long
-        loses its beginning."""
+        """Returns (log-likelihood, whether greedy decoding writes it) of each continuation.
+
+        A context that is too long loses its beginning.
+        """
         rows, length = [], self.max_length
         for _, context, continuation in requests:
             if len(continuation) > length:
@@ -54,7 +56,7 @@ class RunModel(TemplateLM):
         answers = []
         scored_rows = self.run.scorer.score_rows(rows, accuracy=True)
         for (_, _, continuation), scored in zip(requests, scored_rows, strict=True):
-            assert scored.correct is not None  # it was asked for
+            assert scored.correct is not None  # accuracy was requested
             first = len(scored.nats) - len(continuation)
             answers.append((-float(scored.nats[first:].sum()), bool(scored.correct[first:].all())))
         return answers

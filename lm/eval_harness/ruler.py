@@ -1,7 +1,7 @@
-"""RULER (Hsieh et al. 2024), whose texts the harness makes itself, as long as a context of a run.
+"""RULER (Hsieh et al. 2024): the harness makes its texts itself, as long as the context of a run.
 
-To measure them it asks `transformers` for a tokenizer by name. `measured_by` answers with the tokenizer of the run, of
-any kind.
+To measure their length, the harness asks `transformers` for a tokenizer by name. `measured_by` answers with the run's
+tokenizer, of any kind.
 """
 
 import contextlib
@@ -14,18 +14,21 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 
 COMMON = 'lm_eval.tasks.ruler.common_utils'
-"""The module that all tasks of RULER in the harness share."""
+"""The module that all RULER tasks of the harness share."""
 NEEDS_NOTHING = ('niah_single_1', 'niah_multikey_2', 'niah_multikey_3', 'ruler_vt', 'ruler_cwe', 'ruler_fwe')
-"""The tasks that are made of what is installed; the others need essays or questions from the hub."""
+"""The tasks made of installed data; the others need essays or questions from the hub."""
 SENTENCE = 'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n'
-"""The filler of their texts; it decides how long a token is."""
+"""The filler of their texts; it determines the length of a token."""
 SHORTEST, ANSWER = 2500, 128
-"""Characters of the shortest texts, and tokens of the longest answer. The example of variable tracking has 880
-characters and must fit into 500 tokens, with 30 for the answer: two characters a token."""
+"""Characters of the shortest texts, and tokens of the longest answer.
+
+The example of variable tracking has 880 characters. It must fit into 500 tokens, with 30 for the answer: two characters
+per token.
+"""
 
 
 class Measure:
-    """A stand-in for a tokenizer of `transformers`, of which only the length of a text is asked."""
+    """A stand-in for a tokenizer of `transformers`; the harness only asks for the length of a text."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -36,9 +39,9 @@ class Measure:
 
 @contextlib.contextmanager
 def measured_by(tokenizer: Tokenizer) -> Iterator[None]:
-    """Inside, tasks of RULER that are loaded get `tokenizer`, under any name.
+    """Gives `tokenizer` to RULER tasks that are loaded inside the block, under any name.
 
-    Raises ConfigError where what they need is not installed.
+    Raises ConfigError if a package that they need is not installed.
     """
     try:
         auto: Any = importlib.import_module(COMMON).AutoTokenizer
@@ -56,8 +59,8 @@ def measured_by(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def check_fits(name: str, tokenizer: Tokenizer, length: int) -> None:
-    """Raises ConfigError where the shortest text of a task has more than `length` tokens: some tasks would shorten it
-    for ever."""
+    """Raises ConfigError if the shortest text of a task has more than `length` tokens: some tasks would shorten it for
+    ever."""
     rate = len(SENTENCE) / len(tokenizer.encode(SENTENCE))
     if rate < 2:
         raise ConfigError(
@@ -72,7 +75,7 @@ def check_fits(name: str, tokenizer: Tokenizer, length: int) -> None:
 
 
 def check_answers(tasks: dict[str, Any], length: int) -> None:
-    """Raises ConfigError where a task was made without anything to be found, since it had no room for it."""
+    """Raises ConfigError if a task has nothing to find, because there was no room for it."""
     for name, task in tasks.items():
         if not all(task.dataset['test']['outputs']):
             raise ConfigError(f'--context_length {length}: too short for {name} with this tokenizer; give more')

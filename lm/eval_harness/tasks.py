@@ -1,6 +1,6 @@
-"""`lm evaluate --tasks`: tasks of lm-evaluation-harness, local ones, and multiple-choice questions from a file.
+"""`lm evaluate --tasks`: tasks of lm-evaluation-harness, local tasks, and multiple-choice questions from a file.
 
-A questions file has one JSON object a line: {"question": "…", "choices": ["…", …], "answer": 0}, the answer being the
+A questions file has one JSON object per line: {"question": "…", "choices": ["…", …], "answer": 0}. The answer is the
 index of a choice or its letter.
 """
 
@@ -25,7 +25,7 @@ from lm.runs.records import to_json
 from lm.training.mesh import JobAddress, initialize_distributed
 
 QUESTIONS = '.jsonl'
-"""How the name of a questions file ends."""
+"""The ending of the name of a questions file."""
 BOOTSTRAP = 1000
 """Draws for the standard error of metrics that have no formula for it."""
 
@@ -41,18 +41,18 @@ def evaluate_tasks(
     """Evaluates the weights of a run with the harness.
 
     Args:
-        tasks: names of the harness's, of those in `include_path`, or questions files.
-        num_fewshot: examples in front of each question; None: as the task says.
+        tasks: names of the harness's tasks, names of tasks in `include_path`, or questions files.
+        num_fewshot: examples in front of each question; None: the task decides.
         include_path: a folder of the user's own tasks (YAML files).
-        limit: examples of each task, for trying.
-        task_data: a folder of data sets, each in a folder of its task's name, in place of those of the hub.
+        limit: examples per task, for a trial.
+        task_data: a folder of data sets instead of the hub; each is in a folder with its task's name.
 
     Returns:
         step, tasks → metric → value (and `…_stderr`), versions and n-shot of each task, all plain JSON.
 
     Raises:
-        ConfigError: lm_eval is not installed, there is no such task, its data cannot be had, a questions file is wrong,
-            or two tasks have one name.
+        ConfigError: lm_eval is not installed, a task or its data cannot be found, a questions file is wrong, or two
+            tasks have one name.
     """
     if importlib.util.find_spec('lm_eval') is None:
         raise ConfigError("--tasks: needs lm-evaluation-harness: pip install 'lm-tpu[harness]'")
@@ -63,9 +63,9 @@ def evaluate_tasks(
 
     from lm.eval_harness.adapter import RunModel
 
-    # What the tasks of RULER are told; others do not ask.
+    # The tasks of RULER read these settings; other tasks do not.
     told = {'tokenizer': run.store.fingerprints['tokenizer'], 'max_seq_lengths': [run.scorer.context_length]}
-    # To read the descriptions of the harness's own tasks takes it many seconds: only where they are asked for.
+    # The harness takes many seconds to read the descriptions of its own tasks, so this happens only if they are needed.
     manager = TaskManager(include_path=include_path, include_defaults=False, metadata=told)
     if any(not name.endswith(QUESTIONS) and name not in manager.all_tasks for name in tasks):
         manager = TaskManager(include_path=include_path, metadata=told)
@@ -87,7 +87,7 @@ def evaluate_tasks(
 
 
 def _load(task: str | dict[str, Any], manager: Any, run: LoadedRun, task_data: str | None) -> list[Any]:
-    """Tasks of the harness, or a group of them, with their data. Raises ConfigError where these cannot be had."""
+    """Loads tasks of the harness, or a group of them, with their data. Raises ConfigError if this fails."""
     if isinstance(task, dict):
         return list(manager.load(task)['tasks'].values())
     path = manager.task_index[task].yaml_path
@@ -104,10 +104,10 @@ def _load(task: str | dict[str, Any], manager: Any, run: LoadedRun, task_data: s
             changes = {'include': str(path), 'task': task, 'dataset_path': str(own), 'dataset_name': None}
             pathlib.Path(spec).write_text(json.dumps(changes | {'dataset_kwargs': None}))  # JSON is YAML
         stack.enter_context(measured_by(run.tokenizer) if is_ruler else contextlib.nullcontext())
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # what some say of their progress
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # some tasks print their progress
         try:
             found = manager.load(spec)
-        except (OSError, ValueError, LookupError) as error:  # all that data sets, the hub and parsers raise
+        except (OSError, ValueError, LookupError) as error:  # the errors of data sets, the hub and parsers
             reason = str(error).strip().partition('\n')[0] or type(error).__name__
             raise ConfigError(f'--tasks {task}: its data cannot be had: {reason}; {remedy}') from None
     if is_ruler:
@@ -125,8 +125,10 @@ def evaluate_on_tasks(
     as_json: bool = False,
     **options: Any,
 ) -> None:
-    """Evaluates the weights of a run at `step` (None: the newest), prints a table or JSON and writes
-    evaluations/harness/*.json. `options` are arguments of `evaluate_tasks`."""
+    """Evaluates the weights of a run at `step` (None: the newest), prints a table or JSON, and writes a file.
+
+    The file is evaluations/harness/*.json. `options` are arguments of `evaluate_tasks`.
+    """
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     result = evaluate_tasks(run, tasks, **options)
@@ -141,14 +143,14 @@ def evaluate_on_tasks(
         print(to_json(result), flush=True)
     else:
         _print_table(result)
-    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are printed
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # the figures are already printed
     if not as_json:
         print(f'written to {path}')
 
 
 def check_names(tasks: list[str]) -> None:
-    """Raises ConfigError where no task is named, or two whose results would have one name: a questions file is called
-    like the file."""
+    """Raises ConfigError if no task is named, or if two results would have one name: a questions file gives
+    its name."""
     if not tasks:
         raise ConfigError('--tasks: names none; write tasks of lm-evaluation-harness, or .jsonl files, with commas')
     called: dict[str, str] = {}
@@ -160,9 +162,9 @@ def check_names(tasks: list[str]) -> None:
 
 
 def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The questions of a file, `answer` as an index. Raises ConfigError, which names the line."""
+    """Returns the questions of a file, `answer` as an index. Raises ConfigError, which names the line."""
     try:
-        lines = path.read_text(encoding='utf-8-sig').split('\n')  # JSON may hold other ends of lines as they are
+        lines = path.read_text(encoding='utf-8-sig').split('\n')  # JSON strings may contain other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--tasks {path}: cannot be read ({error})') from None
     questions = []
@@ -188,7 +190,7 @@ def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def known_task(name: str, known: list[str]) -> str | dict[str, Any]:
-    """The name of a task that is known, or the description of one that asks the questions of a file.
+    """Returns the name of a known task, or the description of a task that asks the questions of a file.
 
     Raises ConfigError for any other name.
     """
@@ -230,7 +232,7 @@ def _print_table(result: dict[str, Any]) -> None:
             metric, _, kind = key.partition(',')
             if not isinstance(value, int | float) or metric.endswith('_stderr') or not kind:
                 continue
-            if metric.isdigit() and value < 0:  # RULER's lengths that were not asked for
+            if metric.isdigit() and value < 0:  # lengths of RULER that were not requested
                 continue
             error = metrics.get(f'{metric}_stderr,{kind}')
             table.add_row(task, shots, metric, f'{value:.4f}', f'{error:.4f}' if isinstance(error, float) else '')

@@ -1,4 +1,4 @@
-"""Accuracy on a task: the share of its evaluation examples, or of their answers, that the model gets right."""
+"""Accuracy on a task: the fraction of its evaluation examples, or of their answers, that the model gets right."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,14 +12,16 @@ from jax.sharding import Mesh
 from lm.evaluation.plan import TaskPlan
 from lm.model.functions import ModelFunctions
 from lm.tasks.base import Slice
-from lm.text import counted, perplexity
+from lm.text import format_count, perplexity
 from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """Counts of examples, answers, right answers and examples without a mistake, and the nats of the answers. Tallies
-    add up."""
+    """Counts of examples, answers, right answers and examples without a mistake, and the nats of the answers.
+
+    Tallies can be added.
+    """
 
     examples: int = 0
     answers: int = 0
@@ -31,16 +33,16 @@ class Tally:
         return Tally(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def compute_figures(self, whole_answers: bool) -> dict[str, float]:
-        """The accuracies; `whole_answers` chooses the task's among them."""
+        """Returns the accuracies; `whole_answers` chooses the task's accuracy among them."""
         answers, examples = self.right / self.answers, self.whole / self.examples
         accuracy = examples if whole_answers else answers
         return {'accuracy': accuracy, 'accuracy_per_answer': answers, 'accuracy_per_example': examples}
 
 
 class TaskEvaluator:
-    """Scores all examples of a split with the weights of a model; compiled once a context length.
+    """Scores all examples of a split with the weights of a model; compiles once per context length.
 
-    An answer is right when no other token is more probable; the right answers before it are in sight.
+    An answer is right if no other token is more probable. The model sees the right answers before it.
     """
 
     def __init__(self, functions: ModelFunctions, mesh: Mesh, plan: TaskPlan):
@@ -60,11 +62,12 @@ class TaskEvaluator:
 
     @property
     def measure(self) -> str:
-        """A name of the loss: losses of the same task compare where this is the same."""
+        """The name of the loss: losses of the same task are comparable if this name is the same."""
         return f'{self.split}, {self.context_length}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as a dict of plain numbers, or None when `should_stop` returned True. `loss` is per answer."""
+        """Returns the result as a dict of plain numbers, or None when `should_stop` returned True. `loss` is per
+        answer."""
         tallies = {}
         for name, part in self.task.slices(self.split, self.context_length).items():
             tally = self._tally(weights, part, should_stop)
@@ -89,10 +92,10 @@ class TaskEvaluator:
         return result | ({'accuracy_by_slice': parts} if parts else {})
 
     def _tally(self, weights: Any, part: Slice, should_stop: Callable[[], bool]) -> Tally | None:
-        """Scores the examples of a slice; None when `should_stop` returned True."""
+        """Scores the examples of a slice; returns None when `should_stop` returned True."""
         total, count = Tally(), len(part.index_N)
         for first in range(0, count, self.batch_size):
-            at = np.arange(first, first + self.batch_size) % count  # the last batch is filled up with other examples
+            at = np.arange(first, first + self.batch_size) % count  # other examples fill up the last batch
             real = min(self.batch_size, count - first)
             tokens = self.task.examples(self.split, part.index_N[at], part.context_length)
             with jax.set_mesh(self.mesh):
@@ -105,11 +108,12 @@ class TaskEvaluator:
         return total
 
     def describe(self, result: dict) -> str:
-        """The result in a line, and one for each slice. Of whole examples that have several answers, those too."""
-        of_answers = f'{100 * result["accuracy_per_answer"]:.2f} % of {counted(result["answers"], "answer")}'
+        """Describes the result in one line, and each slice in a further line. Tasks with several answers get both
+        accuracies."""
+        of_answers = f'{100 * result["accuracy_per_answer"]:.2f} % of {format_count(result["answers"], "answer")}'
         shares = of_answers
         if self.task.whole_answers:
-            shares = f'{100 * result["accuracy"]:.2f} % of {counted(result["examples"], "example")}'
+            shares = f'{100 * result["accuracy"]:.2f} % of {format_count(result["examples"], "example")}'
             shares += f', {of_answers}' if result['answers'] > result['examples'] else ''
         parts = [f'\n  {name}: {100 * share:.2f} %' for name, share in result.get('accuracy_by_slice', {}).items()]
         return f'accuracy {shares}  loss {result["loss"]:.4f}{"".join(parts)}'

@@ -1,4 +1,4 @@
-"""The empirical baseline (Performer, App. C.2): a model that knows how frequent each token is, and nothing else."""
+"""The empirical baseline (Performer, App. C.2): a model that only knows the frequency of each token."""
 
 import functools
 
@@ -9,12 +9,12 @@ from lm.data.store import TokenStore
 from lm.text import perplexity
 
 MOST_TOKENS = 2**28
-"""The most tokens of a split that are counted, in pieces of PIECE that lie evenly in it."""
+"""The most tokens of a split that are counted, in evenly spaced pieces of PIECE."""
 PIECE = 2**22
 
 
 class EmpiricalBaseline:
-    """Predicts every token by its frequency in the training split: each time the same distribution."""
+    """Predicts every token by its frequency in the training split: the distribution is always the same."""
 
     def __init__(self, store: TokenStore | Mixture, split: str, excluded: tuple[int, ...] = ()):
         """
@@ -27,7 +27,7 @@ class EmpiricalBaseline:
 
     @functools.cached_property
     def frequencies_V(self) -> np.ndarray:
-        """The frequency of each token, float64, weighted by the shares of a mixture. They need not sum to 1."""
+        """Returns the frequency of each token, float64, weighted by the shares of a mixture. The sum need not be 1."""
         if not isinstance(self.store, Mixture):
             return count_tokens(self.store, self.split)
         found = np.zeros(self.store.vocab_size)
@@ -38,9 +38,9 @@ class EmpiricalBaseline:
         return found
 
     def compute_figures(self, asked_V: np.ndarray) -> dict[str, float]:
-        """Its accuracy and perplexity, where each token is asked for `asked_V` times.
+        """Returns the baseline's accuracy and perplexity, if each token is a target `asked_V` times.
 
-        A token that the training split lacks counts as if it stood there once.
+        A token that the training split lacks counts as if it occurred once.
         """
         size = max(len(asked_V), len(self.frequencies_V))
         asked, frequencies = np.zeros(size), np.zeros(size)
@@ -57,7 +57,7 @@ class EmpiricalBaseline:
 
 
 def count_tokens(store: TokenStore, split: str) -> np.ndarray:
-    """How often each token stands in a split, or in MOST_TOKENS of it [vocabulary], float64."""
+    """Counts each token in a split, or in MOST_TOKENS of it, [vocabulary] float64."""
     total, vocabulary = store.tokens(split), store.vocab_size
     pieces = -(-total // PIECE)
     chosen = range(pieces)

@@ -1,6 +1,6 @@
-"""Losses of windows longer than fit at once: chunk by chunk, through the states that decoding has.
+"""The losses of windows that are too long for memory: chunk by chunk, through the states of decoding.
 
-One chunk passes a state to the next: of constant size for linear mechanisms, keys and values for exact ones. Only one
+A chunk passes a state to the next one: of constant size for linear mechanisms, keys and values for exact ones. Only one
 chunk's activations are in memory.
 """
 
@@ -15,9 +15,11 @@ from lm.ops.documents import Documents
 def compute_losses_in_chunks(
     model: Transformer, tokens_BxL: jax.Array, chunk: int, documents: Documents | None = None
 ) -> jax.Array:
-    """Computes the negative log-likelihoods [B, L - 1] float32 of all tokens but the first in nats, as
-    `Transformer.token_losses` does. The remainder of the length comes first. With `documents` the tokens of a window do
-    not see other documents."""
+    """Computes the negative log-likelihoods [B, L - 1] float32 of all tokens but the first, in nats, like
+    `Transformer.token_losses`.
+
+    The remainder of the length comes first. With `documents` the tokens of a window do not see other documents.
+    """
     inputs_BxL, targets_BxL = tokens_BxL[:, :-1], tokens_BxL[:, 1:]
     batch, length = inputs_BxL.shape
     model.config.check_length(length)

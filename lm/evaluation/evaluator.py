@@ -1,4 +1,4 @@
-"""The evaluator of a plan: what measures the weights of a run."""
+"""The evaluator of a plan, which measures the weights of a run."""
 
 import functools
 

@@ -1,7 +1,7 @@
-"""Accuracy and perplexity of hidden tokens, as Performer (App. C.3) reports them of models that see both sides.
+"""Accuracy and perplexity of hidden tokens, as Performer (App. C.3) reports them for models that see both sides.
 
-The windows of a split follow one another, each token in one of them; the last one ends with the split and asks for what
-no other has. What is hidden in them is always the same (`lm.training.objectives.masked`).
+The windows of a split follow one another. Each token belongs to one window; the last window ends with the split, and
+only scores tokens that no other window has. The hidden tokens are always the same (`lm.training.objectives.masked`).
 """
 
 from collections.abc import Callable
@@ -21,18 +21,20 @@ from lm.training.objectives import Hiding
 def make_hidden_scoring_program(
     functions: ModelFunctions, mesh: Mesh, hiding: Hiding
 ) -> Callable[[Weights, jax.Array, np.ndarray], Scored]:
-    """Makes the program (weights, tokens [B, L], numbers of the windows [B]) → scores on all devices. Places that are
-    not hidden do not count. The program is compiled once per shape."""
+    """Makes the program (weights, tokens [B, L], numbers of the windows [B]) → scores on all devices.
+
+    Positions that are not hidden do not count. The program is compiled once per shape.
+    """
 
     def score(weights: Weights, tokens_BxL: jax.Array, numbers_B: jax.Array) -> Scored:
         inputs_BxL, chosen_BxL = hiding.hide(tokens_BxL, numbers_B)
-        return functions.score_targets(weights, inputs_BxL, tokens_BxL)._replace(counted=chosen_BxL)
+        return functions.score_targets(weights, inputs_BxL, tokens_BxL, accuracy=True)._replace(counted=chosen_BxL)
 
     return jax.jit(score, out_shardings=replicated(mesh))
 
 
 class MaskedEvaluator(Evaluator):
-    """Scores what is hidden in a split, and says what the frequencies of the tokens alone would give."""
+    """Scores the hidden tokens of a split, and reports the figures of the frequency baseline."""
 
     def dispatch(self, weights: Weights, tokens: jax.Array, first: int) -> Scored:
         return self.program(weights, tokens, np.arange(first, first + len(tokens), dtype=np.uint32))

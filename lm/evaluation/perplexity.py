@@ -1,6 +1,6 @@
-"""Perplexity of a split: every token counted once, padding never, sums in float64 on the host.
+"""Perplexity of a split: every token counts once, padding never; sums are float64 on the host.
 
-The stream of a split is its documents with their end-of-document tokens; one more end-of-document token stands before
+The stream of a split is its documents with their end-of-document tokens. One more end-of-document token stands before
 the first token, so that every token of the split is predicted. Results do not depend on batch size, devices or hosts.
 """
 
@@ -22,7 +22,7 @@ from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 LONG_WORDS = 1e9
-"""Perplexities per word above it are written as powers of ten."""
+"""Perplexities per word above this value are written as powers of ten."""
 
 
 def make_scoring_program(
@@ -36,30 +36,28 @@ def make_scoring_program(
 
     Args:
         documents: the documents of a window do not see each other; None: a window is one document.
-        chunk: a longer window is walked in parts of so many tokens (`lm.evaluation.chunks`).
-        accuracy: also compute which targets no other token beats.
+        chunk: a longer window is computed in parts of so many tokens (`lm.evaluation.chunks`).
+        accuracy: also compute whether each target is the most probable token.
     """
 
     def score(weights: Weights, tokens_BxN: jax.Array) -> Scored:
         inputs_BxL, targets_BxL = tokens_BxN[:, :-1], tokens_BxN[:, 1:]
         if chunk is not None and targets_BxL.shape[1] > chunk:
             return Scored(compute_losses_in_chunks(functions.merge(weights), tokens_BxN, chunk, documents))
-        if accuracy:
-            return functions.score_targets(weights, inputs_BxL, targets_BxL, documents)
-        return Scored(functions.token_losses(weights, inputs_BxL, targets_BxL, documents))
+        return functions.score_targets(weights, inputs_BxL, targets_BxL, documents, accuracy)
 
     return jax.jit(score, out_shardings=replicated(mesh))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredSums:
-    """Sums of scores at each position of the context. They add up.
+    """Sums of scores at each position of the context. They can be added.
 
     Attributes:
         nats_L: float64.
-        tokens_L: how many, int64.
-        right_L: how many of them no token was more probable than; None: not looked at.
-        asked_V: how often each token was the right one; None: not looked at.
+        tokens_L: the number of tokens, int64.
+        right_L: the number of targets that were the most probable token; None: not computed.
+        asked_V: how often each token was the target; None: not counted.
     """
 
     nats_L: np.ndarray
@@ -106,7 +104,7 @@ class Evaluator:
     """
 
     def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, plan: TextPlan):
-        """`program` is made by `make_scoring_program`; where the text has a baseline it computes the accuracy too."""
+        """`program` comes from `make_scoring_program`; it computes the accuracy too if the text has a baseline."""
         self.program, self.mesh, self.text, self.plan = program, mesh, text, plan
         self.store, self.split, self.windows = text.store, text.split, text.windows
         self.batch_size = round_up_rows(plan.settings.config.batch_size, mesh)
@@ -114,17 +112,17 @@ class Evaluator:
 
     @property
     def measure(self) -> str:
-        """A name of the loss: losses of the same data compare where this is the same."""
+        """The name of the loss: losses of the same data are comparable if this name is the same."""
         windows, masked = self.windows, ' of single documents' if self.plan.documents else ''
         return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{masked}'
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as a dict of plain numbers (see `summarize`), or None when `should_stop` returned True."""
+        """Returns the result as a dict of plain numbers (see `summarize`), or None when `should_stop` returned True."""
         found = self.sum_scores(weights, should_stop)
         return None if found is None else self.result(found, step)
 
     def sum_scores(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
-        """Sums the scores of all windows; None when `should_stop` returned True."""
+        """Sums the scores of all windows; returns None when `should_stop` returned True."""
         total = None
         for batch in self._score_batches(weights):
             sums = batch.sum(self.store)
@@ -134,7 +132,7 @@ class Evaluator:
         return total
 
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
-        """The result of these sums, of the split of `store` (None: the store of the text)."""
+        """Returns the result of these sums for the split of `store` (None: the store of the text)."""
         masked = {'mask_documents': True} if self.plan.documents else {}
         return self.compute_figures(sums, store or self.store) | {
             'split': self.split,
@@ -145,7 +143,7 @@ class Evaluator:
         }
 
     def compute_figures(self, sums: ScoredSums, store: Any) -> dict:
-        """The figures that are reported of these sums."""
+        """Returns the reported figures of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
         if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
             return found
@@ -153,7 +151,7 @@ class Evaluator:
         return found | accuracy | self.text.baseline.compute_figures(sums.asked_V)
 
     def describe(self, result: dict) -> str:
-        """The result in one line."""
+        """Describes the result in one line."""
         parts = [f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}']
         if 'word_perplexity' in result:
             parts.append(f'per word {format_word_perplexity(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
@@ -163,7 +161,7 @@ class Evaluator:
         return '  '.join(parts)
 
     def _score_batches(self, weights: Weights) -> Iterator[ScoredBatch]:
-        """Scores batch after batch. Each is fetched one batch late, so that the devices never wait."""
+        """Yields the scores batch by batch. Each batch is fetched one batch late, so that the devices never wait."""
         eod = self.store.tokenizer().eod_id
         pending: list[ScoredBatch] = []
         with jax.set_mesh(self.mesh):
@@ -180,22 +178,22 @@ class Evaluator:
         return self.program(weights, tokens)
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens that a batch asks for, [B, L]."""
+        """Returns the targets of a batch, [B, L]."""
         return tokens[:, 1:]
 
 
 def format_word_perplexity(result: dict, digits: int) -> str:
-    """Its perplexity per word for people: a word may be a whole protein, and the figure have a hundred digits."""
+    """Formats the perplexity per word: if a word is a whole protein, the figure can have a hundred digits."""
     value = result['word_perplexity']
     return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
 
 
 def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:
-    """The reported figures from sums over each position of the context.
+    """Returns the reported figures from sums over each position of the context.
 
     Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
-    by its bytes: both can be compared across tokenizers, perplexity per token cannot. They, and what is counted of the
-    text, are reported where every token of the split was scored.
+    by its bytes. Both are comparable across tokenizers; perplexity per token is not. They, and the counts of the text,
+    are reported if every token of the split was scored.
     """
     sum_nats, n_tokens = float(nats_L.sum()), int(tokens_L.sum())
     positions = []
@@ -219,8 +217,8 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
 
 
 def describe_text(sum_nats: float, store: TokenStore, split: str) -> dict:
-    """The figures that need the nats of a whole split. Text without words, such as white space, has none per word and
-    byte."""
+    """Returns the figures that need the nats of a whole split. Text without words, such as white space, has none per
+    word and byte."""
     n_bytes, n_words = store.bytes(split), store.words(split)
     counts = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
     if not n_words:

@@ -1,5 +1,7 @@
-"""The plan of the evaluations of a run, made without devices. `settle_evaluation` resolves the configuration alone, and
-`plan_evaluation` adds the data."""
+"""The plan of the evaluations of a run, made without devices.
+
+`settle_evaluation` resolves the configuration alone, and `plan_evaluation` adds the data.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,7 @@ class EvaluationSettings:
 
     Attributes:
         split, context_length: resolved; `config` has the other settings.
-        first_tokens: only so many tokens of each text are scored; None: all.
+        first_tokens: the number of tokens of each text that are scored; None: all.
     """
 
     config: EvaluateConfig
@@ -49,7 +51,7 @@ class ScoredText:
     """A split that is scored.
 
     Attributes:
-        hiding: hides the tokens that are scored; None: each token is predicted from those before it.
+        hiding: hides the tokens that are scored; None: the tokens before each token predict it.
         baseline: predicts by frequencies alone; None: no accuracy is reported.
     """
 
@@ -94,10 +96,10 @@ EvaluationPlan = TaskPlan | TextPlan
 def settle_evaluation(
     config: EvaluateConfig, data: DataConfig, train: TrainConfig, model: ModelConfig, first_tokens: int | None = None
 ) -> EvaluationSettings:
-    """Resolves what is scored. With `first_tokens` only so many tokens of each text are, at least one window.
+    """Resolves the settings of an evaluation. `first_tokens` limits the tokens of each text, to at least one window.
 
-    Raises ConfigError where the sections do not fit each other, or ask for something that this kind of data lacks. Call
-    `lm.training.objectives.check_objective` besides.
+    Raises ConfigError if the sections contradict each other, or need a property that this kind of data lacks. Call
+    `lm.training.objectives.check_objective` as well.
     """
     split, context_length = config.split or data.eval_split, config.context_length or train.context_length
     if data.task:
@@ -113,10 +115,10 @@ def settle_evaluation(
 def plan_evaluation(
     settings: EvaluationSettings, store: Store, sets: dict[str, OpenedSet] | None = None
 ) -> EvaluationPlan:
-    """Plans the evaluation on the data of a run; `sets` None: they are opened here (`open_sets`).
+    """Plans the evaluation on the data of a run; `sets` None: this function opens them (`open_sets`).
 
-    Raises ConfigError, which names the set, where a split is missing or shorter than a window, and what
-    `TokenStore.tokenizer` raises: the first evaluation would, a thousand steps later.
+    Raises ConfigError, which names the set, if a split is missing or shorter than a window. Raises the errors of
+    `TokenStore.tokenizer` now; the first evaluation would raise them a thousand steps later.
     """
     config, split, length = settings.config, settings.split, settings.context_length
     sets = open_sets(settings, store) if sets is None else sets
@@ -153,8 +155,8 @@ def plan_evaluation(
 def open_sets(settings: EvaluationSettings, store: Store, timeout: float | None = None) -> dict[str, OpenedSet]:
     """Opens the stores of `evaluate.sets`, by name.
 
-    Raises ConfigError where the run has no text, or a set has the name of a part of its mixture. Raises MismatchError
-    where the tokenizer is not the tokenizer of `store`, and what `TokenStore.open` raises.
+    Raises ConfigError if the run has no text, or a set has the name of a part of its mixture. Raises MismatchError if a
+    set has another tokenizer than `store`, and the errors of `TokenStore.open`.
     """
     found = {}
     for name, place in settings.config.sets:
@@ -178,8 +180,8 @@ def _cut_place(place: str) -> tuple[str, str | None]:
 def _check_task(
     config: EvaluateConfig, task: Task, split: str, context_length: int, eval_tokens: int | None, model: ModelConfig
 ) -> None:
-    """Raises ConfigError for settings that examples of a task lack, lengths that the model or the task lacks, and what
-    `Task.examples` refuses."""
+    """Raises ConfigError for settings that task examples lack, for lengths that the model or the task lacks, and the
+    errors of `Task.examples`."""
     if config.mask_documents:
         raise ConfigError('evaluate.mask_documents = True: the examples of a task are no documents; delete this')
     if config.chunk:
@@ -196,7 +198,7 @@ def _check_task(
 
 
 def _check_context(task: Task, split: str, context_length: int) -> None:
-    """Raises ConfigError where a context holds no example, or the task has lengths of its own for the split."""
+    """Raises ConfigError if a context holds no example, or the task has its own lengths for the split."""
     lengths = sorted({part.context_length for part in task.slices(split, context_length).values()})
     if lengths != [context_length]:
         raise ConfigError(
@@ -210,7 +212,7 @@ def _check_context(task: Task, split: str, context_length: int) -> None:
 
 
 def _check_masked(config: EvaluateConfig) -> None:
-    """Raises ConfigError for settings that need tokens that see only earlier ones."""
+    """Raises ConfigError for settings that need a causal model."""
     if config.window != 'disjoint':
         raise ConfigError(f"evaluate.window = '{config.window}': windows with hidden tokens are whole; set 'disjoint'")
     if config.chunk:

@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens in place of a split: of texts, and of answers to questions."""
+"""Log-likelihoods of given tokens instead of a split: of texts, and of answers to questions."""
 
 import dataclasses
 import math
@@ -15,12 +15,12 @@ from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.training.mesh import batch_sharding, round_up_rows
 
 SHORTEST = 32
-"""Rows are filled up to this many tokens or a power of two above, so that few programs serve all lengths."""
+"""Rows are padded to this many tokens or a power of two above, so that few programs serve all lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The scores of one text: its tokens with the end-of-document token behind them, and the nats of each.
+    """The scores of one text: its tokens, the end-of-document token after them, and the nats of each.
 
     Attributes:
         tokens: ids [T].
@@ -38,7 +38,7 @@ class Scores:
 
 
 class Scorer:
-    """Scores rows of tokens with the weights of a model, on all devices; compiled once a length.
+    """Scores rows of tokens with the weights of a model, on all devices; compiles once per length.
 
     Each token is scored with at most `context_length` tokens before it. Raises ConfigError for a model whose tokens see
     later ones.
@@ -59,8 +59,10 @@ class Scorer:
         }
 
     def score_rows(self, rows: Sequence[np.ndarray], accuracy: bool = False) -> list[Scored]:
-        """Scores all tokens of each row [N + 1] but its first: nats [N] float64, and with `accuracy` the tokens that no
-        other token beats. N is at most `context_length`."""
+        """Scores all tokens of each row [N + 1] but its first; N is at most `context_length`.
+
+        Returns nats [N] float64, and with `accuracy` whether each token is the most probable one.
+        """
         found: dict[int, Scored] = {}
         padded: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
@@ -84,16 +86,17 @@ class Scorer:
         return [found[i] for i in range(len(rows))]
 
     def score_text(self, tokenizer: Tokenizer, text: str) -> Scores:
-        """Scores a text as a document: an end-of-document token stands before it, and one behind it is scored too."""
+        """Scores a text as a document: an end-of-document token stands before it, and the one after it is
+        scored too."""
         (nats,) = self.score_documents(tokenizer, [text])
         tokens = np.append(tokenizer.encode(text), tokenizer.eod_id)
         return Scores(tokens, nats, len(text.encode()))
 
     def score_documents(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-        """The nats of each document's tokens and of the end-of-document token behind them, float64.
+        """Returns the nats of each document's tokens and of the end-of-document token after them, float64.
 
-        They are cut into windows of `context_length` targets, as `lm evaluate` cuts a split of one document. An
-        end-of-document token opens the first window, the last target of the window before opens every other one.
+        Documents are cut into windows of `context_length` targets, as `lm evaluate` cuts a split of one document. An
+        end-of-document token opens the first window. The last target of each window opens the next one.
         """
         rows, owners, L, eod = [], [], self.context_length, tokenizer.eod_id
         for i, text in enumerate(texts):

@@ -11,12 +11,14 @@ from lm.evaluation.perplexity import Evaluator
 
 FIGURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte')
 FIGURES += ('accuracy', 'baseline_accuracy', 'baseline_perplexity')
-"""Figures of each set in metrics.jsonl, as FIGURE/NAME, where the set has them."""
+"""Figures of each set in metrics.jsonl, as FIGURE/NAME, if the set has them."""
 
 
 class SetsEvaluator:
-    """Scores several texts with the weights of a model. The figures of the whole are for the data of the
-    run: the sums over the parts of a mixture."""
+    """Scores several texts with the weights of a model.
+
+    The figures of the whole belong to the data of the run: they are sums over the parts of a mixture.
+    """
 
     def __init__(self, store: TokenStore | Mixture, parts: dict[str, Evaluator], others: dict[str, Evaluator]):
         """
@@ -31,12 +33,14 @@ class SetsEvaluator:
 
     @property
     def measure(self) -> str:
-        """A name of the loss on the data of the run, as in `Evaluator`."""
+        """The name of the loss on the data of the run, as in `Evaluator`."""
         return '; '.join(part.measure for part in self.parts.values())
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
-        """The result as in `Evaluator`, with `sets`: name → the result of each text; None when `should_stop` returned
-        True."""
+        """Returns the result as in `Evaluator`, with `sets`: name → the result of each text.
+
+        Returns None when `should_stop` returned True.
+        """
         sums, sets = [], {}
         for name, evaluator in (self.parts | self.others).items():
             found = evaluator.sum_scores(weights, should_stop)
@@ -50,13 +54,13 @@ class SetsEvaluator:
         return self._first.result(whole, step, self.store) | {'sets': sets}
 
     def describe(self, result: dict) -> str:
-        """The result in one line."""
+        """Describes the result in one line."""
         sets = [f'{name} {found["perplexity"]:.3f}' for name, found in result['sets'].items()]
         return f'{self._first.describe(result)}  perplexity of {", ".join(sets)}'
 
 
 def flatten_result(result: dict) -> dict:
-    """A result as a record of metrics.jsonl: of `sets` single figures, such as perplexity/books."""
+    """Returns a result as a record of metrics.jsonl; `sets` become single figures, such as perplexity/books."""
     sets = result.get('sets', {})
     figures = {f'{f}/{name}': found[f] for name, found in sets.items() for f in FIGURES if f in found}
     return {name: value for name, value in result.items() if name != 'sets'} | figures

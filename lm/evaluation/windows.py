@@ -1,4 +1,4 @@
-"""The windows in which a split is scored: which tokens each holds, and which of its targets count."""
+"""The windows in which a split is scored: the tokens of each window, and the targets that count."""
 
 import dataclasses
 import math
@@ -12,8 +12,11 @@ from lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """Windows over the n tokens of a split. Window i starts at i·stride; after the first, only its last `stride`
-    targets are scored, so that each token is scored once, with at least context_length - stride tokens before it."""
+    """Windows over the n tokens of a split.
+
+    Window i starts at i·stride. After the first window, only the last `stride` targets are scored. So each token is
+    scored once, with at least context_length - stride tokens before it.
+    """
 
     n_tokens: int
     context_length: int
@@ -49,7 +52,7 @@ class EvaluationWindows:
         if inner:
             tokens[inner] = store.read_many(split, np.array([starts[row] - 1 for row in inner]), L + 1)
         for row, start in enumerate(starts):
-            if row not in inner:  # the first window, which an end-of-document token opens, and the last, which is short
+            if row not in inner:  # the first window begins with an end-of-document token, and the last one is short
                 text = store.read(split, max(start - 1, 0), min(start + L, n))
                 offset = 1 if start == 0 else 0
                 tokens[row, offset : offset + len(text)] = text
@@ -58,7 +61,7 @@ class EvaluationWindows:
 
 
 class WholeWindows(EvaluationWindows):
-    """Windows of L tokens, not L + 1: no token stands before them."""
+    """Windows of L tokens instead of L + 1: no token precedes them."""
 
     def batch(self, store: TokenStore, split: str, eod: int, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads windows first, …, first+size-1: (token ids [size, L], bool [size, L] of the tokens that count)."""

@@ -27,7 +27,7 @@ IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'wind
 def evaluate_split(
     experiment: Experiment, run_dir: str, step: int | None, job: JobAddress, *, as_json: bool = False
 ) -> None:
-    """Scores a split with the weights of a run at `step` (None: the newest), prints a table or JSON and writes
+    """Scores a split with the weights of a run at `step` (None: the newest), prints a table or JSON, and writes
     evaluations/*.json."""
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
@@ -35,7 +35,7 @@ def evaluate_split(
     result = evaluate_whole(evaluator, run)
     if jax.process_index() != 0:
         return
-    # A model that is run otherwise than it was trained, other data and other figures have a file of their own.
+    # A changed model, other data and other figures each get their own file.
     changes = {name: new for name, new in run.changes.items() if name not in IN_FILE_NAME}
     result |= {'overrides': changes, 'data_sha256': run.store.fingerprints['data']}
     parts = [f'step-{run.step}', result['split'], str(result['context_length'])]
@@ -48,32 +48,32 @@ def evaluate_split(
         print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
     else:
         print_table(result)
-    run.directory.keep_evaluation(path, to_json(result) + '\n')  # by now the figures are printed
+    run.directory.keep_evaluation(path, to_json(result) + '\n')  # the figures are already printed
     if not as_json:
         print(f'written to {path}')
 
 
 def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
-    """The result of `lm evaluate` as a dict: of a run that `lm.load` has opened, nothing is written.
+    """Returns the result of `lm evaluate` as a dict, for a run that `lm.load` has opened; writes no file.
 
     Args:
-        settings: what differs from the run's own, such as split = 'test' or context_length = 4096
+        settings: values that replace the run's own, such as split = 'test' or context_length = 4096
             (`lm.evaluation.config.EvaluateConfig`).
 
-    Raises ConfigError where they do not fit the split.
+    Raises ConfigError if they do not fit the split.
     """
     return evaluate_whole(make_run_evaluator(run, **settings), run)
 
 
 def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
-    """Evaluates the weights of a run without a reason to stop."""
+    """Evaluates the weights of a run completely; nothing can stop it."""
     result = evaluator(run.weights, run.step)
     assert result is not None
     return result
 
 
 def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
-    """Makes the evaluator of a run as it is configured, but for `settings`."""
+    """Makes the evaluator of a run by its configuration, with changes by `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
@@ -84,12 +84,13 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
 
 
 def print_table(result: dict) -> None:
-    """The result for people."""
+    """Prints the result for people."""
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
-    rows = {
-        'perplexity per token': f'{result["perplexity"]:.4f}',
-        **make_text_rows(result),
-        **make_accuracy_rows(result),
+    rows = describe_figures(result)
+    if 'word_perplexity' in result:
+        counts = (f'{result[name]:,}' for name in ('words', 'bytes', 'documents'))
+        rows['words / bytes / documents'] = ' / '.join(counts)
+    rows |= {
         'nats in total': f'{result["sum_nats"]:.3f}',
         'tokens scored': f'{result["tokens"]:,}',
         'context / window': f'{result["context_length"]} / {result["window"]}',
@@ -112,42 +113,28 @@ def print_table(result: dict) -> None:
 
 
 def make_sets_table(sets: dict[str, dict]) -> Table:
-    """The figures of each set for people."""
+    """Makes the table of the figures of each set."""
     table = Table(title='by set', title_justify='left')
-    columns = {
-        'perplexity per token': ('perplexity', '.4f'),
-        'per word': ('word_perplexity', '.4f'),
-        'bits per byte': ('bits_per_byte', '.5f'),
-        'accuracy': ('accuracy', '.2%'),
-        'frequencies alone: perplexity': ('baseline_perplexity', '.4f'),
-        'accuracy of these': ('baseline_accuracy', '.2%'),
-        'tokens': ('tokens', ','),
-    }
-    shown = {title: column for title, column in columns.items() if all(column[0] in found for found in sets.values())}
+    rows = {name: describe_figures(found) | {'tokens': f'{found["tokens"]:,}'} for name, found in sets.items()}
+    shown = [title for title in next(iter(rows.values())) if all(title in row for row in rows.values())]
     for heading in ('set', 'split', *shown):
         table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
-    for name, found in sets.items():
-        table.add_row(name, found['split'], *(format(found[figure], form) for figure, form in shown.values()))
+    for name, row in rows.items():
+        table.add_row(name, sets[name]['split'], *(row[title] for title in shown))
     return table
 
 
-def make_text_rows(result: dict) -> dict[str, str]:
-    """Rows for people; none where only some tokens were scored, because the others were not hidden."""
-    if 'word_perplexity' not in result:
-        return {}
-    return {
-        'perplexity per word': format_word_perplexity(result, 4),
-        'bits per byte': f'{result["bits_per_byte"]:.5f}',
-        'words / bytes / documents': f'{result["words"]:,} / {result["bytes"]:,} / {result["documents"]:,}',
-    }
+def describe_figures(result: dict) -> dict[str, str]:
+    """Describes the figures of a result for people, by title.
 
-
-def make_accuracy_rows(result: dict) -> dict[str, str]:
-    """Rows for people: how often no token was more probable, and what their frequencies alone would give."""
-    if 'accuracy' not in result:
-        return {}
-    return {
-        'accuracy': f'{result["accuracy"]:.2%}',
-        'frequencies alone: perplexity': f'{result["baseline_perplexity"]:.4f}',
-        'frequencies alone: accuracy': f'{result["baseline_accuracy"]:.2%}',
-    }
+    Those per word and byte are missing where only some tokens were scored, because the others were not hidden.
+    """
+    rows = {'perplexity per token': f'{result["perplexity"]:.4f}'}
+    if 'word_perplexity' in result:
+        rows['perplexity per word'] = format_word_perplexity(result, 4)
+        rows['bits per byte'] = f'{result["bits_per_byte"]:.5f}'
+    if 'accuracy' in result:
+        rows['accuracy'] = f'{result["accuracy"]:.2%}'
+        rows['frequencies alone: perplexity'] = f'{result["baseline_perplexity"]:.4f}'
+        rows['frequencies alone: accuracy'] = f'{result["baseline_accuracy"]:.2%}'
+    return rows

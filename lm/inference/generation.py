@@ -1,8 +1,8 @@
 """`lm generate`: continues prompts with the weights of a run, one token at a time through the decoding state.
 
-Linear mechanisms carry a state of constant size, exact ones a key/value cache. A prompt is read in pieces of `PIECE`
-tokens, so that memory does not grow with it but for that cache. Prompts of different lengths share a batch: as many
-tokens as the shortest has are read that way, and while one prompt is still being read another already writes.
+Linear mechanisms carry a state of constant size, exact mechanisms a key/value cache. A prompt is read in pieces of
+`PIECE` tokens, so that only this cache grows with it. Prompts of different lengths share a batch: pieces cover the
+length of the shortest prompt. After that, some prompts are still read while others already generate.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from lm.training.mesh import JobAddress, initialize_distributed
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
 PIECE = 4096
-"""Tokens of each prompt that are read at a time; what is left of the length is one shorter piece, the first."""
+"""Tokens of each prompt that are read at a time. The remainder of the length is a shorter piece, the first one."""
 END = 1000
 """Tokens at either end of a long text over which its speed is reported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. `temperature` 0 takes the most probable one."""
+    """The way to draw the next token. `temperature` 0 takes the most probable token."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -49,7 +49,7 @@ class Sampling:
             raise ConfigError(f'--top_p {self.top_p}: must be above 0 and at most 1')
 
     def __call__(self, logits_BxV: jax.Array, key: jax.Array) -> jax.Array:
-        """Token ids [B] drawn from logits [B, V]."""
+        """Draws token ids [B] from logits [B, V]."""
         if self.temperature == 0:
             return logits_BxV.argmax(-1)
         logits_BxV = logits_BxV / self.temperature
@@ -75,28 +75,28 @@ def generate_tokens(
     """Continues token-id prompts, none of them empty.
 
     Args:
-        pieces: those of the tokenizer: of a model with a larger vocabulary, ids from there on mean nothing and are
-            never drawn; None: all.
+        pieces: the number of the tokenizer's pieces. If the model's vocabulary is larger, the ids above have no meaning
+            and are never drawn; None: all may be drawn.
 
     Yields:
-        [B, t] token ids that follow one another on the time axis, starting at the second token of the prompts: prompt
-        tokens come back as they are, then `max_tokens` or more new ones follow (the longest prompt sets the end).
+        [B, t] token ids that follow one another on the time axis, from the second token of the prompts on. Prompt
+            tokens come back as they are. Then `max_tokens` or more new ones follow (the longest prompt sets the end).
     """
     lengths = np.array([len(p) for p in prompts])
     total = int(lengths.max()) + max_tokens
-    model.config.check_length(total - 1)  # nothing follows the last token
+    model.config.check_length(total - 1)  # no token follows the last one
     forced_BxL = np.zeros((len(prompts), total), np.int32)
     for row, prompt in zip(forced_BxL, prompts, strict=True):
         row[: len(prompt)] = prompt
     common = int(lengths.min())
 
     def choose(logits_BxV, position, key, given):
-        """The token at `position`: the prompt's own, or a sampled one behind its end."""
+        """Chooses the token at `position`: the prompt's own, or a sampled one after its end."""
         forced_BxL, lengths_B = given
         sampled = sampling(logits_BxV[:, :pieces], jax.random.fold_in(key, position))
         return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
 
-    # Weights and prompts are arguments: captured ones would be compiled into the programs as constants.
+    # Weights and prompts are arguments: captured arrays would be compiled into the programs as constants.
     graph, weights = nnx.split(model)
     given = jnp.asarray(forced_BxL), jnp.asarray(lengths)
 
@@ -142,12 +142,12 @@ def generate(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> str | list[str]:
-    """Continues each prompt (text, or its token ids) with the weights of a run, and returns the new text: one text for
-    one prompt.
+    """Continues prompts (text, or token ids) with the weights of a run; returns the new texts, or one text for one
+    prompt.
 
     A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
 
-    Raises ConfigError for settings out of range (`Sampling`), and for ids that no piece of the tokenizer has.
+    Raises ConfigError for settings out of range (`Sampling`), and for ids that the tokenizer does not have.
     """
     check_kind('run', run, LoadedRun, OPENED)
     if isinstance(until, str):
@@ -182,7 +182,7 @@ def generate(
 
 
 def state_bytes(model: Transformer, max_length: int) -> int:
-    """Bytes of the decoding state of one sequence."""
+    """Returns the bytes of the decoding state per sequence."""
     state = jax.eval_shape(lambda: model.init_state(1, max_length))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
@@ -198,7 +198,7 @@ def write_continuations(
     sampling: Sampling,
     seed: int,
 ) -> None:
-    """Prints what the weights of a run at `step` (None: the newest) write behind each prompt."""
+    """Prints the continuation of each prompt by the weights of a run at `step` (None: the newest)."""
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     tokenizer = run.tokenizer
@@ -209,22 +209,22 @@ def write_continuations(
 
 
 class TextStream:
-    """Text of tokens that arrive in parts, at a cost that does not grow with what came before.
+    """The text of tokens that arrive in parts; the cost of a part does not depend on the earlier text.
 
-    Characters can span tokens: bytes that do not form one yet wait for the next part.
+    Characters can span tokens: bytes without a complete character wait for the next part.
     """
 
     LONGEST = 64
-    """Tokens that may wait: a longer row of broken bytes will not become a character."""
+    """The most tokens that wait: a longer sequence of broken bytes will not become a character."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
-        self._before: list[int] = []  # the last token written: tokenizers may drop a space in front of the first one
+        self._before: list[int] = []  # the last written token; tokenizers may drop a space before the first token
         self._waiting: list[int] = []
-        self._written = 0  # characters of the waiting tokens that are out already
+        self._written = 0  # characters of waiting tokens that are already written
 
     def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
-        """Returns the text that can be written after these tokens too; with `last` all of it."""
+        """Returns the text that can be written after these tokens; with `last`, all of it."""
         self._waiting += map(int, tokens)
         text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
         whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')
@@ -237,14 +237,17 @@ class TextStream:
 
 
 def show_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of token ids for people: between two documents stands the name of the end-of-document token, which has
-    no text."""
+    """Returns the text of token ids for people.
+
+    Between two documents stands the name of the end-of-document token, which has no text.
+    """
     parts = np.split(np.asarray(ids), np.flatnonzero(np.asarray(ids) == tokenizer.eod_id))
     return tokenizer.piece(tokenizer.eod_id).join(map(tokenizer.decode, parts))
 
 
 def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
-    """Streams one continuation to the terminal; several are printed one after the other when they are complete."""
+    """Streams one continuation to the terminal; several continuations are printed one by one, when they are
+    complete."""
     decode = functools.partial(show_text, tokenizer)
     stream = TextStream(decode) if len(prompts) == 1 else None
     parts, times, made = [np.array([p[:1] for p in prompts])], [], []
@@ -267,7 +270,8 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
 
 
 def _describe_speed(times: list[float], made: list[int], batch: int) -> str:
-    """Tokens per second of all sequences after the prompt; of a long text also time per token at its two ends."""
+    """Describes the tokens per second of all sequences after the prompt; for a long text also the time per token at its
+    ends."""
     seconds, steps = times[-1] - times[0], sum(made[1:])
     if not steps or not seconds:
         return 'one token'

@@ -1,4 +1,4 @@
-"""The weights of a run, with what it takes to use them.
+"""The weights of a run, with the objects that are needed to use them.
 
 run = open_run('runs/small')                        # by its own configuration
 run = load_run(experiment, 'runs/small', step=1000)
@@ -28,13 +28,15 @@ from lm.runs.run_dir import RunDir
 from lm.training.mesh import place
 
 OPENED = "such as lm.load('runs/mine') gives"
-"""Where functions for users get a `LoadedRun` from."""
+"""The sources of a `LoadedRun`, for error messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """The weights of a run (params and buffers), after the `step` at which they were saved, with the functions, data
-    and devices that use them."""
+    """The weights of a run (params and buffers) after the `step` at which they were saved.
+
+    It also holds the functions, data and devices that use them.
+    """
 
     experiment: Experiment
     directory: RunDir
@@ -46,7 +48,7 @@ class LoadedRun:
 
     @property
     def changes(self) -> dict[str, str | None]:
-        """Binding → gin text, where it differs from the run's config.gin; without the devices."""
+        """The bindings that differ from the run's config.gin, as gin text; devices are left out."""
         differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
         return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
@@ -57,18 +59,18 @@ class LoadedRun:
 
     @functools.cached_property
     def model(self) -> Transformer:
-        """Tokens [B, L] → logits [B, L, V]."""
+        """Computes logits [B, L, V] of tokens [B, L]."""
         return self.functions.merge(self.weights)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Log-likelihoods of rows of tokens, at the context length of the training at most."""
+        """Returns a scorer of rows of tokens, with at most the context length of the training."""
         config = self.experiment
         length = config.evaluate.context_length or config.train.context_length
         return Scorer(self.functions, self.mesh, self.weights, length, config.evaluate.batch_size)
 
     def score(self, text: str) -> Scores:
-        """How probable each token of `text` is after those before it, the first one as the first of a document.
+        """Scores each token of `text` after the tokens before it; the first token begins a document.
 
         Text longer than the context is cut into windows of that length, as `lm evaluate` cuts a split.
         """
@@ -76,17 +78,17 @@ class LoadedRun:
 
 
 def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = None) -> LoadedRun:
-    """The run in `run_dir` by its own configuration, changed by `gin_params`, such as "data.path = '…'".
+    """Opens the run in `run_dir` by its own configuration, changed by `gin_params`, such as "data.path = '…'".
 
-    Raises what `load` and `load_run` raise, and ConfigError where `run_dir` holds no run.
+    Raises the errors of `load` and `load_run`, and ConfigError if `run_dir` holds no run.
     """
     return load_run(load_of_run(run_dir, (), gin_params), run_dir, step)
 
 
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
-    """The weights of the run in `run_dir` at `step` (None: the newest), laid out on all devices, however many trained.
+    """Loads the weights of the run in `run_dir` at `step` (None: the newest), laid out on all present devices.
 
-    Raises MismatchError where the checkpoint does not fit the model or was trained with another tokenizer.
+    Raises MismatchError if the checkpoint does not fit the model or was trained with another tokenizer.
     """
     if step is not None and not isinstance(step, numbers.Integral):
         raise ConfigError(f'step = {step!r}: must be an int')
@@ -97,7 +99,7 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     mesh = shape.arrange(jax.devices())
     functions = ModelFunctions(experiment.model, experiment.model.resolve_dtype(target.platform))
     abstract = place(functions.abstract, mesh, functions.declared)
-    # Other data may be scored, but only tokens of the same kind.
+    # The data may differ from the run's, but their tokenizer must be the same.
     tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
     with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:
         restored = saved.restore(abstract, step=step)

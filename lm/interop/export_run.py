@@ -12,7 +12,7 @@ from lm.interop.formats import FORMATS, NAMES
 from lm.interop.tensors import check_safetensors
 
 UNFINISHED = '.unfinished_export'
-"""A file that lies in the folder of an export until that is whole."""
+"""A file in the folder of an unfinished export."""
 
 
 def export_run(experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str) -> None:
@@ -29,7 +29,7 @@ def export_run(experiment: Experiment, run_dir: str, step: int | None, *, format
 
 
 def check_out(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files in `folder` of an export that was killed; raises ConfigError where anything else is there."""
+    """Returns the files in `folder` from a killed export; raises ConfigError if other files are there."""
     if not folder.exists():
         return []
     mark = folder / UNFINISHED
@@ -44,10 +44,12 @@ def check_out(folder: pathlib.Path) -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def exporting(folder: pathlib.Path) -> Iterator[None]:
-    """A block that writes an export: inside there is the file `UNFINISHED`, which is locked. Half an export goes if the
-    block fails, and if the process is killed, when the next one begins: it would stand in the way of the same command.
+    """Writes an export in its block, with the locked file `UNFINISHED` beside it.
 
-    Raises ConfigError where another process writes there or has just done so, LmError where nothing can be written.
+    Half an export is deleted if the block fails. If the process is killed, the next export deletes it: it would stand
+    in the way of the same command.
+
+    Raises ConfigError if another process writes there or has just done so, and LmError if the folder cannot be written.
     """
     mark = folder / UNFINISHED
     try:
@@ -56,7 +58,7 @@ def exporting(folder: pathlib.Path) -> Iterator[None]:
     except LockedError:
         raise ConfigError(f'--out {folder}: another process exports to it; wait for its end') from None
     with held, contextlib.ExitStack() as stack:
-        if not held.tell():  # it is new, and goes also where the folder is refused
+        if not held.tell():  # it is new, and is deleted even if the folder is refused
             stack.callback(mark.unlink, missing_ok=True)
         left = check_out(folder)
         with writing(mark):

@@ -75,7 +75,8 @@ class Safetensors:
 
 
 class TransformersFormat(Safetensors):
-    """The same, with config.json and the model in PyTorch, which transformers loads with trust_remote_code = True."""
+    """Writes the same files, with config.json and the model in PyTorch; transformers loads it with trust_remote_code =
+    True."""
 
     name = 'huggingface'
 
@@ -112,7 +113,7 @@ FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat(
 
 
 def describe(run: LoadedRun) -> dict[str, Any]:
-    """config.json."""
+    """Returns the contents of config.json."""
     model, train = run.experiment.model, run.experiment.train
     eod = None if run.experiment.data.task else run.tokenizer.eod_id
     return {

@@ -1,4 +1,4 @@
-"""`lm import`: a checkpoint of other programs as a run."""
+"""`lm import`: turns a checkpoint of other programs into a run."""
 
 import dataclasses
 import logging
@@ -29,16 +29,18 @@ log = logging.getLogger(__name__)
 SHAPE = 'model.gin'
 """The model of an import without its mechanism, for runs that continue with another mechanism."""
 LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', *OF_THE_JOB)
-"""Bindings of an exported run that say where it trained, not what it is."""
+"""Bindings of an exported run that describe the training job and not the model."""
 
 
 def load_given(
     folder_name: str, gin_files: Sequence[str], gin_params: Sequence[str], *, allow_imports: bool = False
 ) -> Experiment:
-    """Returns the configuration of an import: the one in the checkpoint's folder, if it is one of our exports, changed
-    by gin files and parameters. Where the data lay and how many devices trained does not count.
+    """Returns the configuration of an import, changed by gin files and parameters.
 
-    Raises what `lm.interop.families.find` and `lm.config.load.load` raise, and MismatchError for half an export.
+    It starts from the one in the checkpoint's folder, if this is one of our exports. Its data path and its devices do
+    not count.
+
+    Raises the errors of `lm.interop.families.find` and `lm.config.load.load`, and MismatchError for half an export.
     """
     folder = local_path(folder_name, 'DIR')
     check_whole(folder)
@@ -48,23 +50,23 @@ def load_given(
 
 
 def check_whole(folder: pathlib.Path) -> None:
-    """Raises MismatchError for the folder of an export that is not finished."""
+    """Raises MismatchError if the folder holds an unfinished export."""
     if (folder / UNFINISHED).exists():
         raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
 
 
 def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_imports: bool = False) -> None:
-    """Makes a run directory of a checkpoint in the folder `folder_name`: its step 0, without optimizer state, and
-    beside it model.gin, the model without its mechanism.
+    """Makes a run directory of the checkpoint in the folder `folder_name`: its step 0, without optimizer state.
 
-    The model is the checkpoint's, all else the given configuration's, which must not ask for another model. With data,
-    the vocabulary is compared, and the tokenizer where one lies beside the checkpoint.
+    It also writes model.gin, the model without its mechanism. The model comes from the checkpoint, and everything else
+    from the given configuration, which must not ask for another model. With data, the vocabulary is compared, and the
+    tokenizer if the checkpoint's folder has one.
 
-    Raises what `lm.interop.families.find`, `check_given` and `from_tensors` raise.
+    Raises the errors of `lm.interop.families.find`, `check_given` and `from_tensors`.
     """
     check_safetensors()
     folder, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
-    unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # killed, or on a full disk
+    unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # after a kill or a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     check_whole(folder)
@@ -85,14 +87,14 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
     weights = from_tensors(tensors, functions.abstract, str(folder))
     parameters = sum(functions.count_parameters().values())
     if unfinished:
-        for path in (run.config, run.info):  # the one that tells so goes last
+        for path in (run.config, run.info):  # run.json shows that an import began, so it is deleted last
             path.unlink(missing_ok=True)
     run.create_or_resume(experiment, {'parameters': parameters, 'imported': str(folder), **fingerprints})
     with writing(run.path / SHAPE):
         (run.path / SHAPE).write_text(shape_of(experiment))
     with Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints, run.record_saved) as checkpointer:
         checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
-        checkpointer.wait()  # which makes it an import
+        checkpointer.wait()  # the import is complete now
     print(
         f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
         f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
@@ -100,7 +102,7 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
 
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
-    """Raises ConfigError where something was said of the model that the checkpoint's is not: it would not count."""
+    """Raises ConfigError if a setting of the model differs from the checkpoint's: it would have no effect."""
     default = parse_bindings(dump(Experiment()))
     for name, imported_value, asked in compare_texts(dump(imported), dump(given)):
         if asked is not None and asked != default.get(name):
@@ -112,7 +114,7 @@ def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -
 
 
 def shape_of(experiment: Experiment) -> str:
-    """The bindings of the model but for its attention, as gin text."""
+    """Returns the bindings of the model without its attention, as gin text."""
     lines = [line for line in dump(experiment).splitlines() if line.startswith('model.')]
     return '\n'.join(line for line in lines if not line.startswith('model.attention ')) + '\n'
 
@@ -120,7 +122,7 @@ def shape_of(experiment: Experiment) -> str:
 def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, str]:
     """Returns the fingerprint of the tokenizer of the data, or else of the only tokenizer in the folder.
 
-    Raises MismatchError where data are given and no tokenizer of the folder is theirs.
+    Raises MismatchError if data are given and no tokenizer of the folder is theirs.
     """
     known = tokenizers_in(folder)
     if not experiment.data.path and not experiment.data.mixture:
@@ -137,7 +139,7 @@ def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, s
 
 
 def tokenizers_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Fingerprint → file of the tokenizers that lie in a folder, as far as they can be read here."""
+    """Returns fingerprint → file of the tokenizers in a folder that can be read here."""
     found = {}
     for path in (folder / name for name in tokenizers.FILE_NAMES):
         if path.exists():

@@ -1,8 +1,8 @@
 """The model of `lm` in PyTorch, for `transformers`: AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True).
 
-Written by `lm export --format huggingface` beside config.json and model.safetensors; it needs torch and transformers
-alone. For comparing, evaluating and continuing texts of moderate length, whose attention weights fit into memory;
-training and long contexts are what `lm` itself is for.
+`lm export --format huggingface` writes it beside config.json and model.safetensors; it needs only torch and
+transformers. It is for comparing, evaluating and continuing texts of moderate length, whose attention weights fit into
+memory. Use `lm` itself for training and for long contexts.
 
 B batch, L length, D model width, N heads, C head size.
 """
@@ -19,7 +19,8 @@ from lm.interop.formulas.base import MECHANISMS, NORMS, gelu
 
 
 class LmConfig(PretrainedConfig):
-    """`attention` holds a dict for each mechanism of the pattern that the layers cycle over: its name and options."""
+    """The configuration; `attention` holds a dict per mechanism of the pattern that the layers cycle over: name and
+    options."""
 
     model_type = 'lm_tpu'
 
@@ -50,17 +51,17 @@ class LmConfig(PretrainedConfig):
         self.norm, self.activation, self.gated, self.biases = norm, activation, gated, biases
         self.sinusoids, self.learned_positions = sinusoids, learned_positions
         self.rotary_base, self.tied, self.logit_cap = rotary_base, tied, logit_cap
-        super().__init__(**(others | {'tie_word_embeddings': False}))  # `tied` says it: there is no second matrix
+        super().__init__(**(others | {'tie_word_embeddings': False}))  # `tied` replaces it: there is no second matrix
 
 
 def angles(length, width, base, device):
-    """Position times frequency, [L, width/2]."""
+    """Returns position times frequency, [L, width/2]."""
     frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     return torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
 
 
 def rotate(x_BxLxNxC, base):
-    """Rotary positions on the pairs (c, c + C/2); without a base there are none."""
+    """Applies rotary positions to the pairs (c, c + C/2); without a base it changes nothing."""
     if base is None:
         return x_BxLxNxC
     angle = angles(x_BxLxNxC.shape[1], x_BxLxNxC.shape[3], base, x_BxLxNxC.device)[:, None]
@@ -73,7 +74,7 @@ ACTIVATIONS = {'gelu': gelu, 'silu': F.silu}
 
 
 class LmBlock(nn.Module):
-    """x += attention(norm(x)); x += glu(norm(x))."""
+    """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config, mechanism):
         super().__init__()
@@ -102,8 +103,10 @@ class LmBlock(nn.Module):
 
 
 class LmForCausalLM(PreTrainedModel, GenerationMixin):
-    """Tokens [B, L] → logits [B, L, V]. Batches are not padded: there is no attention mask. Generation computes the
-    whole sequence again for each token."""
+    """Computes logits [B, L, V] of tokens [B, L].
+
+    Batches are not padded: there is no attention mask. Generation computes the whole sequence again per token.
+    """
 
     config_class = LmConfig
     base_model_prefix = ''
@@ -152,6 +155,6 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         if (cap := self.config.logit_cap) is not None:
             logits = cap * torch.tanh(logits / cap)
         loss = None
-        if labels is not None:  # shifted here, as transformers' models do
+        if labels is not None:  # shifted here, as in transformers' models
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
         return CausalLMOutput(loss=loss, logits=logits) if return_dict else (logits,)

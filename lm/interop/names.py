@@ -31,7 +31,7 @@ ENDINGS = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'head':
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an exported tensor stands in a checkpoint: the array `source`, of it entry `layer` (None: the whole)."""
+    """The place of an exported tensor in a checkpoint: entry `layer` of the array `source` (None: the whole array)."""
 
     name: str
     source: str
@@ -39,7 +39,7 @@ class Place:
     transposed: bool
 
     def shape_in(self, leaf: Any) -> tuple[int, ...]:
-        """The tensor's shape, of the array's."""
+        """Returns the tensor's shape, from the array's shape."""
         shape = tuple(leaf.shape if self.layer is None else leaf.shape[1:])
         return shape[::-1] if self.transposed else shape
 
@@ -64,7 +64,7 @@ def places(weights: Mapping[str, Any]) -> list[Place]:
 
 
 def to_tensors(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Exported name → float32 array."""
+    """Returns exported name → float32 array."""
     arrays = {name: np.asarray(leaf) for name, leaf in flatten(weights).items()}
     tensors = {}
     for place in places(weights):
@@ -74,9 +74,9 @@ def to_tensors(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any], what: str) -> Any:
-    """The weights, as nested dicts like `abstract`.
+    """Returns the weights, as nested dicts like `abstract`.
 
-    Raises MismatchError, which begins with `what`, where a tensor is missing, left over, or of another shape.
+    Raises MismatchError, which begins with `what`, if a tensor is missing, left over, or of another shape.
     """
     flat = flatten(abstract)
     arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}

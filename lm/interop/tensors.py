@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, whole or in parts."""
+"""Files of tensors: safetensors, in one file or several."""
 
 import importlib.util
 import json
@@ -13,33 +13,35 @@ from lm.errors import ConfigError, MismatchError, writing
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-"""The file that lists which file holds which tensor, where there are several."""
+"""The file that lists the file of each tensor, if there are several files."""
 
 
 def check_safetensors() -> None:
-    """Raises ConfigError where the package is not installed."""
+    """Raises ConfigError if the package is not installed."""
     if importlib.util.find_spec('safetensors') is None:
         raise ConfigError("safetensors is not installed: pip install 'lm-tpu[exchange]'")
 
 
 def write_tensors(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes model.safetensors; `metadata` stands in its header. Raises LmError where it cannot be written."""
+    """Writes model.safetensors with `metadata` in its header. Raises LmError if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     with writing(folder / WEIGHTS):
         try:
             save_file(dict(tensors), folder / WEIGHTS, {'format': 'pt', **metadata})
-        except SafetensorError as error:  # of names and sizes, which are right here, or of the system
+        except SafetensorError as error:  # names and sizes are right here, so it is an error of the system
             raise OSError(str(error).rpartition('I/O error: ')[2]) from error
-        # The library makes a file that its owner alone may read: the others of an export have the mode of the umask.
+        # The library makes a file that only its owner may read. The other files of an export have the mode of the
+        # umask.
         mask = os.umask(0)
         os.umask(mask)
         (folder / WEIGHTS).chmod(0o666 & ~mask)
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """Name → float32 array of all tensors of a folder. Raises MismatchError where there are none, or damaged ones."""
+    """Returns name → float32 array of all tensors of a folder. Raises MismatchError if there are none, or
+    damaged ones."""
     from safetensors import SafetensorError, safe_open
 
     tensors = {}

@@ -28,7 +28,7 @@ class Projections(NamedTuple):
         queries: [B, L, H, C].
         keys: [B, L, K, C].
         values: [B, L, K, C].
-        kept: tokens that the convolution keeps for those that follow; None without a convolution.
+        kept: the last tokens, which the convolution keeps for later ones; None without a convolution.
     """
 
     queries: jax.Array
@@ -44,7 +44,7 @@ class Block(nnx.Module):
         self.dims = dims = config.dims
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         norm = NORMS[config.norm]
-        # Residual branches start smaller the deeper the model, so that the sum over layers has unit scale (GPT-2 §2.3).
+        # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
         qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
@@ -69,7 +69,7 @@ class Block(nnx.Module):
         self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
-        # What only some models have comes last, so that the others' parameters are drawn as ever.
+        # Parameters that only some models have come last. So the random draws of all others stay as they were.
         self.widths = attention.projections(dims)
         if self.widths:
             sizes = tuple(self.widths.values())
@@ -85,7 +85,7 @@ class Block(nnx.Module):
         self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
-        """`starts_BxL`: the first token of each token's document, where that matters."""
+        """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
             normed_BxLxD = self.attention_norm(x_BxLxD)
@@ -96,14 +96,16 @@ class Block(nnx.Module):
         return self._finish(x_BxLxD, normed_BxLxD, y_BxLxHxC)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
-        """The decoding state of empty sequences: of the mechanism, and of the convolution where there is one."""
+        """Returns the decoding state of empty sequences: the mechanism's state, and the convolution's if
+        there is one."""
         state = self.attention.init_state(batch, max_length, dtype, documents)
         return (state, self.convolution.init_state(batch, dtype)) if self.convolution else state
 
     def decode_step(
         self, state: Any, x_BxTxD: jax.Array, rotation: Rotation | None, starts_BxT: jax.Array | None = None
     ) -> tuple[Any, jax.Array]:
-        """Like `__call__` for T tokens that follow those in `state`; `starts_BxT` counts from the first of them."""
+        """Computes T tokens that follow those in `state`, like `__call__`; `starts_BxT` counts from the first of the T
+        tokens."""
         normed_BxTxD = self.attention_norm(x_BxTxD)
         state, before = state if self.convolution else (state, None)
         *qkv, before = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, before)
@@ -124,10 +126,10 @@ class Block(nnx.Module):
         starts_BxL: jax.Array | None = None,
         before: Any = None,
     ) -> Projections:
-        """Computes queries, keys and values. `before`: the tokens that the convolution kept.
+        """Computes queries, keys and values. `before` holds the tokens that the convolution kept.
 
-        `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. Queries and keys are
-        products of their own where nothing is done to both at once.
+        `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. If nothing is applied
+        to both at once, queries and keys are separate products.
         """
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
         is_joined = rotation is not None or self.attention.norms is not None
@@ -150,7 +152,7 @@ class Block(nnx.Module):
         return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
 
     def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
-        """Rotates a few tokens at a time, which fill no kernel."""
+        """Rotates by XLA: decoding has too few tokens for a kernel."""
         return rotate(qk_BxLxNxC, rotation, self.dims.n_heads, implementation='xla')
 
     @jax.named_scope('qkv')
@@ -162,7 +164,7 @@ class Block(nnx.Module):
         return dict(zip(self.widths, jnp.split(self.mechanism_in(normed_BxLxD), pieces, axis=-1), strict=True))
 
     def _finish(self, x_BxLxD: jax.Array, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
-        """Computes the rest of the layer from what attention gives."""
+        """Computes the rest of the layer from the output of attention."""
         with jax.named_scope('attention_out'):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
             if self.output_gate is not None:
@@ -171,7 +173,7 @@ class Block(nnx.Module):
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
     def _feed_forward(self, x_TxD: jax.Array) -> jax.Array:
-        """Adds the feed-forward layer of tokens, which may have any number of axes."""
+        """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
             normed_TxD = self.glu_norm(x_TxD)
         with jax.named_scope('glu'):
@@ -183,7 +185,8 @@ class Block(nnx.Module):
 
 
 def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:
-    """`repeats` blocks with different parameters as one Block whose arrays have a leading axis over the layers."""
+    """Returns `repeats` blocks with different parameters as one Block whose arrays have a leading axis over
+    the layers."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -196,6 +199,7 @@ def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: 
 
 
 def take_apart(blocks: Block) -> tuple[Callable, Any]:
-    """(apply, state): `apply(layer, f, …)` is f(block, …) of the block with a layer's part of the stacked state."""
+    """Returns (apply, state): `apply(layer, f, …)` calls f(block, …) on the block with one layer's part of the stacked
+    state."""
     graph, state = nnx.split(blocks)
     return lambda layer, function, *arguments: function(nnx.merge(graph, layer), *arguments), state

@@ -29,9 +29,12 @@ REMAT = {
     'attention': _RESIDUALS,
     'full': _POLICIES.nothing_saveable,
 }
-"""The values that a layer keeps for its backward pass, from the most memory to the least: products with parameters,
-sums of norms and the inputs of attention's backward pass; the products alone; attention alone; nothing. The layer's
-input is always kept. Attention keeps its output, so nothing else needs to."""
+"""The values that a layer keeps for its backward pass, from the most memory to the least.
+
+'none': all. 'dots': products with parameters, sums of norms and the inputs of attention's backward pass. 'dense': the
+products alone. 'attention': attention alone. 'full': nothing. The layer's input is always kept. Attention keeps its
+output, so no other part needs to keep it.
+"""
 
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
@@ -131,14 +134,14 @@ class ModelConfig(Configurable):
 
     @property
     def looks_ahead(self) -> str | None:
-        """The setting by which tokens see later ones; None: they do not."""
+        """The setting that lets tokens see later ones; None if no setting does."""
         if not self.causal:
             return 'model.causal = False'
         return next((f'{one.gin_name}.causal = False' for one in self.pattern if not one.causal), None)
 
     @property
     def widening(self) -> float:
-        """How many times as wide the model is as the one whose learning rate is given."""
+        """The model's width over the base width, for which the learning rate is given."""
         return self.d_model / (self.base_width or self.d_model)
 
     @property
@@ -147,17 +150,17 @@ class ModelConfig(Configurable):
 
     @property
     def glu_sizes(self) -> tuple[int, ...]:
-        """The sizes of the outputs of the first linear map of a feed-forward layer: values, and gates."""
+        """The output sizes of the first linear map of a feed-forward layer: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
     def resolve_dtype(self, platform: str) -> jnp.dtype:
-        """The type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
+        """Returns the type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
         if self.dtype == 'auto':
             return jnp.dtype(jnp.float32 if platform == 'cpu' else jnp.bfloat16)
         return jnp.dtype(self.dtype)
 
     def check_length(self, length: int) -> None:
-        """Raises ConfigError for a context that has more tokens than there are positions."""
+        """Raises ConfigError if the context has more tokens than there are positions."""
         if self.learned_positions is not None and length > self.learned_positions:
             raise ConfigError(
                 f'model.learned_positions = {self.learned_positions}: fewer than the {length} tokens of the context; '
@@ -165,13 +168,14 @@ class ModelConfig(Configurable):
             )
 
     def check_parts(self, parts: int) -> None:
-        """Raises ConfigError where so many devices (`mesh.sequence`) cannot share a window of one of the mechanisms."""
+        """Raises ConfigError if a mechanism cannot share a window over this number of devices (`mesh.sequence`)."""
         reasons = (one.why_whole(self.causal) for one in self.pattern if parts > 1)
         if reason := next(filter(None, reasons), None):
             raise ConfigError(f'mesh.sequence = {parts}: {reason}')
 
     def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of a training step per token at context `length`: forward plus twice that.
+        """Returns the floating-point operations per token of a training step at context `length`: three times the
+        forward pass.
 
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).

@@ -15,16 +15,16 @@ from lm.parameters import shared_axis
 
 
 class Dense(nnx.Linear):
-    """x W + b in the type that the layer computes in, where each device needs all of W for its own windows."""
+    """Computes x W + b in the type of the layer; each device needs the whole W for its own windows."""
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         return self.pieces(x_BxLxD, [self.out_features])[0]
 
     def pieces(self, x_BxLxD: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-        """x W + b cut into parts of `sizes` columns, each a product of its own.
+        """Computes x W + b cut into parts of `sizes` columns, each a separate product.
 
-        What the backward pass takes of a product is stacked over the layers. XLA reads it where it lies, but of a
-        product of which parts are taken it first copies what belongs to a layer.
+        The arrays that the backward pass reads are stacked over the layers. XLA reads the array of a whole product in
+        place. If parts of a product are read, XLA first copies the layer's array.
         """
         cuts = np.cumsum(sizes)[:-1].tolist()
         kernel_DxN = self.kernel[...].astype(self.dtype)
@@ -36,11 +36,11 @@ class Dense(nnx.Linear):
 
 
 def multiply_gathered(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
-    """x W, cut before the columns `cuts`. A matrix that devices share is gathered from them first, in the type that it
-    has here. Its gradient is summed and scattered at once (ZeRO, Rajbhandari et al. 2020, stage 3).
+    """Computes x W, cut before the columns `cuts`.
 
-    Otherwise XLA exchanges W or its gradient piece by piece between pieces of the products. These are too narrow for
-    the matrix units, and XLA writes and copies the activations.
+    If devices share a matrix, it is gathered from them first, in its present type. Its gradient is summed and scattered
+    at once (ZeRO, Rajbhandari et al. 2020, stage 3). Otherwise XLA exchanges W or its gradient piece by piece between
+    pieces of the products. These are too narrow for the matrix units, and XLA writes and copies the activations.
     """
 
     def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:

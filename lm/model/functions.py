@@ -28,7 +28,7 @@ class Scored(NamedTuple):
     Attributes:
         nats: negative log-likelihoods, float32.
         correct: True where no token is more probable than the target; None: not computed.
-        counted: True where the target counts; None: everywhere.
+        counted: True where the target counts; None: all count.
     """
 
     nats: jax.Array
@@ -61,7 +61,7 @@ class ModelFunctions:
         return {'params': params, 'buffers': buffers}
 
     def merge(self, weights: Mapping[str, Any]) -> Transformer:
-        """The model with these weights."""
+        """Returns the model with these weights."""
         return nnx.merge(self.graph, weights['params'], weights['buffers'])
 
     def count_parameters(self) -> dict[str, int]:
@@ -69,33 +69,16 @@ class ModelFunctions:
         return count_by_part(self.declared, self.abstract['params'])
 
     def choose_redrawn(self, steps_done: int) -> tuple[int, ...]:
-        """The mechanisms of the pattern that draw new random projections before the next step (`redraw_every`)."""
+        """Returns the mechanisms of the pattern that draw new random projections before the next step
+        (`redraw_every`)."""
         periods = [attention.redraw_every for attention in self.config.pattern]
         return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
 
     def redraw(self, weights: Mapping[str, Any], which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
-        """The buffers with new projections of the mechanisms `which`: a function of (seed, steps_done)."""
+        """Returns the buffers with new projections of the mechanisms `which`: a function of (seed, steps_done)."""
         model = self.merge(weights)
         model.redraw(which, jax.random.fold_in(make_seed_key(seed), steps_done))
         return split(model)[2]
-
-    def token_losses(
-        self,
-        weights: Mapping[str, Any],
-        tokens_BxL: jax.Array,
-        targets_BxL: jax.Array,
-        documents: Documents | None = None,
-    ) -> jax.Array:
-        """The negative log-likelihood of each target in nats, [B, L] float32.
-
-        The windows are whole; the mesh in context may split them. With `documents` the tokens of a window do not see
-        other documents.
-        """
-
-        def losses(model: Transformer, *arrays: Any) -> jax.Array:
-            return model.token_losses(*arrays)
-
-        return self._over_windows(losses, weights, documents, tokens_BxL, targets_BxL)
 
     def weighted_loss(
         self,
@@ -106,7 +89,7 @@ class ModelFunctions:
         documents: Documents | None = None,
         z_loss: float = 0.0,
     ) -> tuple[jax.Array, jax.Array]:
-        """(the sum of the targets' losses times their shares, with the z-loss; `token_losses` without a gradient)."""
+        """Returns (sum of the targets' weighted losses with the z-loss, nats of each target without a gradient)."""
 
         def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array]:
             return model.weighted_loss(*arrays, z_loss=z_loss)
@@ -120,19 +103,26 @@ class ModelFunctions:
         tokens_BxL: jax.Array,
         targets_BxL: jax.Array,
         documents: Documents | None = None,
+        accuracy: bool = False,
     ) -> Scored:
-        """`token_losses`, and the targets that no other token beats."""
+        """Scores each target, with `accuracy` also whether no other token beats it.
+
+        The windows are whole; the mesh in context may split them. With `documents` the tokens of a window do not see
+        other documents.
+        """
 
         def score(model: Transformer, tokens_BxL: jax.Array, targets_BxL: jax.Array, *rest: Any) -> Scored:
             x_BxLxD = model.hidden(tokens_BxL, *rest)
-            return Scored(model.losses(x_BxLxD, targets_BxL), model.most_probable(x_BxLxD) == targets_BxL)
+            correct_BxL = model.most_probable(x_BxLxD) == targets_BxL if accuracy else None
+            return Scored(model.losses(x_BxLxD, targets_BxL), correct_BxL)
 
         return self._over_windows(score, weights, documents, tokens_BxL, targets_BxL)
 
     def _over_windows(
         self, function: Callable, weights: Mapping[str, Any], documents: Documents | None, *arrays_BxL: jax.Array
     ) -> Any:
-        """function(model, *arrays, positions, starts) on each device's tokens; the first array holds the tokens."""
+        """Calls function(model, *arrays, positions, starts) on each device's tokens; the first array holds
+        the tokens."""
 
         def on_part(params: Any, buffers: Any, *arguments: Any) -> Any:
             return function(nnx.merge(self.graph, params, buffers), *arguments)
@@ -146,13 +136,13 @@ class ModelFunctions:
 
 
 def split(model: Transformer) -> tuple[Any, dict, dict]:
-    """(graph definition, parameters, buffers) of a model, the arrays as nested dicts."""
+    """Returns (graph definition, parameters, buffers) of a model; the arrays are nested dicts."""
     graph, params, buffers = nnx.split(model, nnx.Param, ...)
     return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
 
 
 def select_weights(state: Mapping[str, Any]) -> Weights:
-    """The weights in a training state."""
+    """Returns the weights in a training state."""
     return {name: state[name] for name in ('params', 'buffers')}
 
 

@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoids added to embeddings, and the angles by which queries and keys are rotated.
+"""The positions of tokens: sinusoids added to embeddings, and the angles that rotate queries and keys.
 
 B batch, L length.
 """
@@ -10,15 +10,19 @@ from lm.ops.rotary import Rotation
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
-    """Sinusoidal position embedding (Vaswani et al. 2017, §3.5), [L, width] of positions [L] and [B, L, width] of
-    [B, L]: sines first, cosines second."""
+    """Returns sinusoidal position embeddings (Vaswani et al. 2017, §3.5), sines first, cosines second.
+
+    Positions [L] give [L, width]; positions [B, L] give [B, L, width].
+    """
     angle = _angles(positions, width)
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
 def rotary(positions: jax.Array, width: int, base: float = 10_000.0) -> Rotation:
-    """Cosine and sine of the rotary angles (Su et al. 2021, eq. 15), each [L, 1, width/2] of positions [L] and
-    [B, L, 1, width/2] of [B, L]."""
+    """Returns cosine and sine of the rotary angles (Su et al. 2021, eq. 15).
+
+    Positions [L] give two arrays [L, 1, width/2]; positions [B, L] give [B, L, 1, width/2].
+    """
     angle = _angles(positions, width, base)[..., None, :]
     return Rotation(jnp.cos(angle), jnp.sin(angle))
 

@@ -28,9 +28,9 @@ from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
 from lm.parameters import NORMS, declare
 
 PLACES = 128
-"""Whose logits are in memory at a time where the most probable token is looked for."""
+"""The number of tokens whose logits are in memory at once when the most probable token is searched."""
 FINAL_GAIN = 0.7
-"""Size of the first gains of the last norm, at the width whose learning rate is given."""
+"""The initial gains of the last norm, at the width for which the learning rate is given."""
 
 
 class Transformer(nnx.Module):
@@ -39,8 +39,8 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config, self.dtype = config, jnp.dtype(dtype)
 
-        # Vaswani et al. (2017) §3.4: the tied embedding has unit-variance logits and is scaled by √D at the input,
-        # where it meets sinusoids of the same size.
+        # Vaswani et al. (2017) §3.4: the tied embedding gives logits of unit variance. At the input it is scaled by √D,
+        # to the size of the sinusoids.
         def embedding(rows, axis):
             return nnx.Embed(
                 rows,
@@ -68,13 +68,13 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens_BxL: jax.Array, positions: jax.Array | None = None, starts_BxL: jax.Array | None = None
     ) -> jax.Array:
-        """The normalised output of the last layer, [B, L, D].
+        """Returns the normalised output of the last layer, [B, L, D].
 
         Args:
             tokens_BxL: windows, or one part of each (`lm.ops.sequence`).
             positions: of the tokens, [L] or [B, L]; None: 0, 1, ….
-            starts_BxL: the first token of each token's document, before which it sees nothing; None: all is one
-                document (`lm.ops.documents`).
+            starts_BxL: the first token of each token's document, the earliest one that it sees; None: each window is
+                one document (`lm.ops.documents`).
         """
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
         x_BxLxD, rotation = self._embed(tokens_BxL, positions)
@@ -92,7 +92,7 @@ class Transformer(nnx.Module):
             return self.final_norm(x_BxLxD)
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
-        """Each layer's attention in turn with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
+        """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
         x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
             repeat, which = divmod(i, len(self.blocks))
@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
             x_BxLxD = block(x_BxLxD, rotation)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        """Logits, [B, L, V] float32. Training uses `token_losses`, which never holds them whole."""
+        """Returns logits, [B, L, V] float32. Training uses `token_losses`, which never holds all logits."""
         return self.logits(self.hidden(tokens_BxL))
 
     def token_losses(
@@ -112,14 +112,14 @@ class Transformer(nnx.Module):
         positions: jax.Array | None = None,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
-        """Negative log-likelihood of each target, [B, L] float32, in nats. Arguments as in `hidden`."""
+        """Returns the negative log-likelihood of each target, [B, L] float32, in nats. Arguments as in `hidden`."""
         return self.losses(self.hidden(tokens_BxL, positions, starts_BxL), targets_BxL)
 
     def losses(self, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-        """Negative log-likelihoods as `token_losses` gives, from the normalised outputs of the last layer."""
+        """Returns negative log-likelihoods like `token_losses`, from the normalised outputs of the last layer."""
         with jax.named_scope('cross_entropy'):
             found = cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, cap=self.config.logit_cap)
-            assert isinstance(found, jax.Array)  # a pair only with the normalizer
+            assert isinstance(found, jax.Array)  # only the normalizer makes it a pair
             return found
 
     def weighted_loss(
@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
         *,
         z_loss: float = 0.0,
     ) -> tuple[jax.Array, jax.Array]:
-        """The sum of weighted losses that is minimized, in parts [P, 1], and what `token_losses` gives
+        """Returns the sum of weighted losses to minimize, in parts [P, 1], and `token_losses`
         (`lm.ops.cross_entropy.weighted_cross_entropy`)."""
         x_BxLxD = self.hidden(tokens_BxL, positions, starts_BxL)
         options = {'cap': self.config.logit_cap, 'z_loss': z_loss}
@@ -140,11 +140,12 @@ class Transformer(nnx.Module):
             return weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
 
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
-        """The decoding state of empty sequences: for each mechanism of the pattern, its states stacked over layers.
+        """Returns the decoding state of empty sequences: the states of each mechanism of the pattern, stacked over
+        layers.
 
-        `documents`: their tokens will come with the beginnings of their documents (`extend`).
+        `documents`: the tokens will come with the starts of their documents (`extend`).
 
-        Raises ConfigError where tokens see later ones, which are not there yet.
+        Raises ConfigError if tokens see later tokens, which do not exist yet.
         """
         if not self.config.causal:
             raise ConfigError(
@@ -162,7 +163,7 @@ class Transformer(nnx.Module):
         return [stacked(blocks) for blocks in self.blocks]
 
     def decode_step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
-        """Appends T tokens, the first of which stands at `position`; returns the state and their logits [B, T, V]."""
+        """Appends T tokens, the first one at `position`; returns the state and the logits [B, T, V]."""
         state, x_BxTxD = self.extend(state, tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
         return state, self.logits(x_BxTxD)
 
@@ -173,14 +174,14 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         starts_BxT: jax.Array | None = None,
     ) -> tuple[list[Any], jax.Array]:
-        """Appends T tokens and returns the state and their normalised outputs of the last layer, [B, T, D].
+        """Appends T tokens; returns the state and the normalised outputs of the last layer, [B, T, D].
 
         Args:
-            state: of the tokens before.
+            state: the state after the earlier tokens.
             tokens_BxT: the tokens.
             positions: of the tokens, [T] or [B, T].
-            starts_BxT: the first token of each token's document, as in `hidden` but counted from the first of these
-                tokens: negative before it.
+            starts_BxT: the first token of each token's document, as in `hidden`, but counted from the first of these
+                tokens: negative for earlier tokens.
         """
         x_BxTxD, rotation = self._embed(tokens_BxT, positions)
         applies, params = zip(*map(take_apart, self.blocks), strict=True)
@@ -229,36 +230,37 @@ class Transformer(nnx.Module):
         return x_BxLxD, config.rotary_base and rotary(positions, config.head_dim, config.rotary_base)
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """The logits of the normalised outputs of the last layer, [B, L, V] float32."""
+        """Computes the logits of the normalised outputs of the last layer, [B, L, V] float32."""
         kernel_VxD = self._output[...].astype(x_BxLxD.dtype)
         logits_BxLxV = jnp.einsum('bld,vd->blv', x_BxLxD, kernel_VxD, preferred_element_type=jnp.float32)
         return capped(logits_BxLxV, self.config.logit_cap)
 
     def most_probable(self, x_BxLxD: jax.Array) -> jax.Array:
-        """The token of the largest logit at each place, [B, L]; the logits are never held whole."""
+        """Returns the token with the largest logit at each position, [B, L]; never holds all logits."""
         best = lambda x_BxD: self.logits(x_BxD[:, None])[:, 0].argmax(-1)  # noqa: E731
         return jax.lax.map(best, x_BxLxD.swapaxes(0, 1), batch_size=PLACES).T
 
 
 def _make_alternating(size: float) -> nnx.Initializer:
-    """Makes the first gains of the last norm: ±`size` in turn.
+    """Returns the initial gains of the last norm: ±`size`, alternating.
 
     The last hidden state still holds the embedding of the current token. The tied output layer would give it a logit of
-    about 0.7 √D: a first loss of twice ln V, and a preference for repetition that has to be unlearned. Alternating
-    signs cancel the products of an embedding with itself, and nothing else changes: all logits have the variance size²,
-    and the first loss is ln V + size² / 2.
+    about 0.7 √D. The first loss would be twice ln V, and training would have to unlearn a preference for repetition.
+    Alternating signs cancel the product of an embedding with itself, and change nothing else: all logits have the
+    variance size², and the first loss is ln V + size² / 2.
     """
     return lambda key, shape, dtype=jnp.float32: jnp.full(shape, size, dtype).at[1::2].multiply(-1)
 
 
 def build(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32) -> Transformer:
-    """The model with its initial parameters, a function of (config, seed) alone; it computes in `dtype`."""
+    """Returns the model with its initial parameters, a function of (config, seed) alone; it computes in `dtype`."""
     key = make_seed_key(seed)
     return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)), dtype)
 
 
 def make_seed_key(seed: int) -> jax.Array:
-    """The key that parameters and projections are drawn from. All bits of the seed count; JAX takes 32 of them."""
-    if isinstance(seed, int) and seed >= 2**32:  # a traced one has no more bits
+    """Returns the key from which parameters and projections are drawn. All bits of the seed count; JAX takes 32 of
+    them."""
+    if isinstance(seed, int) and seed >= 2**32:  # a traced seed has no more bits
         return jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
     return jax.random.key(seed)

@@ -25,12 +25,13 @@ SUMMED = ('embed', 'all_heads', 'mlp')
 
 
 def compute_output_scale(widening: float) -> float:
-    """The scale of the logits, and of all that is as small as an embedding, at `widening` times the base width."""
+    """Returns the scale of the logits, and of parameters with an embedding's size, at `widening` times the
+    base width."""
     return widening**-0.5
 
 
 def compute_rate_scale(declaration: Declaration, widening: float, growth: float) -> float:
-    """The scale of the learning rate of a parameter at `widening` times the base width.
+    """Returns the scale of a parameter's learning rate at `widening` times the base width.
 
     Args:
         declaration: what the parameter is.

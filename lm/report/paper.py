@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lm.report.published import PaperTable, Row, load_tables, make_label
 from lm.runs.records import Run
-from lm.text import digits, markdown_table, short
+from lm.text import format_digits, make_markdown_table, shorten
 
 Measure = Callable[[Run], float | None]
 SHORTEST = 100
@@ -261,20 +261,20 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
                 row = c.cell.row
                 lines.setdefault(row.group, [f'*{row.group}*', *[''] * len(table.columns)])
                 lines.setdefault(row, [row.label]).append(f'{_format(c.cell.printed)} / {_format(c.ours)}')
-            text += [markdown_table([*lines.values()], ['', *map(short, table.columns)]), '']
+            text += [make_markdown_table([*lines.values()], ['', *map(shorten, table.columns)]), '']
             if table.measure == 'steps_per_second':
                 text += [f'Ours on {"; ".join(sorted({name for c in same for name in c.devices}))}.', '']
         if others:
             text += ['Apart, as they are not what the paper ran:', '']
             cells = [[str(c.as_row()[name]) for name in ('runs', 'devices', 'differs', 'row')] for c in others]
-            figures = [[short(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
+            figures = [[shorten(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
             headings = ['run', 'on', 'differs', 'row', SETTINGS[table.axis], 'paper', 'ours']
-            text += [markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']
+            text += [make_markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']
     return text
 
 
 def name_devices(run: Run) -> str:
-    """Returns '32 × TPU v5 lite'."""
+    """Returns the devices of a run, such as '32 × TPU v5 lite'."""
     return f'{run.info.get("device_count", "?")} × {run.info.get("device_kind", "?")}'
 
 
@@ -282,4 +282,4 @@ def _format(value: float | str | None) -> str:
     """Returns a number as tables print it, and a text as it is."""
     if value is None or isinstance(value, str):
         return value or '–'
-    return f'{value:.2f}' if value >= 0.1 else digits(value)
+    return f'{value:.2f}' if value >= 0.1 else format_digits(value)

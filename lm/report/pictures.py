@@ -29,7 +29,7 @@ from lm.report.curves import (
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
 from lm.report.paper import name_devices
 from lm.runs.records import Run
-from lm.text import short
+from lm.text import shorten
 
 SPEED = {'y_scale': 'log', 'right': ('tokens per second', lambda value: 1e6 / np.maximum(value, 1e-12))}
 
@@ -242,7 +242,7 @@ class Pictures:
                 pairs = [(n, self.measures.perplexity(run, n)) for run in runs for n in lengths]
                 values = [(n, value) for n, value in pairs if value is not None]
                 if len({n for n, _ in values}) > 1:
-                    label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {short(trained)}'
+                    label = s.label if len(self.contexts) == 1 else f'{s.label}, trained at {shorten(trained)}'
                     shown.append((dataclasses.replace(s, label=label, runs=tuple(runs)), values))
                     contexts |= {n for n, _ in values}
         styled = self._keep_styles([s for s, _ in shown])

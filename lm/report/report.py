@@ -1,6 +1,7 @@
 """The tables of a report, and the files that it writes."""
 
 import csv
+import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,11 +12,12 @@ from lm.files import write_atomically
 from lm.report import paper
 from lm.report.curves import find_differing_bindings, name_binding
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
+from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
-from lm.text import counted, digits, markdown_table, short
+from lm.text import format_count, format_digits, make_markdown_table, shorten
 
 HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
 """Bindings with a column of their own, by this or another name."""
@@ -23,6 +25,23 @@ LEFT = ('run', 'status', 'attention')
 """Columns of words, which come first."""
 PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
 """How figures of the named sets of an evaluation begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the table of runs.
+
+    Attributes:
+        key: of the figure that it shows.
+        title: its heading.
+        form: figure → text.
+        sorted_by: key of the figure that it is sorted by; '': the shown one.
+    """
+
+    key: str
+    title: str
+    form: Callable[[Any], str] = str
+    sorted_by: str = ''
 
 
 class Report:
@@ -52,11 +71,12 @@ class Report:
         self.comparison = self.compare_with_papers()
         self.written: list[str] = []
 
-    def write(self, pictures: bool = True) -> None:
+    def write(self, pictures: bool = True, refresh: int | None = None) -> None:
         """Writes all files. A reader, or an interruption, finds the old content of each file or the new one.
 
         Args:
             pictures: draw them, too, which needs matplotlib.
+            refresh: seconds after which the page reads itself again; None: never.
         """
         made = Pictures(self.runs, self.measures)
         self.written = ['report.md']
@@ -76,6 +96,34 @@ class Report:
             text += [note, '']
         text += ['## Runs', '', *(f'- {self.describe_provenance(run)}' for run in self.runs), '']
         write_atomically(self.out / 'report.md', '\n'.join(text))
+        notes = [note] if note else []
+        page = format_page(self.make_tables(), made.made, notes, self.written, refresh)
+        write_atomically(self.out / 'report.html', page)
+        self.written.insert(0, 'report.html')
+
+    def make_tables(self) -> list[SortableTable]:
+        """Returns the tables of the page: figures, differences of configurations, the papers' numbers, provenance."""
+        links = [link_run(run, self.out) for run in self.runs]
+        columns = self.list_columns()
+        rows = []
+        for row, link in zip(self.list_rows(), links, strict=True):
+            texts = ['–' if row[c.key] is None else c.form(row[c.key]) for c in columns]
+            values = [row[c.sorted_by or c.key] for c in columns]
+            rows.append([TableCell(text, value) for text, value in zip(texts, values, strict=True)])
+            rows[-1][0] = rows[-1][0]._replace(link=link)
+        titles = [column.title for column in columns]
+        tables = [SortableTable('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())]
+        if differences := compare_configurations(self.runs):
+            tables.append(differences)
+        if compared := [found.as_row() for found in self.comparison if found.runs]:
+            cells = [[TableCell('–' if v is None else str(v), v) for v in row.values()] for row in compared]
+            tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
+        cells = []
+        for run, link in zip(self.runs, links, strict=True):
+            text = self.describe_provenance(run).partition(': ')[2]
+            cells.append([TableCell(run.name, run.name, link), TableCell(text, text)])
+        tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
+        return tables
 
     def make_row(self, run: Run) -> dict[str, Any]:
         """Returns the figures of a run."""
@@ -107,41 +155,59 @@ class Report:
 
     def format_table(self) -> str:
         """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
-        columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-            'run': ('run', str),
-            'status': ('status', str),
-            'attention': ('attention', str),
-            **{name: (name_binding(name), str) for name in self.swept},
-            'layers': ('layers', str),
-            'parameters': ('parameters', lambda v: f'{v / 1e6:.3g}M'),
-            'context': ('context', short),
-            'progress': ('steps', str),
-            'split': ('split', str),
-            'perplexity': ('perplexity per token', lambda v: f'{v:.3f}'),
-            'word_perplexity': ('per word', lambda v: f'{v:.2f}' if v < 1e5 else f'{v:.2e}'),
-            'bits_per_byte': ('bits/byte', lambda v: f'{v:.4f}'),
-            **{n: (n.replace('/', ' of '), '{:.3f}'.format) for n in self.of_sets if n.startswith('perplexity/')},
-            'accuracy': ('accuracy', lambda v: f'{v:.2%}'),
-            'speed': ('tokens/s', str),
-            'microseconds_per_token': ('µs/token', digits),
-            'goodput': ('goodput', '{:.1%}'.format),
-            'devices': ('devices', str),
-        }
-        rows = [row | {'progress': _format_progress(row), 'speed': _format_speed(row)} for row in self.rows]
-        shown = {k: v for k, v in columns.items() if any(row[k] is not None for row in rows)}
-        if all(row['status'] == 'done' for row in rows):
-            del shown['status']
-        cells = [['–' if row[k] is None else form(row[k]) for k, (_, form) in shown.items()] for row in rows]
-        left = sum(key in LEFT for key in shown)
-        text = markdown_table(cells, [title for title, _ in shown.values()], left)
-        if 'speed' in shown:
-            text += '\n\nTokens/s: the median of the logged intervals, and their quartiles.'
+        columns = self.list_columns()
+        cells = [['–' if row[c.key] is None else c.form(row[c.key]) for c in columns] for row in self.list_rows()]
+        text = make_markdown_table(cells, [c.title for c in columns], sum(c.key in LEFT for c in columns))
+        return '\n\n'.join([text, *self.list_notes()])
+
+    def list_rows(self) -> list[dict[str, Any]]:
+        """Returns the figures of the runs with those that tables print as words."""
+        return [row | {'progress': _format_progress(row), 'speed': _format_speed(row)} for row in self.rows]
+
+    def list_columns(self) -> list[Column]:
+        """Returns the columns for which a run has a figure."""
+        columns = [
+            Column('run', 'run'),
+            Column('status', 'status'),
+            Column('attention', 'attention'),
+            *(Column(name, name_binding(name)) for name in self.swept),
+            Column('layers', 'layers'),
+            Column('parameters', 'parameters', lambda v: f'{v / 1e6:.3g}M'),
+            Column('context', 'context', shorten),
+            Column('progress', 'steps', sorted_by='step'),
+            Column('split', 'split'),
+            Column('perplexity', 'perplexity per token', lambda v: f'{v:.3f}'),
+            Column('word_perplexity', 'per word', lambda v: f'{v:.2f}' if v < 1e5 else f'{v:.2e}'),
+            Column('bits_per_byte', 'bits/byte', lambda v: f'{v:.4f}'),
+            *(
+                Column(name, name.replace('/', ' of '), '{:.3f}'.format)
+                for name in self.of_sets
+                if name.startswith('perplexity/')
+            ),
+            Column('accuracy', 'accuracy', lambda v: f'{v:.2%}'),
+            Column('speed', 'tokens/s', sorted_by='tokens_per_second'),
+            Column('microseconds_per_token', 'µs/token', format_digits),
+            Column('goodput', 'goodput', '{:.1%}'.format),
+            Column('devices', 'devices'),
+        ]
+        rows = self.list_rows()
+        all_done = all(row['status'] == 'done' for row in rows)
+        shown = [column for column in columns if any(row[column.key] is not None for row in rows)]
+        return [column for column in shown if not (column.key == 'status' and all_done)]
+
+    def list_notes(self) -> list[str]:
+        """Returns the sentences below the table."""
+        notes = []
+        if any(row['speed'] is not None for row in self.list_rows()):
+            notes.append('Tokens/s: the median of the logged intervals, and their quartiles.')
         if parts := [run.name for run in self.runs if self.measures.covers_part_only(run)]:
-            text += f'\n\nOf the first train.eval_tokens alone, until lm evaluate scores the split: {", ".join(parts)}.'
+            notes.append(
+                f'Of the first train.eval_tokens alone, until lm evaluate scores the split: {", ".join(parts)}.'
+            )
         for row in self.absent:
             status = describe_status(row['status'], row['exit_code'])
-            text += f'\n\nNo run directory: {row["point"]}, {status}' + (f': {row["error"]}' if row['error'] else '')
-        return text
+            notes.append(f'No run directory: {row["point"]}, {status}' + (f': {row["error"]}' if row['error'] else ''))
+        return notes
 
     def compare_with_papers(self) -> list[paper.Comparison]:
         """Returns the papers' cells beside ours: see `lm.report.paper.compare`."""
@@ -157,7 +223,7 @@ class Report:
             f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
             f'{paper.name_devices(run)}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
-            f'resumed {counted(len(info.get("resumed", [])), "time")}'
+            f'resumed {format_count(len(info.get("resumed", [])), "time")}'
             + (f'; goodput {describe(run.goodput)}' if run.goodput else '')
         )
 
@@ -178,6 +244,6 @@ def _format_speed(row: dict[str, Any]) -> str | None:
     """Returns the median and, where there are enough intervals, the quartiles."""
     if row['tokens_per_second'] is None:
         return None
-    text = digits(row['tokens_per_second'])
+    text = format_digits(row['tokens_per_second'])
     low, high = row['tokens_per_second_low'], row['tokens_per_second_high']
-    return text if low is None else f'{text} ({digits(low)}–{digits(high)})'
+    return text if low is None else f'{text} ({format_digits(low)}–{format_digits(high)})'

@@ -1,5 +1,6 @@
 """`lm report`: runs → a table (Markdown, CSV), the paper's table with ours beside it, and pictures.
 
+- report.html: sortable tables and curves with values under the pointer, in one file (`lm.report.page`)
 - report.md: every number, with the run that it came from
 - runs.csv: a row per run
 - paper.csv: the paper's numbers and ours
@@ -20,7 +21,7 @@ from lm.report import paper
 from lm.report.report import Report
 from lm.runs import sweep_file
 from lm.runs.records import Run, find_runs
-from lm.text import counted
+from lm.text import format_count
 
 
 def write_report(
@@ -47,7 +48,7 @@ def write_report(
     print(report.format_table())
     if missing := paper.explain_no_match(report.comparison, corpus):
         print(f'\n{missing}')
-    print(f'\n{counted(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
+    print(f'\n{format_count(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
 
 
 def check_split(runs: Sequence[Run], split: str | None) -> None:

@@ -14,20 +14,20 @@ def check_start(branch_from: str | None, step: int | None, rewind_to: int | None
 
 
 def find_base(run_dir: str | None, branch_from: str | None, has_gin_files: bool) -> str | None:
-    """Returns the config.gin of the run if it exists and no gin file is given, or the config.gin of the run that it
-    branches from.
+    """Returns the config.gin of the run if it exists and no gin file is given.
 
-    Raises ConfigError where `branch_from` names no run.
+    Otherwise returns the config.gin of the run that it branches from. Raises ConfigError where `branch_from` names no
+    run.
     """
-    own = _config(run_dir) if branch_from or not has_gin_files else None
-    if branch_from is None or own:
-        return own
-    if (base := _config(branch_from)) is None:
+    existing = _find_config(run_dir) if branch_from or not has_gin_files else None
+    if branch_from is None or existing:
+        return existing
+    if (base := _find_config(branch_from)) is None:
         raise ConfigError(f'--branch_from {branch_from}: holds no config.gin, so it is not a run of lm train')
     return base
 
 
-def _config(run_dir: str | None) -> str | None:
-    """The path of the run's config.gin, if there is one."""
+def _find_config(run_dir: str | None) -> str | None:
+    """Returns the path of the run's config.gin, if there is one."""
     path = None if run_dir is None else RunDir(run_dir).config
     return str(path) if path and path.exists() else None

@@ -93,11 +93,11 @@ class Branch:
 
 
 def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: int | None = None) -> Branch | None:
-    """The branch as which `run` is to start: the one that is asked for, or the one that run.json records. None for
-    what is no branch, or has checkpoints of its own to go on from.
+    """Returns the requested branch as which `run` starts, or the branch that run.json records.
 
-    Raises ConfigError where `parent` is the run itself, has no `step`, or the run is to be rewound as well,
-    MismatchError where the run has begun otherwise.
+    Returns None for a run that is no branch, or that has checkpoints of its own. Raises ConfigError where `parent` is
+    the run itself, has no `step`, or the run is also to be rewound. Raises MismatchError where the run has begun
+    otherwise.
     """
     check_start(parent, step, rewind_to)
     recorded = read_raw(run.info).get('branch') or {}

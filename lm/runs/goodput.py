@@ -1,7 +1,7 @@
 """Goodput: the share of the wall clock of a run that went into steps that count, and the accounts of the rest.
 
-The ledger is cumulative over all starts of a run. At each moment the time is charged to one account, so that the
-accounts (`Accounts`) add up to the wall clock since the first start, without the time in which the run was finished.
+The ledger is cumulative over all starts of a run. Each moment is charged to one account. The accounts
+(`Accounts`) therefore add up to the wall clock since the first start, without the time in which the run was finished.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-from lm.text import duration
+from lm.text import format_duration
 
 T = TypeVar('T')
 
@@ -68,8 +68,8 @@ class Goodput:
         return time.monotonic() - self._recorded
 
     @contextlib.contextmanager
-    def spent(self, account: str) -> Iterator[None]:
-        """Charges what happens inside to `account`."""
+    def charge(self, account: str) -> Iterator[None]:
+        """Charges the time inside the block to `account`."""
         self._charge()
         self._accounts.append(account)
         try:
@@ -78,29 +78,28 @@ class Goodput:
             self._charge()
             self._accounts.pop()
 
-    def charging(self, account: str, items: Iterable[T]) -> Iterator[T]:
+    def charge_items(self, account: str, items: Iterable[T]) -> Iterator[T]:
         """Yields `items`, and charges the wait for each of them to `account`."""
         iterator = iter(items)
         while True:
-            with self.spent(account):
+            with self.charge(account):
                 item = list(itertools.islice(iterator, 1))
             if not item:
                 return
             yield item[0]
 
     def total(self, account: str) -> float:
-        """Seconds on an account up to now."""
+        """Returns the seconds on an account up to now."""
         self._charge()
         return self.seconds[account]
 
-    def lap(self, account: str) -> float:
-        """Seconds on an account since this was last asked; the first time, since this process began."""
+    def read_lap(self, account: str) -> float:
+        """Returns the seconds on an account since the last call; the first time, since this process began."""
         before, self._laps[account] = self._laps[account], self.total(account)
         return self._laps[account] - before
 
     def describe_start(self) -> str:
-        """Describes the time of this process so far in one line: '5.0s: imports 1.9s, compile 1.2s, …', the largest
-        first."""
+        """Describes the time of this process so far, the largest first: '5.0s: imports 1.9s, compile 1.2s, …'."""
         self._charge()
         spent = {account: self.seconds[account] - before for account, before in self._before.items()}
         spent |= {'lost': 0.0, 'restart': 0.0}
@@ -108,15 +107,15 @@ class Goodput:
         parts = ', '.join(f'{account} {value:.1f}s' for account, value in largest if value >= 0.05)
         return f'{sum(spent.values()):.1f}s: {parts}'
 
-    def resumed(self, step_seconds: float | None) -> None:
-        """The run goes on from a checkpoint that was written after so many seconds of steps: later ones are lost."""
+    def count_lost(self, step_seconds: float | None) -> None:
+        """Counts steps as lost that came after the checkpoint, written after `step_seconds` of steps; None: no step."""
         if step_seconds is not None:
             lost = max(0.0, self.seconds['step'] - step_seconds)
             self.seconds['step'] -= lost
             self.seconds['lost'] += lost
 
     def record(self, finished: bool = False) -> dict[str, Any]:
-        """The ledger at this moment, as JSON holds it; `finished`: the run has done its last step."""
+        """Returns the ledger at this moment as JSON; `finished` is True after the last step."""
         self._charge()
         self._recorded = self._last
         seconds = {account: round(value, 3) for account, value in self.seconds.items()}
@@ -136,7 +135,7 @@ class Goodput:
 
 
 def parse_ledger(record: Any) -> dict[str, Any] | None:
-    """A ledger as `Goodput.record` made it; None for anything else that run.json may hold."""
+    """Returns a ledger that `Goodput.record` made; None for anything else that run.json may hold."""
     try:
         seconds = {account: float(value) for account, value in record['seconds'].items()}
         numbers = {name: float(record[name]) for name in ('share', 'started', 'updated')}
@@ -147,23 +146,25 @@ def parse_ledger(record: Any) -> dict[str, Any] | None:
 
 
 def share(seconds: Mapping[str, float]) -> float:
-    """The productive share of the wall clock."""
+    """Returns the productive share of the wall clock."""
     total = sum(seconds.values())
     return seconds['step'] / total if total else 0.0
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """A ledger in a line: '93 % of 2 h 10 min in steps; compile 3 %, evaluation 2 %, …', the largest first."""
+    """Describes a ledger: '93 % of 2 h 10 min in steps; compile 3 %, evaluation 2 %, …', the largest first."""
     seconds = record['seconds']
     total = sum(seconds.values()) or 1.0
     rest = sorted(((value, account) for account, value in seconds.items() if account != 'step'), reverse=True)
     places = ', '.join(f'{account} {100 * value / total:.1f}%' for value, account in rest if value / total >= 0.0005)
     starts = f' ({record["starts"]} starts)' if record['starts'] > 1 else ''
-    return f'{100 * share(seconds):.1f}% of {duration(total)} in steps{starts}' + (f'; {places}' if places else '')
+    return f'{100 * share(seconds):.1f}% of {format_duration(total)} in steps{starts}' + (
+        f'; {places}' if places else ''
+    )
 
 
 def read_process_start() -> float:
-    """When this process began, in seconds since the epoch; where Linux's /proc is missing, now."""
+    """Returns the start of this process in seconds since the epoch; without Linux's /proc, the time now."""
     try:
         # The name of the program, in brackets, may contain anything.
         ticks = int(Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19])

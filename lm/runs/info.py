@@ -1,7 +1,7 @@
 """run.json: when a run started, on what, how far it is saved, and how it was rewound.
 
-docs/reference/files.md lists its keys. Of every start but the first, only what differs from the start before is
-written, and of more than MOST_STARTS the oldest but the first are left out: a year of restarts stays small.
+docs/reference/files.md lists its keys. Each start after the first one holds only its differences from the start
+before. Beyond MOST_STARTS the oldest starts after the first one are left out: a year of restarts stays small.
 """
 
 import datetime
@@ -32,9 +32,11 @@ MOST_STARTS = 100
 
 
 def read_info(path: epath.Path) -> dict[str, Any]:
-    """run.json with the newest start's figures (versions, devices, …) on the top level, and `resumed`, when each
-    start but the first was. Those of older versions, without `starts`, have had this form. {} where it is missing or
-    damaged; raises LmError as `read_raw`."""
+    """Returns run.json with the newest start's figures (versions, devices, …) on the top level.
+
+    `resumed` holds the times of all starts after the first one. Files of older versions, without `starts`, have had
+    this form. Returns {} where the file is missing or damaged; raises LmError as `read_raw` does.
+    """
     info = read_raw(path)
     starts = info.get('starts')
     if not starts:

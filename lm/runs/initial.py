@@ -70,7 +70,7 @@ class InitialParameters:
         if ours and theirs and ours != theirs:
             path = parse_bindings(record['metadata'].get('config') or '').get('data.path', 'unknown data')
             raise MismatchError(
-                f'{self._setting}: its tokenizer, of {path}, is {theirs[:12]}…, that of {self.data} is {ours[:12]}…, '
+                f'{self._setting}: the tokenizer of {path} is {theirs[:12]}…, the one of {self.data} is {ours[:12]}…, '
                 'and the same number means another piece; take data with the tokenizer of that run '
                 '(lm prepare with tokenizer.model_path), or start from a run with this one'
             )

@@ -1,10 +1,13 @@
 """The directory of a run: its configuration, its machines, its measurements.
 
-config.gin      the resolved configuration, complete and re-runnable
-run.json        parameter count, fingerprints, and of each start versions, git commit, command, devices (`lm.runs.info`)
-metrics.jsonl   one JSON object a logged step (`lm.runs.metrics_file`)
-lock.json       while a training is at work: who it is (`lm.runs.lock`)
-checkpoints/  evaluations/  tensorboard/
+It holds these files and folders:
+
+     config.gin      the resolved configuration, complete and re-runnable
+     run.json        parameter count, fingerprints, and for each start versions, git commit, command and devices
+                     (`lm.runs.info`)
+     metrics.jsonl   one JSON object per logged step (`lm.runs.metrics_file`)
+     lock.json       the process of a training at work (`lm.runs.lock`)
+     checkpoints/  evaluations/  tensorboard/
 """
 
 import logging

@@ -13,7 +13,7 @@ from lm.errors import FINAL, Diverged, MismatchError
 from lm.files import write_atomically
 from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
-from lm.text import si
+from lm.text import format_si
 
 NAME, NOTES = SWEEP, 'points'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
@@ -73,7 +73,7 @@ def make_results_table(rows: list[dict[str, Any]]) -> Table:
             describe_status(row['status'], row['exit_code']),
             f'{row["step"]:,}/{row["steps"]:,}',
             *('–' if row[m] is None else f'{row[m]:.3f}' for m in measures),
-            '–' if rate is None else si(rate),
+            '–' if rate is None else format_si(rate),
             row['error'] or '',
         )
     return table

@@ -1,4 +1,4 @@
-"""Where a session begins: with which checkpoint, or with which weights; and what it writes of that."""
+"""The start of a session: its checkpoint or initial weights, and the record of both."""
 
 import dataclasses
 from typing import Any
@@ -45,8 +45,10 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The state with which a session begins, after `step` steps; `saved` is the metadata of its checkpoint, None where
-    there was none."""
+    """The state with which a session begins, after `step` steps.
+
+    `saved` is the metadata of its checkpoint; None if there was none.
+    """
 
     state: State
     step: int
@@ -54,15 +56,15 @@ class Start:
 
 
 def print_plan(plan: RunPlan, mesh: Mesh) -> None:
-    """Prints what the run is about to do."""
+    """Prints the plan of the run."""
     rows = plan.describe(plan.windows.describe(plan.experiment.train.steps, plan.store.path))
     print_rows(rows | {'devices': describe_mesh(mesh, plan.mesh.slices, plan.functions.dtype)})
 
 
 def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
-    """Finds the checkpoint to go on from, without writing anything. All processes call it together.
+    """Finds the checkpoint to go on from, and writes nothing. All processes call it together.
 
-    Raises ConfigError or MismatchError where the run, or the one that it branches from, cannot go on as planned.
+    Raises ConfigError or MismatchError if the run, or the run that it branches from, cannot go on as planned.
     """
     rewind_to = request.rewind_to
     check_same({'--rewind_to': rewind_to, '--branch_from': request.branch_from, '--step': request.step})
@@ -81,10 +83,10 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
 def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin: Origin, goodput: Goodput) -> Start:
     """Restores the run or its branching point, else starts from another run's weights, else from the seed.
 
-    `abstract` says where each array of the state shall lie.
+    `abstract` has the sharding of each array of the state.
     """
     is_new = source.latest_step() is None
-    with goodput.spent('initialize' if is_new else 'restore'):
+    with goodput.charge('initialize' if is_new else 'restore'):
         restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
         if restored:
             start = Start(*restored)
@@ -96,12 +98,12 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
                 start.state.update(weights)
                 if jax.process_index() == 0:
                     print(line, flush=True)
-    goodput.resumed(start.saved.get('step_seconds') if start.saved is not None else 0.0)
+    goodput.count_lost(start.saved.get('step_seconds') if start.saved is not None else 0.0)
     return start
 
 
 def write_start(run: RunDir, plan: RunPlan, origin: Origin, step: int) -> None:
-    """Writes config.gin and run.json, and of a branch the metrics of its parent up to the step."""
+    """Writes config.gin and run.json; for a branch, also the metrics of its parent up to the step."""
     facts: dict[str, Any] = {'parameters': plan.parameters, **plan.store.fingerprints}
     if origin.branch:
         facts['branch'] = origin.branch.record(plan.text)

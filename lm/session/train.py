@@ -61,13 +61,13 @@ def train(
     branch_from: str | None = None,
     step: int | None = None,
 ) -> State:
-    """Trains, or continues the run that lies in `run_dir`. Returns the final state (see `lm.training.step`).
+    """Trains, or continues the run in `run_dir`. Returns the final state (see `lm.training.step`).
 
     Args:
         rewind_to: the step whose checkpoint it goes on from; default: the newest.
-        compile_cache: folder in which compiled programs are kept; 'none': nowhere; default: in the run directory.
-        begun: since when this session of the run counts, in seconds since the epoch; default: now.
-        branch_from, step: a run that is new begins from this checkpoint of another one (`lm.runs.branch`).
+        compile_cache: the folder of compiled programs; 'none': no folder; default: in the run directory.
+        begun: the start of this session, in seconds since the epoch; default: now.
+        branch_from, step: a new run begins from this checkpoint of another run (`lm.runs.branch`).
 
     Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
     """
@@ -79,14 +79,13 @@ def train(
 def open_session(
     experiment: Experiment, request: Request, compile_cache: str | None = None, begun: float | None = None
 ) -> Iterator[Trainer]:
-    """Prepares everything for the next step of a run, and closes at the end what it has opened; arguments as of
-    `train`."""
+    """Prepares everything for the next step of a run, and closes it at the end; arguments as in `train`."""
     run = RunDir(request.run_dir)
     goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     with contextlib.ExitStack() as stack:
         folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
         programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
-        # Everything that can be wrong is found before anything is written: only so does the corrected command work.
+        # All errors are found before any file is written: only then does the corrected command work.
         plan = make_plan(experiment, Target.of_devices(jax.devices()))
         mesh = plan.mesh.arrange(jax.devices())
         stack.enter_context(jax.set_mesh(mesh))
@@ -104,9 +103,9 @@ def open_session(
         abstract = plan.program.place_state(mesh)
         compilation = compile_in_background(plan.program, mesh)
         start = restore_or_init(plan, abstract, source, origin, goodput)
-        with goodput.spent('trace'):
-            compilation.lowered.exception()  # which the next line raises, if there is one
-        with goodput.spent('compile'):
+        with goodput.charge('trace'):
+            compilation.lowered.exception()  # the next line raises its error
+        with goodput.charge('compile'):
             advance = compilation.compiled.result()
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)

@@ -22,7 +22,7 @@ from lm.runs.goodput import Goodput, describe
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
-from lm.text import counted, duration, si
+from lm.text import format_count, format_duration, format_si
 from lm.training.config import TrainConfig
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
@@ -31,7 +31,7 @@ from lm.training.step import State, TrainStep
 from lm.training.watchdog import Watchdog
 
 GOODPUT_SECONDS = 60.0
-"""How old the ledger in run.json may become between two saves."""
+"""The largest age of the ledger in run.json between two saves."""
 
 
 @dataclasses.dataclass
@@ -55,8 +55,8 @@ class Records:
     """The files and reports of a session.
 
     Attributes:
-        text: the whole configuration as gin text, which checkpoints keep.
-        peak_flops: of all devices together; None where no data sheet gives it.
+        text: the whole configuration as gin text; checkpoints keep it.
+        peak_flops: of all devices together; None if no data sheet gives it.
     """
 
     run: RunDir
@@ -82,12 +82,12 @@ class Services:
 
 @dataclasses.dataclass
 class Trainer:
-    """One session of a run: from step `start`, of a restored or new state, to the last one.
+    """One session of a run: from step `start`, with a restored or new state, to the last step.
 
     Attributes:
-        state: after the newest step that was dispatched (see `lm.training.step`).
+        state: the state after the newest dispatched step (see `lm.training.step`).
         pending: the newest step and its metrics, while they are still on the devices.
-        bad_steps: how many steps in a row, up to the newest that was logged, were not finite.
+        bad_steps: the number of consecutive steps, up to the newest logged one, that were not finite.
     """
 
     config: TrainConfig
@@ -105,25 +105,25 @@ class Trainer:
         """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
         config, note = self.config, self.records.progress.note
         self.record_goodput()
-        with self.services.goodput.spent('step'):
+        with self.services.goodput.charge('step'):
             self.run_steps()
         note(
-            f'done: {counted(config.steps, "step")} in {duration(self.records.throughput.seconds)}, '
-            f'{si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
+            f'done: {format_count(config.steps, "step")} in {format_duration(self.records.throughput.seconds)}, '
+            f'{format_si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
         )
         note(f'goodput {describe(self.record_goodput(finished=True))}')
         return self.state
 
     def run_steps(self) -> None:
-        """The steps from `start` to the last one, with what is due between them."""
+        """Runs the steps from `start` to the last one, with the work that is due between them."""
         config, computation, services, checkpointer = self.config, self.computation, self.services, self.checkpointer
         if self.is_save_due:
-            self.save(self.start)  # of a branch: the run that it comes from may delete its own
+            self.save(self.start)  # the parent of a branch may delete this step
         is_evaluated = self.records.metrics_file.has_evaluation(self.start)
         if self.start and self.is_evaluation_due(self.start) and not is_evaluated:
-            # The session before was stopped in it, and has saved the step without its loss.
+            # The previous session was stopped in this evaluation. It saved the step without its loss.
             checkpointer.add_loss(self.start, self.evaluate(self.start))
-        batches = services.goodput.charging('data', computation.batches.prefetch(self.start, config.steps))
+        batches = services.goodput.charge_items('data', computation.batches.prefetch(self.start, config.steps))
         services.watchdog.step(self.start + 1)
         for step, batch in enumerate(batches, self.start + 1):
             if services.preemption.is_requested(step - 1):
@@ -141,11 +141,11 @@ class Trainer:
             self.is_save_due |= checkpointer.should_save(step)
             is_evaluating = self.is_evaluation_due(step)
             if self.is_save_due or is_evaluating:
-                # What a checkpoint covers is on disk before the checkpoint is.
+                # Metrics that a checkpoint covers are on disk before the checkpoint is.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
             is_wanted = self.is_save_due or (loss is not None and checkpointer.is_among_best(loss))
-            # While steps are not finite nothing new is learned, and a save would push a good checkpoint out.
+            # While steps are not finite the model learns nothing new, and a save would replace a good checkpoint.
             if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
         self.complete_save(config.steps)
@@ -182,7 +182,7 @@ class Trainer:
             'mfu': records.flops_per_token * tokens_per_second / peak if peak else None,
             'seconds': records.throughput.seconds,
             'skipped_steps': metrics['skipped'],
-            'data_wait_seconds': goodput.lap('data'),
+            'data_wait_seconds': goodput.read_lap('data'),
             **by_source,
         }
         records.metrics_file.write(record)
@@ -191,13 +191,15 @@ class Trainer:
             self.record_goodput()
 
     def is_evaluation_due(self, step: int) -> bool:
-        """Tells whether the weights after `step` are to be evaluated."""
+        """Tells whether to evaluate the weights after `step`."""
         every = self.config.eval_every
         return step == self.config.steps or (every is not None and step % every == 0)
 
     def evaluate(self, step: int) -> float:
-        """The loss of the evaluation split after `step`. Stops the run if the process is asked to meanwhile; where the
-        evaluation fails, the step is saved first."""
+        """Returns the loss of the evaluation split after `step`.
+
+        Stops the run if the process is asked to. If the evaluation fails, the step is saved first.
+        """
         records, evaluator, preemption = self.records, self.computation.evaluator, self.services.preemption
         try:
             with records.throughput.pause(), self.pause('evaluation'):
@@ -231,8 +233,11 @@ class Trainer:
         self.is_save_due = False
 
     def complete_save(self, step: int) -> None:
-        """Waits until the save of `step` is complete. Raises LmError if it failed, whatever checkpoint.on_failed_save
-        is: a caller that sees the end of a run may take its machine away."""
+        """Waits until the save of `step` is complete.
+
+        Raises LmError if it failed, for any value of checkpoint.on_failed_save: a caller that sees the end of a run may
+        give its machine back.
+        """
         with self.pause('checkpoint'):
             self.checkpointer.wait()
         if step not in (steps := self.checkpointer.all_steps()):
@@ -242,7 +247,7 @@ class Trainer:
             )
 
     def stop(self, step: int) -> NoReturn:
-        """Saves and ends the session. Steps that were not finite are not saved but repeated."""
+        """Saves and ends the session. Steps that were not finite are repeated later, and not saved."""
         saved = step
         if self.bad_steps:
             self.checkpointer.wait()
@@ -256,8 +261,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def pause(self, account: str) -> Iterator[None]:
-        """Charges what happens inside, which is no part of a step, to another account of the goodput."""
-        with self.services.goodput.spent(account), self.services.watchdog.pause():
+        """Charges the time of its block, which is not part of a step, to another account of the goodput."""
+        with self.services.goodput.charge(account), self.services.watchdog.pause():
             yield
 
     def record_goodput(self, finished: bool = False) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`lm inspect`: what a run directory, a sweep or a token store holds, without touching a device or changing a byte."""
+"""`lm inspect`: the contents of a run directory, a sweep or a token store, without touching a device or changing a
+byte."""
 
 import sys
 
@@ -26,8 +27,8 @@ def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allo
 
     Raises ConfigError if `path` is none of these, and MismatchError, after everything was printed, for damage.
     """
-    load_registry()  # which knows the names of bindings
-    # The accelerators of this machine may be busy with the very run that is looked at.
+    load_registry()  # it knows the names of bindings
+    # The accelerators of this machine may be busy with this very run.
     jax.config.update('jax_platforms', 'cpu')
     folder = epath.Path(open_path(path))
     if (folder / 'dataset.json').exists():

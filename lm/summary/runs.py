@@ -16,7 +16,7 @@ from lm.runs.paths import read_text
 from lm.runs.records import Run
 
 DELETION_SECONDS = 1.0
-"""After so long a step that looked damaged is read again: it counts as damaged if it is still there."""
+"""The wait before a step that looked damaged is read again; it counts as damaged if it still exists."""
 
 
 def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool = False) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
     """Lists a folder of checkpoints.
 
     Returns:
-        steps: those whose save was completed, damaged ones too.
-        others: damaged and abandoned steps that were renamed, and saves and deletions that go on or were cut off.
+        steps: the steps whose save was completed, damaged ones too.
+        others: renamed steps (damaged or abandoned); saves and deletions that continue or were cut off.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
     steps = sorted(int(name) for name in names if name.isdigit() and Snapshot(directory, int(name)).is_committed())
@@ -64,7 +64,8 @@ def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
 
 
 def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | None:
-    """Step, size, time, health, and the loss of its evaluation; None: a run that goes on has deleted it meanwhile."""
+    """Returns step, size, time, health, and the loss of its evaluation; None: a continuing run has deleted it
+    meanwhile."""
     try:
         found = _read_checkpoint(run, step, verify)
         if not found['sound']:  # a step that is being deleted looks damaged
@@ -102,7 +103,7 @@ def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
 
 
 def size_of(path: epath.Path) -> int:
-    """Bytes of all files below `path`."""
+    """Returns the bytes of all files below `path`."""
     total = 0
     for entry in path.iterdir():
         total += size_of(entry) if entry.is_dir() else entry.stat().length
@@ -110,7 +111,7 @@ def size_of(path: epath.Path) -> int:
 
 
 def parameters(run: Run, allow_imports: bool = False) -> dict[str, int]:
-    """Trainable parameters by part of the model; in all, where modules would have to be imported to build it."""
+    """Returns the trainable parameters by part of the model, or only their sum if the model needs imports."""
     try:
         return count_parameters(load([str(run.directory.config)], allow_imports=allow_imports).model)
     except ConfigError:

@@ -9,11 +9,11 @@ from rich.table import Table
 from lm.runs import sweep_file
 from lm.runs.goodput import describe
 from lm.runs.info import starts_left_out
-from lm.text import counted, duration, perplexity, si
+from lm.text import format_count, format_duration, format_si, perplexity
 
 
 def print_run(found: dict[str, Any], console: Console) -> None:
-    """The run for people."""
+    """Prints the run for people."""
     get, info = found['configuration'].get, found['info']
     train, evaluation = found['last_train'], found['last_eval']
     steps = found['steps']
@@ -46,10 +46,10 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         'last step': '–'
         if train is None
         else f'{train["step"]:,}: loss {train["loss"]:.4f}, perplexity {perplexity(train["loss"]):.2f}, '
-        f'gradient norm {train["grad_norm"]:.3f}, {si(found["tokens_per_second"] or 0)} tokens/s'
+        f'gradient norm {train["grad_norm"]:.3f}, {format_si(found["tokens_per_second"] or 0)} tokens/s'
         + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
-        + f', {duration(train["seconds"])} of training'
-        + (f', {counted(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else ''),
+        + f', {format_duration(train["seconds"])} of training'
+        + (f', {format_count(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else ''),
         'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None
@@ -64,7 +64,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         loss = checkpoint['loss']
         table.add_row(
             f'{checkpoint["step"]:,}',
-            f'{si(checkpoint["bytes"])}B',
+            f'{format_si(checkpoint["bytes"])}B',
             checkpoint['saved'] or '–',
             f'{loss:.4f}' if isinstance(loss, float) else '–',
             checkpoint['health'],
@@ -75,7 +75,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
 
 
 def print_store(found: dict[str, Any], console: Console) -> None:
-    """The store for people."""
+    """Prints the store for people."""
 
     def pairs(value: Any) -> str:
         return ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else str(value)
@@ -95,12 +95,12 @@ def print_store(found: dict[str, Any], console: Console) -> None:
 
 
 def print_sweep(found: dict[str, Any], console: Console) -> None:
-    """The table with which `lm sweep` ended."""
+    """Prints the table with which `lm sweep` ended."""
     console.print(sweep_file.make_results_table(found['points']))
 
 
 def data_of(config: Mapping[str, str]) -> str:
-    """The task, or the store or mixture that a run learns; an import may have none of them."""
+    """Returns the task, or the store or mixture that a run learns; an import may have none of them."""
     task, path, stores = (config.get(f'data.{name}') for name in ('task', 'path', 'mixture'))
     if task not in (None, 'None'):
         return task
@@ -123,7 +123,7 @@ def _table(*headings: str) -> Table:
 
 def _counted(number: Any, noun: str, plural: str | None = None) -> str:
     """Returns a number from a file with its noun. The number may be text or missing."""
-    return counted(int(number), noun, plural) if str(number).isdecimal() else f'{number} {plural or f"{noun}s"}'
+    return format_count(int(number), noun, plural) if str(number).isdecimal() else f'{number} {plural or f"{noun}s"}'
 
 
 def _short(digest: str | None) -> str:

@@ -1,6 +1,7 @@
-"""`python -m lm.sweep.child PARENT VERB …` becomes `lm VERB …`, as the child of a process that it does not outlive.
+"""`python -m lm.sweep.child PARENT VERB …` becomes `lm VERB …`, as a child that does not outlive its parent.
 
-Asked for here, behind exec: between fork and exec no Python code may run in a process with threads, and JAX has them.
+The request comes here, after exec: between fork and exec no Python code may run in a process with threads, and JAX has
+threads.
 """
 
 import ctypes
@@ -12,10 +13,10 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main(argv: list[str]) -> int | None:
-    """On Linux the system sends SIGTERM when the thread that started this process ends, however it ends."""
+    """Makes Linux send SIGTERM when the thread that started this process ends, for any reason, and runs the verb."""
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != int(argv[0]):  # it ended before it could be watched
+        if os.getppid() != int(argv[0]):  # the parent ended before this request
             return 128 + signal.SIGTERM
     os.execv(sys.executable, [sys.executable, '-m', 'lm', *argv[1:]])  # the request outlives exec
 

@@ -32,7 +32,7 @@ from lm.errors import ConfigError
 from lm.runs.paths import check_name
 
 LONGEST_NAME = 100
-"""Longer names are cut and end in a hash, which leaves room for suffixes within the 128 characters of a run name."""
+"""Longer names are cut and end in a hash. This leaves room for suffixes within the 128 characters of a run name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,12 @@ class Axis:
 def make_points(
     gin_files: Sequence[str], sweep_files: Sequence[str], gin_params: Sequence[str] = (), allow_imports: bool = False
 ) -> list[Point]:
-    """All points, each resolved and checked. Of several values for one binding, the gin parameter wins, then the sweep
-    files.
+    """Returns all points, each resolved and checked.
+
+    If a binding has several values, the gin parameter wins, then the sweep files.
 
     Raises:
-        ConfigError: one line, for a mistake in any point; nothing has been written.
+        ConfigError: one line, for a mistake in any point; no file has been written.
     """
     from lm.experiment import Experiment
 
@@ -113,14 +114,14 @@ def make_points(
 
 
 def find_point(points: Sequence[Point], index: int) -> Point:
-    """Returns the point at `index`. Raises ConfigError where there is none."""
+    """Returns the point at `index`. Raises ConfigError if there is none."""
     if not 0 <= index < len(points):
         raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
     return points[index]
 
 
 def _collect_axes(statements: list[Statement], files: str) -> tuple[dict[str, Statement], list[Axis]]:
-    """The statements that are no lists, by key, and the axes in the order of the file."""
+    """Returns the statements that are no lists, by key, and the axes in the order of the file."""
     groups: dict[str, list[Statement]] = {}
     fixed: dict[str, Statement] = {}
     for statement in statements:
@@ -139,7 +140,7 @@ def _collect_axes(statements: list[Statement], files: str) -> tuple[dict[str, St
             raise ConfigError(f'{statement.where}: {statement.key} = []: an axis needs a value')
         else:
             group = groups.setdefault(first if is_zipped else statement.key, [])
-            # A file that includes another may set an axis of it anew.
+            # A file that includes another may replace one of its axes.
             group[:] = [s for s in group if s.key != statement.key] + [statement]
     for name, group in groups.items():
         if len({len(s.value) for s in group}) > 1:
@@ -159,8 +160,10 @@ def _describe(chosen: dict[str, Statement]) -> str:
 
 
 def _make_names(keys: list[str], points: list[dict[str, Statement]]) -> list[str]:
-    """A different name for each point: mechanisms by their names, other values behind their parameter's. All axes are
-    part of it, also axes of one value: with a second value the old points keep their names."""
+    """Returns a different name for each point: mechanisms by name, other values after the name of their parameter.
+
+    Names contain all axes, also axes of one value: with a second value the old points keep their names.
+    """
     parameters = [key.rpartition('.')[2] for key in keys]
     labels = {key: p if parameters.count(p) == 1 else key for key, p in zip(keys, parameters, strict=True)}
 
@@ -175,7 +178,7 @@ def _make_names(keys: list[str], points: list[dict[str, Statement]]) -> list[str
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(parts))
         names.append(re.sub(r'\.\.+', '.', name).strip('-._') or 'point')
     digests = [hashlib.sha256(_describe(settings).encode()).hexdigest()[:8] for settings in points]
-    folded = [name.lower() for name in names]  # file systems may take A and a for the same
+    folded = [name.lower() for name in names]  # some file systems do not distinguish A from a
     unique = [
         f'{name[: LONGEST_NAME - 9]}-{digest}' if len(name) > LONGEST_NAME or folded.count(name.lower()) > 1 else name
         for name, digest in zip(names, digests, strict=True)
@@ -184,7 +187,7 @@ def _make_names(keys: list[str], points: list[dict[str, Statement]]) -> list[str
 
 
 def _format_plain(value: Any) -> str:
-    """A gin value as a part of a name."""
+    """Formats a gin value as a part of a name."""
     match value:
         case Reference():
             return f'{value.scope}-{value.selector}' if value.scope else value.selector

@@ -22,19 +22,19 @@ from lm.session.train import train_in_job
 from lm.sweep.points import find_point
 from lm.sweep.runner import Runner, SweepOptions
 from lm.sweep.sweep import Sweep
-from lm.text import counted
+from lm.text import format_count
 from lm.training.mesh import JobAddress
 
 
 def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> None:
-    """Lists the points and runs those that are due, each as a process; `dry_run`: lists and checks them only.
+    """Lists the points and runs those that are due, each as a process; `dry_run`: only lists and checks them.
 
-    Raises what `validate_points` and `Runner.run` raise, and AbsentError where the data of a point are not there.
+    Raises the errors of `validate_points` and `Runner.run`, and AbsentError if the data of a point are absent.
     """
-    # The points are processes of their own, which need the accelerator of this machine.
+    # The points are separate processes, which need the accelerator of this machine.
     jax.config.update('jax_platforms', 'cpu')
     sweep.check()
-    print(f'{counted(len(sweep.points), "point")} in {sweep.root}')
+    print(f'{format_count(len(sweep.points), "point")} in {sweep.root}')
     for point in sweep.points:
         print(f'{point.index:>4}  {point.name}  [{sweep.result(point)["status"]}]')
     absent = validate_points(sweep, options.gpus_per_job)
@@ -49,7 +49,7 @@ def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> 
 
 
 def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
-    """Refuses the sweep if `lm train` would refuse a point that is not finished; returns what is not there."""
+    """Raises the errors of `lm train` for points that are not finished; returns a line for each absent thing."""
     absent: dict[str, None] = {}
     cache = PlanCache()
     for point in sweep.points:
@@ -64,7 +64,7 @@ def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
 
 
 def run_point(sweep: Sweep, index: int, job: JobAddress) -> None:
-    """Runs one point in this process, as `lm train` would, and keeps how it failed."""
+    """Runs one point in this process, as `lm train` would, and records a failure."""
 
     def leads() -> bool:
         return not jax.distributed.is_initialized() or jax.process_index() == 0

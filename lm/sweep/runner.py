@@ -1,4 +1,4 @@
-"""The points of a sweep as processes of `lm train`, a few at a time."""
+"""Runs the points of a sweep as processes of `lm train`, a few at a time."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
-from lm.text import counted
+from lm.text import format_count
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 60.0
@@ -28,11 +28,11 @@ REPORT_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep runs its points.
+    """The options of a sweep's run.
 
     Attributes:
         jobs: points at a time.
-        gpus_per_job: GPUs of this machine for each point; None: they are not shared out.
+        gpus_per_job: GPUs of this machine per point; None: they are not divided.
         retry_failed: run points again that diverged or were refused.
         allow_gin_imports: gin files of the points may import modules.
     """
@@ -60,7 +60,7 @@ class Runner:
         self.sweep, self.options = sweep, options
         self.slots = list(range(options.jobs))
         if options.gpus_per_job:
-            _gpus(options.gpus_per_job, max(self.slots))  # refuses what is not there
+            _gpus(options.gpus_per_job, max(self.slots))  # refuses GPUs that do not exist
         self.waiting = [p for p in sweep.points if self._is_due(p)]
         self.running: list[RunningPoint] = []
         self.signals = 0
@@ -68,10 +68,10 @@ class Runner:
         self._last_report = time.monotonic()
 
     def run(self) -> None:
-        """Runs what is due, until all points of the sweep are done.
+        """Runs the points that are due, until all points of the sweep are done.
 
         Raises:
-            Preempted: the sweep, or one of its points, was told to stop.
+            Preempted: the sweep, or one of its points, was asked to stop.
             LmError: not all points succeeded.
         """
         self.sweep.write_results()
@@ -88,12 +88,12 @@ class Runner:
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
             raise Preempted(
-                f'stopped with {len(unfinished)} of {counted(len(rows), "point")} unfinished, what they did is saved: '
-                'run the same command again'
+                f'stopped with {len(unfinished)} of {format_count(len(rows), "point")} unfinished, what they did is '
+                'saved: run the same command again'
             )
         if unfinished:
             raise LmError(
-                f'{len(unfinished)} of {counted(len(rows), "point")} did not succeed: '
+                f'{len(unfinished)} of {format_count(len(rows), "point")} did not succeed: '
                 f'{", ".join(row["point"] for row in unfinished[:4])}{" …" if unfinished[4:] else ""}; '
                 f'see {self.sweep.notes}'
             )
@@ -106,14 +106,14 @@ class Runner:
         return result['status'] != 'done'
 
     def _start(self) -> None:
-        """Starts points while there are slots. Those that another process runs are kept for later."""
+        """Starts points while there are slots. Points that another process runs wait."""
         for point in list(self.waiting):
             if not self.slots or self.signals:
                 return
             if not self.sweep.is_occupied(point) and (held := self._lock(point)):
                 with held:
                     self.waiting.remove(point)
-                    if self._is_due(point):  # the process that held it may have finished it
+                    if self._is_due(point):  # its other process may have finished it
                         self._launch(point, held)
         if self.waiting and not self.running:
             if not self.held_up:
@@ -137,13 +137,14 @@ class Runner:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            # Ctrl-C reaches the sweep alone, which tells its points to save; if the sweep is killed, the system does.
+            # Ctrl-C reaches the sweep alone, which asks its points to save. If the sweep is killed, the system asks
+            # them.
             start_new_session=True,
-            # The lock is held for as long as the point runs, even by one that outlives this process for a moment.
+            # The lock is held as long as the point runs, even if the point outlives this process for a moment.
             pass_fds=(held.fileno(),),
         )
         self.running.append(RunningPoint(point, process, log, slot))
-        if self.signals:  # which came before it was listed
+        if self.signals:  # they arrived before it was listed
             process.send_signal(signal.SIGTERM)
         self._say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
 
@@ -157,7 +158,8 @@ class Runner:
             measured = [f', {m} {row[m]:.3f}' for m in ('perplexity', 'accuracy') if row[m] is not None]
             self._say(f'{job.point.name}: done{"".join(measured)}')
         elif code in INTERRUPTED or self.signals:
-            # Of points that nobody stopped: this machine is being taken away, or someone stops one after the other.
+            # The sweep did not stop this point: the machine is being taken away, or someone stops one point after the
+            # other.
             self._say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
                 self._stop()
@@ -170,7 +172,7 @@ class Runner:
         self.sweep.write_results()
 
     def _stop(self, *_: Any) -> None:
-        """Tells the points to save and end; at a second call, kills them."""
+        """Asks the points to save and end; the second call kills them."""
         self.signals += 1
         for job in self.running:
             with contextlib.suppress(ProcessLookupError):
@@ -178,7 +180,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        taken = [n for n in ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # else: nohup
+        # nohup ignores SIGHUP.
+        taken = [n for n in ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._on_signal) for number in taken}
         try:
             yield
@@ -187,11 +190,12 @@ class Runner:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if number != signal.SIGHUP or not self.signals:  # both the system and a shell tell of a closed terminal
+        if number != signal.SIGHUP or not self.signals:  # the system and a shell both report a closed terminal
             self._stop()
 
     def _lock(self, point: Point) -> BinaryIO | None:
-        """A file that is locked until it and its copy in the point's process are closed; None: somebody has it."""
+        """Returns a file that is locked until it and its copy in the point's process are closed; None: another process
+        has it."""
         if not self.sweep.is_local:
             return tempfile.TemporaryFile()
         try:
@@ -200,7 +204,7 @@ class Runner:
             return None
 
     def _report(self) -> None:
-        """A line for each running point once in a while."""
+        """Prints a line for each running point from time to time."""
         if time.monotonic() - self._last_report < REPORT_SECONDS:
             return
         self._last_report = time.monotonic()
@@ -214,7 +218,7 @@ class Runner:
 
 
 def _gpus(count: int, slot: int) -> list[str]:
-    """Returns the `count` GPUs of a slot. Raises ConfigError where there are not so many."""
+    """Returns the `count` GPUs of a slot. Raises ConfigError if there are not so many."""
     listed = os.environ.get('CUDA_VISIBLE_DEVICES')
     first, after = slot * count, (slot + 1) * count
     visible = listed.split(',') if listed else [str(i) for i in range(after)]
@@ -224,7 +228,7 @@ def _gpus(count: int, slot: int) -> list[str]:
 
 
 def _read_last_line(log: BinaryIO) -> str:
-    """The error with which `lm train` ended, else its last line."""
+    """Returns the error with which `lm train` ended, or else its last line."""
     log.flush()
     if isinstance(log.name, int):
         log.seek(0)

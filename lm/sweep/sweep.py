@@ -1,4 +1,4 @@
-"""The points of a sweep and the folder in which they lie."""
+"""The points of a sweep and their folder."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Sweep:
-    """The points and what is known of them in the folder `root`, a local path or an address."""
+    """The points, and their states in the folder `root`, a local path or an address."""
 
     def __init__(self, root: epath.PathLike, points: list[Point]):
         self.root = epath.Path(open_path(root, '--run_dir'))
@@ -31,8 +31,10 @@ class Sweep:
         self.notes = self.root / sweep_file.NOTES
 
     def check(self) -> None:
-        """Raises MismatchError if a directory holds a run of another configuration than the point of its name, and
-        ConfigError where the folder of all is a run."""
+        """Raises MismatchError if a directory holds a run with another configuration than the point of its name.
+
+        Raises ConfigError if the folder of the sweep is a run.
+        """
         if is_run(self.root):
             raise ConfigError(f'--run_dir {self.root}: is a run, which would hide the points; name another folder')
         for point in self.points:
@@ -43,12 +45,12 @@ class Sweep:
         return is_run(path) and _has_finished(Run.read(path), point)
 
     def is_occupied(self, point: Point) -> bool | None:
-        """Tells whether another process trains the point, by `lm train` or `lm sweep --index`; None: maybe, on another
-        host."""
+        """Tells whether another process trains the point, by `lm train` or `lm sweep --index`; None: perhaps, on
+        another host."""
         return is_occupied(self.root / point.name)
 
     def result(self, point: Point) -> dict[str, Any]:
-        """The row of a point: status done, failed, interrupted or waiting, and what was measured."""
+        """Returns the row of a point: status done, failed, interrupted or waiting, and its measurements."""
         path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
         row = {'index': point.index, 'point': point.name, 'settings': point.settings, 'run_dir': str(path)}
         row |= {'status': 'failed' if failure else 'waiting', 'step': 0, 'steps': point.experiment.train.steps}
@@ -66,11 +68,11 @@ class Sweep:
         return row
 
     def write_results(self) -> list[dict[str, Any]]:
-        """Writes sweep.json from what the directories hold, and returns its rows.
+        """Writes sweep.json from the contents of the directories, and returns its rows.
 
-        Others may write it too, one process a point: what one of them has added while this one read would be lost. So
-        the directories are read again, until nothing has ended meanwhile: the last one to write has seen all ends.
-        Only warns where the file cannot be written: it says nothing that the directories do not, and points go on.
+        Several processes, one per point, may write it. A point could end in one process while this process reads, and
+        its row would be lost. So the directories are read again until no point has ended meanwhile: the last writer has
+        seen all ends. A file that cannot be written is only a warning: it repeats the directories, and points go on.
         """
         rows = [self.result(point) for point in self.points]
         while True:
@@ -81,8 +83,10 @@ class Sweep:
                 return written
 
     def prepare(self, point: Point) -> str:
-        """Writes the configuration of a point, forgets its last failure, and returns the path of the file. Raises
-        LmError where that cannot be written."""
+        """Writes the configuration of a point, forgets its last failure, and returns the path of the file.
+
+        Raises LmError if the file cannot be written.
+        """
         path = self.notes / f'{point.name}.gin'
         with writing(path), reaching(path):
             self.notes.mkdir(parents=True, exist_ok=True)
@@ -91,7 +95,8 @@ class Sweep:
         return str(path)
 
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
-        """Keeps how a point failed. Only warns where that cannot be written: then it is tried again."""
+        """Records how a point failed. If that cannot be written, there is a warning, and the point is tried again
+        later."""
         failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
         with _note_failure(path):
             write_atomically(path, json.dumps(failure) + '\n')
@@ -99,7 +104,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def _note_failure(path: epath.Path) -> Iterator[None]:
-    """A block whose failure to write `path` is only said: a full disk must not change how a point has ended."""
+    """Turns a failure to write `path` in its block into a warning: a full disk must not change a point's end."""
     try:
         with reaching(path):
             yield
@@ -108,5 +113,6 @@ def _note_failure(path: epath.Path) -> Iterator[None]:
 
 
 def _has_finished(run: Run, point: Point) -> bool:
-    """Tells whether the run has done the steps of the point, which may have grown since (`lm train` goes on then)."""
+    """Tells whether the run has done the steps of the point, whose number may have grown since (`lm train` then goes
+    on)."""
     return run.is_finished() and run.total_steps >= point.experiment.train.steps

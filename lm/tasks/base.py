@@ -123,11 +123,11 @@ class TaskStore:
         return self.task.count(split) * self.context_length + 1
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
-        """Tokens of one example; `start` is where an example begins."""
+        """Returns the tokens of one example; `start` is its offset."""
         return self.read_many(split, [start], stop - start)[0]
 
     def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """The first `length` tokens of the examples that begin at `starts`, [N, length] int32."""
+        """Returns the first `length` tokens of the examples at the offsets `starts`, [N, length] int32."""
         index = np.asarray(starts, np.int64) // self.context_length
         return self.task.examples(split, index, self.context_length)[:, :length]
 

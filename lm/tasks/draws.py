@@ -7,7 +7,7 @@ import numpy as np
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele et al. 2014): every input bit changes every output bit."""
+    """Applies the finaliser of SplitMix64 (Steele et al. 2014): every input bit changes every output bit."""
     with np.errstate(over='ignore'):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -27,7 +27,7 @@ class Draws:
         self._drawn = 0
 
     def uniform(self, count: int) -> np.ndarray:
-        """[N, count] numbers in [0, 1)."""
+        """Returns [N, count] numbers in [0, 1)."""
         counter = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64)
         self._drawn += count
         bits = mix(self._state_N[:, None] + counter * np.uint64(0x9E3779B97F4A7C15))
@@ -41,11 +41,12 @@ class Draws:
             yield one
 
     def integers(self, high: int, count: int) -> np.ndarray:
-        """[N, count] integers in {0, …, high-1}."""
+        """Returns [N, count] integers in {0, …, high-1}."""
         return (self.uniform(count) * high).astype(np.int64)
 
     def distinct(self, high: int, count: int, weights: np.ndarray | None = None) -> np.ndarray:
-        """[N, count] different integers in {0, …, high-1} in the order drawn, with probabilities ∝ `weights` [high].
+        """Returns [N, count] different integers in {0, …, high-1} in the order drawn, with probabilities ∝ `weights`
+        [high].
 
         The smallest of exponential variables with these rates are a draw without replacement.
         """

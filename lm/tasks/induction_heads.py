@@ -2,8 +2,8 @@
 
     a c b * d a … c * → d
 
-Random tokens. A special token (*) stands at one random place and again at the end. The answer is the token that
-followed it the first time.
+The tokens are random. A special token (*) stands at one random position and again at the end. The answer is the token
+that followed it the first time.
 """
 
 import jax

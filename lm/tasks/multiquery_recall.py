@@ -65,7 +65,7 @@ class MultiqueryRecall(AnswersApart):
         return max(length for length, *_ in self.train_segments)
 
     def examples(self, split: str, index_N: Sequence[int] | np.ndarray, context_length: int) -> np.ndarray:
-        """Packed, for `unpack`; segments that are shorter than the context are filled up behind."""
+        """Returns examples packed for `unpack`; segments shorter than the context are padded at the end."""
         self.count(split)
         index_N, turn = np.asarray(index_N), self._turn(split)
         packed_NxL = np.zeros((len(index_N), context_length + 1), np.int32)
@@ -82,7 +82,7 @@ class MultiqueryRecall(AnswersApart):
         return packed_NxL
 
     def segment(self, draws: Draws, length: int, pairs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and answers of a segment, as `lay_out` has them."""
+        """Returns inputs and answers of a segment, in the layout of `lay_out`."""
         half, slots = self.vocab_size // 2, length // 2 - pairs
         return lay_out(
             length,
@@ -103,7 +103,7 @@ class MultiqueryRecall(AnswersApart):
         }
 
     def _turn(self, split: str) -> list[tuple[int, int]]:
-        """(tokens, pairs) of examples 0, 1, …, after the last of which the first comes again."""
+        """Returns (tokens, pairs) of examples 0, 1, …; after the last one the first follows again."""
         if split == 'train':
             return [(length, pairs) for length, pairs, share in self.train_segments for _ in range(share)]
         return list(self.eval_segments)
@@ -112,13 +112,13 @@ class MultiqueryRecall(AnswersApart):
 def lay_out(
     length: int, keys_NxP: np.ndarray, values_NxP: np.ndarray, slot_NxP: np.ndarray, random_NxL: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Examples of P pairs, of what was drawn.
+    """Lays out examples of P pairs from the drawn values.
 
     Args:
-        length: L, of an example.
+        length: L, the length of an example.
         keys_NxP, values_NxP: the pairs, in their order.
-        slot_NxP: where each key is asked, in steps of two tokens from the last pair on.
-        random_NxL: what stands at the places that hold neither a pair nor a question.
+        slot_NxP: the position of each key's question, in steps of two tokens from the last pair on.
+        random_NxL: tokens for the positions that hold neither a pair nor a question.
 
     Returns:
         inputs [N, L], and the answers to questions [N, L], -1 elsewhere.

@@ -1,9 +1,9 @@
-"""A needle in a haystack: what was said once, at some depth of a long text, is asked at its end.
+"""A needle in a haystack: a fact stands at some depth of a long text, and its end asks for this fact.
 
     9 4 7 * 3 8 2 5 6 … 7 1 * 3 → 8
 
-Random tokens; a mark, a key and its value stand at one place, and the mark and the key again at the end. Depth 0 is the
-beginning. Evaluation tells accuracies by depth and by context length.
+The tokens are random. A mark, a key and its value stand at one position; the mark and the key come again at the end.
+Depth 0 is the beginning. Evaluation reports accuracies by depth and by context length.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Needle(Task):
         return tokens_NxL
 
     def generate(self, draws: Draws, length: int) -> np.ndarray:
-        """Without the needle itself."""
+        """Generates the text without the needle."""
         half = self.vocab_size // 2
         tokens_NxL = 1 + draws.integers(self.vocab_size - 1, length)
         tokens_NxL[:, -3] = MARK

@@ -2,9 +2,9 @@
 
     . . a . . . b . a . c . | → a b a c
 
-Coloured tokens stand at random places among noise (.); behind a marker (|) they are to be written down in the same
-order. An example counts when all of them are right. Each is predicted with the right ones before it in sight, which is
-the same as letting the model write: the first mistake spoils the example either way.
+Coloured tokens stand at random positions among noise (.). After a marker (|) the model writes them down in the same
+order. An example counts if all of them are right. The model predicts each token with the right ones before it in sight.
+This equals free generation: the first mistake spoils the example either way.
 """
 
 import jax

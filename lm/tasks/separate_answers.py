@@ -1,4 +1,4 @@
-"""Tasks whose answers do not stand in what the model reads: it tells them at a place and reads on."""
+"""Tasks whose answers are not part of the input: the model answers at a position and reads on."""
 
 import jax
 import numpy as np
@@ -13,11 +13,12 @@ class AnswersApart(Task):
     """
 
     LARGEST = 46_338
-    """Vocabulary whose square, and a bit, is an int32."""
+    """The largest vocabulary whose packed tokens fit into int32."""
     vocab_size: int
 
     def pack(self, inputs_NxL: np.ndarray, answers_NxL: np.ndarray, context_length: int) -> np.ndarray:
-        """Examples [N, context_length + 1] int32; an answer of -1 is none, and behind L nothing is asked."""
+        """Returns examples [N, context_length + 1] int32; an answer of -1 means none, and there are no questions after
+        L."""
         length = inputs_NxL.shape[1]
         packed = np.zeros((len(inputs_NxL), context_length + 1), np.int32)
         packed[:, :length] = inputs_NxL

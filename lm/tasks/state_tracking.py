@@ -17,7 +17,7 @@ from lm.tasks.draws import Draws
 from lm.tasks.separate_answers import AnswersApart
 
 GROUPS = {'parity': 2, 's3': 3, 's4': 4, 's5': 5}
-"""Name → how many things are permuted."""
+"""Name → the number of permuted things."""
 
 
 @configurable('state_tracking')

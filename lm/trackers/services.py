@@ -1,4 +1,4 @@
-"""Weights & Biases, and trackio, which has the same interface: a resumed run goes on in the same record."""
+"""Weights & Biases, and trackio, which has the same interface: a resumed run continues the same record."""
 
 import hashlib
 import importlib
@@ -12,14 +12,14 @@ from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 
 @configurable('wandb', resume=True)
 class Wandb(Tracker):
-    """https://wandb.ai; the key is the environment's (WANDB_API_KEY), files lie in RUN_DIR/wandb."""
+    """A tracker for https://wandb.ai; the key comes from the environment (WANDB_API_KEY), files go to RUN_DIR/wandb."""
 
     project: str = field(default='lm', help='of the account')
     entity: str | None = field(default=None, help='account or team; None: the default one')
     mode: str = field(default='online', choices=('online', 'offline'), help='offline: to be sent by `wandb sync`')
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        # The same run again, whichever machine resumes it.
+        # It is the same run again, on any machine that resumes it.
         identity = hashlib.sha256(os.fspath(run.path).encode()).hexdigest()[:12]
         folder = os.fspath(run.path) if os.path.isdir(run.path) else None  # not in a bucket
         options = dict(entity=self.entity, mode=self.mode, id=f'{run.name[:40]}-{identity}', dir=folder)
@@ -28,7 +28,7 @@ class Wandb(Tracker):
 
 @configurable('trackio', resume=True)
 class Trackio(Tracker):
-    """Local and free; `trackio show` draws what lies in TRACKIO_DIR."""
+    """A local and free tracker; `trackio show` draws the records in TRACKIO_DIR."""
 
     project: str = field(default='lm', help='one page of the dashboard')
 

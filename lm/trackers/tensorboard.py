@@ -14,7 +14,7 @@ from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 FOLDER = 'tensorboard'
 """The folder in a run directory."""
 MOST_EVENT_FILES = 100
-"""TensorBoard opens every one of them; then they become one."""
+"""The most event files: TensorBoard opens each of them. More are merged into one."""
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class TensorBoard(Tracker):
 
 
 class CluSummaries(Tracker):
-    """The writer for `train.tensorboard`: clu, where its packages are installed (clu does not declare them)."""
+    """The writer for `train.tensorboard`: clu, if its packages are installed (clu does not declare them)."""
 
     summaries = True
     setting = 'train.tensorboard'
@@ -43,7 +43,7 @@ class CluSummaries(Tracker):
 
 
 class _EventFiles(TrackerWriter):
-    """Every start makes an event file of its own: where there are many, the new one gets what all of them say."""
+    """Writes one event file per start; if there are many, the new file gets the contents of all."""
 
     def __init__(self, folder: epath.Path):
         self._before = list(folder.glob('events.out.tfevents.*')) if folder.exists() else []
@@ -67,7 +67,7 @@ class _TensorboardX(_EventFiles):
         super().__init__(folder)
         from tensorboardX import SummaryWriter
 
-        # What an earlier start has written of later steps, which are made again, is not shown.
+        # Later steps from an earlier start, which are repeated now, are not shown.
         self._writer = SummaryWriter(os.fspath(folder), purge_step=start + 1 if self._before else None)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""A message by HTTP when a run ends, for a chat room or a program that starts it again."""
+"""A message by HTTP when a run ends, for a chat room or a program that restarts it."""
 
 import datetime
 import json
@@ -10,7 +10,7 @@ from lm.config.configurable import configurable, field
 from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 
 SECONDS = 10.0
-"""How long the other side may take."""
+"""The longest wait for the other side."""
 
 
 def _check_url(url: str) -> str | None:

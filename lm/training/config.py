@@ -15,7 +15,7 @@ def _check_traced(steps: tuple[int, int]) -> str | None:
 
 @configurable('train')
 class TrainConfig(Configurable):
-    """How long, on how much at a time, and what is written down on the way."""
+    """The length of a training, the size of its steps, and its records."""
 
     steps: int = field(default=125_000, minimum=1, help='optimizer steps of the whole run')
     tokens_per_step: int = field(default=2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
@@ -76,7 +76,7 @@ class TrainConfig(Configurable):
 
     @property
     def batch_size(self) -> int:
-        """Windows in a global batch."""
+        """The number of windows in a global batch."""
         return self.tokens_per_step // self.context_length
 
     @property
@@ -85,7 +85,7 @@ class TrainConfig(Configurable):
         return self.microbatches, self.batch_size // self.microbatches, self.context_length + 1
 
     def check_parts(self, parts: int) -> None:
-        """Raises ConfigError unless so many devices (`mesh.sequence`) can share a window equally."""
+        """Raises ConfigError unless this number of devices (`mesh.sequence`) can share a window equally."""
         if self.context_length % parts:
             raise ConfigError(f'mesh.sequence = {parts}: must divide train.context_length = {self.context_length}')
 

@@ -1,8 +1,9 @@
-"""The other processes of the job: when one of them is gone, this one ends too, so that a supervisor repeats the job.
+"""A watch over the other processes of the job: when one is gone, this one ends too, so that a supervisor repeats the
+job.
 
-JAX finds out on its own, but late, and then aborts (SIGABRT), which no supervisor can tell from a bug. Here each
-process keeps one TCP connection to process 0. The kernel closes it when a process dies, whatever killed it; a host that
-froze or lost its power is found out by its silence. Either way the survivors end with exit code 42.
+JAX notices a death on its own, but late, and then aborts (SIGABRT). No supervisor can tell this from a bug. Here each
+process keeps one TCP connection to process 0. The kernel closes it when a process dies, whatever killed it. A host that
+froze or lost its power is detected by its silence. Either way the survivors end with exit code 42.
 """
 
 import atexit
@@ -33,11 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Context manager around a training; enter it as soon as the processes have joined, before they meet: who dies
-    while others wait for its devices is missed as well. Nothing, in a single process.
+    """A context manager around a training. A single process needs no watch, and the context does nothing.
 
-    Leaving it with an exception tells the others the exit code. Errors that all processes raise (a preemption, a
-    divergence) end as they would alone; one that a process has for itself ends the others with the same code.
+    Enter it as soon as the processes have joined, before `meet`. It then also notices a process that dies while others
+    wait for its devices. Leaving it with an exception sends the exit code to the others. Errors that all processes
+    raise (a preemption, a divergence) end as they would alone. An error of one process ends the others with the same
+    code.
 
     Args:
         silence: seconds without a sign of life after which a process counts as gone.
@@ -83,10 +85,11 @@ class Peers:
             _delay_aborts(False)
 
     def _connect(self) -> None:
-        """Process 0 listens; the others learn where from the key-value store of jax.distributed, and show a secret.
+        """Connects this process: process 0 listens, and the others find its address and a secret in jax.distributed's
+        store.
 
-        Who cannot says so in that store, and JAX will find out what becomes of it, later. All have been there a moment
-        ago: who says nothing is gone.
+        A process that cannot connect says so in that store; JAX will notice its fate later. All processes were there a
+        moment ago, so a process that says nothing is gone.
         """
         from jax._src.distributed import global_state
 
@@ -97,20 +100,20 @@ class Peers:
             try:
                 found = client.blocking_key_value_get('lm/peers/0', int(CONNECT_SECONDS * 1000))
             except jax.errors.JaxRuntimeError:
-                self._lost(0, 'is gone')
+                self._end_as_lost(0, 'is gone')
             if found:
                 port, secret = found.split()
-                with self._saying(client):
+                with self._report_failure(client):
                     connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
                     connection.sendall(f'{secret} {self.index}\n'.encode())
                     self._connections[0] = _Connection(connection)
             return
-        with self._saying(client), _listen(host) as server:
+        with self._report_failure(client), _listen(host) as server:
             self._accept(server, client)
 
     @contextlib.contextmanager
-    def _saying(self, client: Any) -> Iterator[None]:
-        """Tells the others that this process cannot be watched, if that is so."""
+    def _report_failure(self, client: Any) -> Iterator[None]:
+        """Tells the others if this process cannot be watched."""
         try:
             yield
         except OSError as error:
@@ -118,14 +121,14 @@ class Peers:
             client.key_value_set(f'lm/peers/{self.index}', '', allow_overwrite=True)
 
     def _accept(self, server: socket.socket, client: Any) -> None:
-        """Takes the connections of all others but those that cannot connect."""
+        """Accepts the connections of all other processes that can connect."""
         secret = secrets.token_hex(16)
         client.key_value_set('lm/peers/0', f'{server.getsockname()[1]} {secret}')
         server.settimeout(ACCEPT_SECONDS)
         missing, end = set(range(1, self.count)), time.monotonic() + CONNECT_SECONDS
         while missing:
             if time.monotonic() > end:
-                self._lost(min(missing), 'is gone')
+                self._end_as_lost(min(missing), 'is gone')
             try:
                 connection, _ = server.accept()
             except TimeoutError:
@@ -155,16 +158,16 @@ class Peers:
                 beat = now
                 self._send('beat')
             for index, connection in self._connections.items():
-                if now - connection.heard > self.silence and not self._expected(index):
-                    self._lost(index, f'has been silent for {self.silence:.0f} s')
+                if now - connection.heard > self.silence and not self._may_leave(index):
+                    self._end_as_lost(index, f'has been silent for {self.silence:.0f} s')
             is_late = self._ended_at is not None and now - self._ended_at > self.silence
-            if (failed := self._failed()) and self.index not in self._ended and is_late:
-                self._lost(*failed)
+            if (failed := self._find_failed()) and self.index not in self._ended and is_late:
+                self._end_as_lost(*failed)
         for connection in self._connections.values():
             connection.socket.close()
 
     def _read(self, index: int) -> bool:
-        """Takes in what process `index` sent; False once it has closed the connection in good order."""
+        """Reads the messages of process `index`; returns False once it has closed the connection properly."""
         connection = self._connections[index]
         try:
             data = connection.socket.recv(4096)
@@ -177,11 +180,11 @@ class Peers:
         for line in lines:
             if line.startswith(b'end '):
                 self._end(*map(int, line.split()[1:]))
-        if not data and not self._expected(index):
-            self._lost(index, 'is gone')
+        if not data and not self._may_leave(index):
+            self._end_as_lost(index, 'is gone')
         return bool(data)
 
-    def _expected(self, index: int) -> bool:
+    def _may_leave(self, index: int) -> bool:
         """Tells whether process `index` may go: it has announced its end, or this process ends with an error."""
         return index in self._ended or self._ended.get(self.index, 0) != 0
 
@@ -198,13 +201,13 @@ class Peers:
                 with contextlib.suppress(OSError):  # reading finds out what became of it
                     connection.socket.sendall(line.encode() + b'\n')
 
-    def _failed(self) -> tuple[int, int] | None:
-        """(process, exit code) of one that has said that it ends with an error."""
+    def _find_failed(self) -> tuple[int, int] | None:
+        """Returns (process, exit code) of a process that has announced an error."""
         return next(((index, code) for index, code in self._ended.items() if code), None)
 
-    def _lost(self, index: int, what: Any) -> NoReturn:
-        """Ends this process: as the one that failed, if one did, else to be repeated."""
-        if failed := self._failed():
+    def _end_as_lost(self, index: int, what: Any) -> NoReturn:
+        """Ends this process: with the code of a process that failed, or else to be repeated."""
+        if failed := self._find_failed():
             end_process(
                 f'lm train: process {failed[0]} of {self.count} ended with exit code {failed[1]}: see its message',
                 failed[1],
@@ -218,7 +221,7 @@ class _Connection:
 
 
 def _listen(host: str) -> socket.socket:
-    """A server on a free port; a job on one machine is not seen from outside."""
+    """Opens a server on a free port; a job on one machine is not visible from outside."""
     if host in ('localhost', '127.0.0.1', '::1'):
         return socket.create_server((host if host != 'localhost' else '127.0.0.1', 0))
     if socket.has_dualstack_ipv6():
@@ -227,10 +230,10 @@ def _listen(host: str) -> socket.socket:
 
 
 def _delay_aborts(delay: bool) -> None:
-    """Makes SIGABRT wait six seconds (its number is what `sleep` gets) before it kills.
+    """Delays the death by SIGABRT by six seconds (its number is the argument that `sleep` gets).
 
-    When process 0 dies, JAX's client aborts within milliseconds, in a thread that no Python code can stop. The C
-    function `sleep` as handler of the signal gives the thread of `Peers` the time to end the process as it should.
+    When process 0 dies, JAX's client aborts within milliseconds, in a thread that no Python code can stop. With the C
+    function `sleep` as handler of the signal, the thread of `Peers` has the time to end the process properly.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

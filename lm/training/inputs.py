@@ -14,7 +14,7 @@ from lm.training.optimizer import OptimizerConfig
 def check_training(
     config: TrainConfig, optimizer: OptimizerConfig, data: DataConfig, model: ModelConfig, mesh: MeshShape
 ) -> None:
-    """Raises ConfigError where the sections do not fit each other, or the devices cannot share the batches."""
+    """Raises ConfigError if the sections do not fit each other, or the devices cannot share the batches."""
     if mesh.shards is not None:
         config.check_divides(mesh.shards)
     config.check_parts(mesh.sequence)
@@ -35,14 +35,19 @@ def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None
 
 
 def choose_unpacking(data: DataConfig, config: TrainConfig, model: ModelConfig, store: Store | None) -> Unpack | None:
-    """Chooses how a step unpacks its windows: as the task does, else as the objective does (`Objective.unpack`, which
-    describes the last two arguments and the errors)."""
+    """Returns the function that unpacks the windows of a step: the task's, or else the objective's
+    (`Objective.unpack`).
+
+    `Objective.unpack` describes the last two arguments and the errors.
+    """
     return data.task.unpack if data.task else config.objective.unpack(store, model.vocab_size)
 
 
 def make_windows(data: DataConfig, config: TrainConfig, store: Store) -> BatchWindows:
-    """Makes the windows that each step sees. Raises ConfigError for a split that is missing or too short, or wrong
-    ranges."""
+    """Returns the windows that each step sees.
+
+    Raises ConfigError if the split is missing or too short, or if the ranges are wrong.
+    """
     settings = config.context_length, config.batch_size, config.seed, config.skip_batches
     if isinstance(store, Mixture):
         return MixedWindows(store, data.train_split, *settings)

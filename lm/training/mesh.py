@@ -24,7 +24,7 @@ from lm.hardware import Device, Target, group_by_slice
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS, SHARED_AXIS, data_shards
 from lm.output import leave_out_lines
 from lm.parameters import shared_axis
-from lm.text import counted
+from lm.text import format_count
 
 TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 """Set on every worker of a slice."""
@@ -34,7 +34,7 @@ MIN_SHARDED_SIZE = 2**14
 
 @configurable('mesh', resume=True)
 class MeshConfig(Configurable):
-    """How the devices are used."""
+    """The use of the devices."""
 
     fsdp: int = field(default=1, minimum=1, help='devices that share one copy of parameters and optimizer state')
     sequence: int = field(default=1, minimum=1, help='devices that share a window: each has a part of its tokens')
@@ -52,10 +52,10 @@ class MeshConfig(Configurable):
     )
 
     def plan(self, target: Target) -> 'MeshShape':
-        """Plans the mesh for devices that need not be there.
+        """Plans the mesh for devices that need not exist here. Unknown properties of devices are not checked.
 
-        Raises ConfigError where the devices do not form groups of `fsdp` times `sequence`, each within a slice, or
-        their slices are not `slices`. What is not known of the devices is not checked.
+        Raises ConfigError if the devices do not form groups of `fsdp` times `sequence`, each within a slice, or if
+        their number of slices is not `slices`.
         """
         if target.slices is None or target.devices is None:
             return MeshShape(None, self.fsdp, self.sequence, self.slices or 1)
@@ -71,16 +71,16 @@ class MeshConfig(Configurable):
         return MeshShape(groups // self.sequence, self.fsdp, self.sequence, count)
 
     def count_slices(self, target: Target) -> tuple[int, int]:
-        """(slices, devices of each) of a target whose devices are known."""
+        """Returns (slices, devices per slice) of a target with known devices."""
         assert target.slices is not None, target
         total, count = sum(target.slices), self.slices or len(target.slices)
         if target.platform == 'cpu' and total % count == 0:
-            # A rehearsal: processes, or simulated devices, that are neighbours.
+            # In a rehearsal, neighbouring processes or simulated devices form a slice.
             return count, total // count
         if count != len(target.slices) or len(set(target.slices)) > 1:
             sizes = ' and '.join(map(str, target.slices))
             raise ConfigError(
-                f'mesh.slices = {count}: but JAX sees {counted(len(target.slices), "slice")}, of {sizes} devices; '
+                f'mesh.slices = {count}: but JAX sees {format_count(len(target.slices), "slice")}, of {sizes} devices; '
                 'start the same command on every worker of all slices, or correct the number'
             )
         return count, target.slices[0]
@@ -98,7 +98,7 @@ class MeshShape:
     """The sizes of the axes of a mesh.
 
     Attributes:
-        data: None: the number of devices is not known.
+        data: None if the number of devices is not known.
         slices: the number of slices over which the devices are spread.
     """
 
@@ -109,13 +109,15 @@ class MeshShape:
 
     @property
     def shards(self) -> int | None:
-        """Into how many parts a batch is split; None: not known."""
+        """The number of parts into which a batch is split; None if it is not known."""
         return None if self.data is None else self.data * self.fsdp
 
     def arrange(self, devices: Sequence[Device]) -> Mesh:
-        """The mesh (data, fsdp) over the devices that were planned, and a third axis where windows are shared. Devices
-        that share parameters or a window are of one slice: what they tell each other in every layer does not cross the
-        network between slices."""
+        """Returns the mesh (data, fsdp) over the planned devices, with a third axis if windows are shared.
+
+        Devices that share parameters or a window belong to one slice: the traffic of each layer does not cross the
+        network between slices.
+        """
         slices = group_by_slice(devices)
         if devices[0].platform == 'cpu':
             slices = [list(members) for members in np.split(np.asarray(devices), self.slices)]
@@ -134,12 +136,12 @@ class MeshShape:
 
 @dataclasses.dataclass(frozen=True)
 class JobAddress:
-    """Where the processes of a job meet, and which of them this one is.
+    """The address at which the processes of a job meet, and the number of this process.
 
     Attributes:
         coordinator: 'host:port' at which process 0 listens.
-        process_count: of the job.
-        process_id: of this process, from 0.
+        process_count: the number of processes of the job.
+        process_id: the number of this process, from 0.
     """
 
     coordinator: str | None = None
@@ -150,13 +152,13 @@ class JobAddress:
 def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool = True) -> None:
     """Joins the processes of the job. On Cloud TPU everything is detected; elsewhere the whole address is needed.
 
-    `meets`: they then tell each other what devices they have, within `mesh.join_seconds`; else `meet` is to be called.
+    With `meets`, the processes then exchange their devices, within `mesh.join_seconds`; otherwise call `meet` later.
 
-    Raises ConfigError when the number of processes is not `mesh.processes`: a worker that trains alone is the
-    commonest way to lose a day on a pod.
+    Raises ConfigError if the number of processes is not `mesh.processes`: a worker that trains alone is the commonest
+    way to lose a day on a pod.
     """
-    # Its handler of SIGTERM only takes notes, while this process waits for others that may be gone already:
-    # `lm.training.preemption` has it installed once all are there.
+    # JAX's handler of SIGTERM only notes the signal, while this process may wait for others that are gone.
+    # `lm.training.preemption` has it installed once all processes have met.
     jax.config.update('jax_enable_preemption_service', False)
     given = job.coordinator, job.process_count, job.process_id
     if any(value is not None for value in given):
@@ -164,7 +166,7 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
             raise ConfigError('--coordinator_address, --process_count and --process_id: give all three or none')
         if _platforms() == 'cpu':
             jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-            leave_out_lines(b'[Gloo] ')  # which tell of each connection
+            leave_out_lines(b'[Gloo] ')  # one line per connection
     if job.coordinator is not None or _on_cloud_tpu():
         with _all_within(config.join_seconds):
             # `lm.training.heartbeat` and `_all_within` act before JAX does, which aborts.
@@ -186,19 +188,19 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
 
 
 def _platforms() -> str | None:
-    """The platforms that JAX may use, as it is set; type checkers do not know JAX's settings."""
+    """Returns the platforms that JAX may use by its settings, which type checkers do not know."""
     return jax.config.values['jax_platforms']
 
 
 def joined() -> tuple[int, int]:
-    """(index of this process, how many there are), also before they have met."""
+    """Returns (index of this process, number of processes), also before they have met."""
     from jax._src.distributed import global_state
 
     return (0, 1) if global_state.client is None else (global_state.process_id, global_state.num_processes)
 
 
 def meet(config: MeshConfig) -> None:
-    """The first question about devices, which waits for the answers of all processes, if there are several."""
+    """Asks for the devices for the first time; with several processes, this waits for all answers."""
     if joined()[1] > 1:
         with _all_within(config.join_seconds):
             jax.process_count()
@@ -206,7 +208,7 @@ def meet(config: MeshConfig) -> None:
 
 @contextlib.contextmanager
 def _all_within(seconds: float) -> Iterator[None]:
-    """A block that the other processes must let this one leave within so many seconds; else it ends with 42."""
+    """Ends the process with 42 unless the others let it leave this block within so many seconds."""
     message = (
         f'lm: the other processes have not joined within {seconds:g} s (mesh.join_seconds): '
         'run the same command again on all of them'
@@ -223,7 +225,7 @@ def _all_within(seconds: float) -> Iterator[None]:
 def _on_cloud_tpu() -> bool:
     """Tells whether jax.distributed would detect the workers of a TPU by itself.
 
-    JAX has no public way to ask. Where the private one is not as it was, the variables decide that Cloud TPU documents
+    JAX has no public function for this. If the private one has changed, the variables decide that Cloud TPU documents
     for the workers of a slice.
     """
     if (_platforms() or 'tpu').split(',')[0] not in ('tpu', ''):
@@ -235,7 +237,7 @@ def _on_cloud_tpu() -> bool:
 
 
 def _tpu_clusters() -> Iterator[Any]:
-    """Yields the classes in JAX that detect the workers of a slice, as far as they are there."""
+    """Yields the classes in JAX that detect the workers of a slice, as far as they exist."""
     try:
         module = importlib.import_module('jax._src.clusters.cloud_tpu_cluster')
     except ImportError:
@@ -253,21 +255,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def describe_mesh(mesh: Mesh, slices: int, compute_dtype: DTypeLike) -> str:
-    """The devices of a mesh and how they are used."""
+    """Describes the devices of a mesh and their use."""
     axes = ', '.join(f'{name} {size}' for name, size in mesh.shape.items())
     return (
         f'{mesh.size} × {jax.devices()[0].device_kind} ({axes}), {f"{slices} slices, " if slices > 1 else ""}'
-        f'{counted(jax.process_count(), "process", "processes")}, {np.dtype(compute_dtype).name} compute'
+        f'{format_count(jax.process_count(), "process", "processes")}, {np.dtype(compute_dtype).name} compute'
     )
 
 
 def round_up_rows(rows: int, mesh: Mesh) -> int:
-    """The least number of rows, at least `rows`, that the devices can share equally."""
+    """Returns the least number of rows, at least `rows`, that the devices can share equally."""
     return math.ceil(rows / data_shards(mesh)) * data_shards(mesh)
 
 
 def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """Splits array axis `axis` over all devices."""
+    """Returns the sharding that splits array axis `axis` over all devices."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, DATA_AXES))
 
 
@@ -276,13 +278,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(abstract: Any, mesh: Mesh, declared: dict) -> Any:
-    """The abstract arrays of a training state with their shardings.
+    """Returns the abstract arrays of a training state with their shardings.
 
-    `fsdp` shards them (`lm.parameters.shared_axis`), but for small ones.
+    The axis `fsdp` shards all but small arrays (`lm.parameters.shared_axis`).
 
     Args:
         abstract: the state, or a part of it.
-        declared: of each parameter (`lm.parameters.declarations`); what the optimizer keeps of one lies like it.
+        declared: the declaration of each parameter (`lm.parameters.declarations`); optimizer state is sharded like its
+            parameter.
     """
     size = mesh.shape[SHARED_AXIS]
     axes_of = {path: declaration.axes for path, declaration in jax.tree_util.tree_leaves_with_path(declared)}

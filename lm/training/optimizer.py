@@ -20,10 +20,10 @@ from lm.training.schedules.linear import Linear
 
 @configurable('optimizer')
 class OptimizerConfig(Configurable):
-    """How gradients become steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
+    """The conversion of gradients into steps; defaults are the paper's for 1M-token batches on PG-19 and Wiki-40B."""
 
     gin_rewind = True
-    """A run that is rewound may go on with other values, as of rules and schedules."""
+    """A rewound run may go on with other values, and so it may with other values of rules and schedules."""
 
     rule: Rule = field(default=AdamW(), help='what makes directions out of gradients')
     schedule: Schedule = field(
@@ -40,7 +40,7 @@ class OptimizerConfig(Configurable):
     )
 
     def build_schedule(self, steps: int) -> optax.Schedule:
-        """Update count → learning rate, over `steps` updates."""
+        """Returns update count → learning rate, over `steps` updates."""
         if self.warmup_steps >= steps:
             raise ConfigError(
                 f'optimizer.warmup_steps = {self.warmup_steps}: must be below train.steps = {steps}; '
@@ -54,8 +54,10 @@ class OptimizerConfig(Configurable):
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
     def build(self, steps: int, declared: Declared, widening: float = 1.0) -> optax.GradientTransformation:
-        """The update for `steps` updates of parameters that are what they are `declared` to be, of a model that is
-        `widening` times as wide as that of the learning rate."""
+        """Builds the transformation for `steps` updates.
+
+        `declared` describes the parameters. `widening` is the model's width over the base width.
+        """
         decayed = jax.tree.map(lambda declaration: declaration.decayed, declared)
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
@@ -65,8 +67,7 @@ class OptimizerConfig(Configurable):
         )
 
     def _directions(self, declared, widening):
-        """The directions of the rule, scaled parameter by parameter where the learning rate is given for another
-        width."""
+        """Returns the directions of the rule, scaled per parameter if the learning rate is given for another width."""
         rule = self.rule.build(declared)
         if widening == 1:
             return rule

@@ -1,7 +1,7 @@
-"""Being told to stop: SIGTERM, a closed terminal and Ctrl-C ask for a checkpoint instead of killing the process.
+"""Requests to stop: SIGTERM, a closed terminal and Ctrl-C ask for a checkpoint instead of killing the process.
 
-One process: a Python signal handler sets a flag. Several: the handler that jax.distributed installs passes the notice
-to all processes, which agree on one poll at which all of them stop.
+With one process, a Python signal handler sets a flag. With several, the handler that jax.distributed installs passes
+the notice to all processes. They agree on one poll at which all of them stop.
 """
 
 import logging
@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Context manager inside which SIGTERM does nothing but make `requested` answer True, at any moment: while a
-    program compiles, during evaluation, and again when a second SIGTERM follows. SIGHUP does the same where it is not
-    ignored, and the first SIGINT (Ctrl-C); the second is Python's: KeyboardInterrupt. Enter it after
-    jax.distributed.initialize, in the main thread."""
+    """A context manager inside which SIGTERM only makes `is_requested` return True.
+
+    This holds at any moment: while a program compiles, during evaluation, and for a second SIGTERM. SIGHUP does the
+    same unless it is ignored, and so does the first SIGINT (Ctrl-C); the second raises KeyboardInterrupt. Enter it
+    after jax.distributed.initialize, in the main thread.
+    """
 
     def __init__(self):
         self._polls = 0
@@ -31,27 +33,29 @@ class Preemption:
     def __enter__(self) -> 'Preemption':
         if threading.current_thread() is threading.main_thread():
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started it
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
                 self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._pass_on)
             if jax.process_count() == 1:
                 self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._notice)
-        if jax.process_count() > 1:  # the handler of jax.distributed alone can tell the other processes
+        if jax.process_count() > 1:  # only the handler of jax.distributed can tell the other processes
             install_notices()
         return self
 
     def __exit__(self, *_) -> None:
         while self._previous:
             number, previous = self._previous.popitem()
-            # None: a handler that was not installed from Python, and cannot be put back from here
+            # None: Python did not install that handler, and cannot restore it.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def is_requested(self, step: int | None = None) -> bool:
-        """Tells whether to save and stop now. Poll it in every loop that can last: before each training step, after
-        each batch of an evaluation. In runs of several processes all must poll at the same points of the program, and
-        all get True at the same poll, one or a few after the signal. Once True, always True.
+        """Returns whether to save and stop now; once True, always True.
+
+        Poll it in every long loop: before each training step, after each batch of an evaluation. In runs of several
+        processes all must poll at the same points of the program. All get True at the same poll, one or a few after the
+        signal.
 
         Args:
-            step: what the log line calls this moment.
+            step: the name of this moment in the log line.
         """
         if not self._stop:
             self._polls += 1
@@ -69,7 +73,7 @@ class Preemption:
         self._flag = signal.Signals(signum)
 
     def _interrupt(self, signum: int, frame: Any) -> None:
-        """The first Ctrl-C."""
+        """Handles the first Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b'\nstopping after this step, which is saved; Ctrl-C again stops at once\n')
         self._pass_on(signum, frame)
@@ -81,7 +85,7 @@ class Preemption:
 
 
 def install_notices() -> None:
-    """Has jax.distributed take SIGTERM for a notice that it passes on, if it does not yet."""
+    """Makes jax.distributed take SIGTERM as a notice to pass on, if it does not yet."""
     from jax._src.distributed import global_state
 
     if global_state.preemption_sync_manager is None:

@@ -8,18 +8,18 @@ from absl import logging
 
 
 class Profiler:
-    """A trace of jax.profiler in `folder` over `traced_steps` (first, last), or what a run does of them: one that
-    resumes between them traces the rest, one that ends between them keeps what it has. A context manager.
+    """A context manager that writes a jax.profiler trace of `traced_steps` (first, last) to `folder`.
 
-    A trace may fail, for instance in a store that the profiler does not know. Then there is a warning, and the run goes
-    on without a trace.
+    A run that resumes between these steps traces the rest. A run that ends between them keeps its part. A trace may
+    fail, for instance in a store that the profiler does not know. Then there is a warning, and the run goes on without
+    a trace.
     """
 
     def __init__(self, traced_steps: tuple[int, int] | None, folder: os.PathLike):
         self.traced_steps, self.folder, self.running = traced_steps, folder, False
 
     def begin_step(self, step: int) -> None:
-        """Call it before each step is dispatched."""
+        """Starts or ends the trace if it is due. Call it before each step is dispatched."""
         traced = self.traced_steps is not None and self.traced_steps[0] <= step <= self.traced_steps[1]
         if traced and not self.running:
             self.running = self._try(lambda: jax.profiler.start_trace(os.fspath(self.folder)))
@@ -35,10 +35,10 @@ class Profiler:
             self._try(jax.profiler.stop_trace)
 
     def _try(self, call: Callable[[], None]) -> bool:
-        """Returns True if the call succeeded; if not, there will be no other trace."""
+        """Returns True if the call succeeded; after a failure there is no other trace."""
         try:
             call()
-        except Exception as error:  # the profiler's own, and those of the store
+        except Exception as error:  # errors of the profiler, and of the store
             self.traced_steps = None
             reason = next(iter(str(error).splitlines()), '') or type(error).__name__
             logging.warning('train.profile: no trace in %s: %s', os.fspath(self.folder), reason)

@@ -1,4 +1,4 @@
-"""The training step as a program: what `lm train` runs is what `lm check` and `lm bench step` compile."""
+"""The training step as a program: `lm check` and `lm bench step` compile the same step as `lm train`."""
 
 import dataclasses
 import math
@@ -31,23 +31,23 @@ class StepProgram:
     batch_dtype: np.dtype
 
     def place_state(self, mesh: Mesh) -> State:
-        """The training state as jax.ShapeDtypeStructs that say where each array lies."""
+        """Returns the training state as jax.ShapeDtypeStructs with the sharding of each array."""
         return place(self.step.abstract, mesh, self.step.functions.declared)
 
     def init_state(self, abstract: State, seed: int) -> State:
-        """Makes the state before the first step where `abstract`, of `place_state`, says that it lies."""
+        """Makes the state before the first step, with the shardings in `abstract` (from `place_state`)."""
         return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract))()
 
 
 def get_shardings(abstract: Any) -> Any:
-    """Where each array lies, in the structure of `abstract`."""
+    """Returns the sharding of each array, in the structure of `abstract`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
     """Traces the step, whose state and batch are split over all devices. Compile the result under the mesh.
 
-    The state is updated in place: the one that is passed in is gone.
+    The step donates its state: the old state is gone after the call.
     """
     abstract = program.place_state(mesh)
     sharding = batch_sharding(mesh, axis=1)
@@ -63,8 +63,8 @@ class Compilation:
 
     Attributes:
         lowered: the traced step.
-        compiled: raises what `lowered` raises, and ConfigError where the step does not fit the memory of the devices:
-            no repetition mends that.
+        compiled: raises the errors of `lowered`, and ConfigError if the step does not fit the memory of the devices: no
+            repetition mends that.
     """
 
     lowered: Future[jax.stages.Lowered]
@@ -118,7 +118,8 @@ def compile_described(program: StepProgram, mesh: Mesh, topology: Topology) -> C
 
 
 def find_memory_needed(message: str) -> float | None:
-    """GiB of HBM that a program needs, from the compiler's refusal of it; None: it was refused for another reason."""
+    """Returns the GiB of HBM that a program needs, from the compiler's refusal; None: it was refused for another
+    reason."""
     if 'RESOURCE_EXHAUSTED' not in message or 'hbm' not in message.lower():
         return None
     found = re.search(r'\(([\d.]+)([KMGT]?)\) exceeds|Used ([\d.]+)([KMGT]?) of', message)

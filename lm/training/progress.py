@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterator, Mapping
 
 from lm.data.batches import BatchWindows
-from lm.text import counted, duration, perplexity, si
+from lm.text import format_count, format_duration, format_si, perplexity
 
 
 def print_row(name: str, value: str, width: int = 17) -> None:
-    """One line of a plan: the value stands in column `width`."""
+    """Prints one line of a plan; the value begins in column `width`."""
     print(f'{name:<{width}}{value}', flush=True)
 
 
 def print_rows(rows: Mapping[str, str]) -> None:
-    """The lines of a plan."""
+    """Prints the lines of a plan."""
     for name, value in rows.items():
         print_row(name, value)
 
@@ -33,7 +33,7 @@ def describe_divergence(
     first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
     others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
     return (
-        f'loss, gradient or update was not finite for {counted(bad_steps, "step")} in a row, up to step {step}, '
+        f'loss, gradient or update was not finite for {format_count(bad_steps, "step")} in a row, up to step {step}, '
         f'there first: {what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
         f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these "
         'batches out, or with a lower optimizer.peak_learning_rate '
@@ -42,7 +42,7 @@ def describe_divergence(
 
 
 class Throughput:
-    """Training time and speed. The seconds of earlier sessions of the run are carried along in its checkpoints."""
+    """Training time and speed. A run's checkpoints carry the seconds of its earlier sessions."""
 
     def __init__(self, step: int, total_steps: int, tokens_per_step: int, seconds: float = 0.0):
         self.total_steps, self.tokens_per_step = total_steps, tokens_per_step
@@ -54,12 +54,12 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run without evaluation, over all its sessions."""
+        """Returns the wall time of the run without evaluation, over all its sessions."""
         return self._before + time.perf_counter() - self._start - self._paused
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """A context during which time does not count as training (evaluation)."""
+        """Keeps the time of its block out of the training time (evaluation)."""
         start = time.perf_counter()
         try:
             yield
@@ -69,20 +69,20 @@ class Throughput:
             self._last_time += lost
 
     def tick(self, step: int) -> tuple[float, float]:
-        """(tokens per second since the last tick, seconds left), at the end of `step`."""
+        """Returns (tokens per second since the last tick, seconds left), at the end of `step`."""
         now = time.perf_counter()
         elapsed, steps = now - self._last_time, step - self._last_step
         self._last_time, self._last_step = now, step
         if steps > 0 and elapsed > 0:
             rate = steps / elapsed
-            # A moving average keeps the time left calm.
+            # A moving average keeps the remaining time steady.
             self._rate = rate if self._rate is None else 0.8 * self._rate + 0.2 * rate
             return rate * self.tokens_per_step, (self.total_steps - step) / self._rate
         return 0.0, 0.0
 
 
 class Progress:
-    """One line a logged step: rewritten in place on a terminal, a line of its own elsewhere."""
+    """Prints one line per logged step: a terminal rewrites the line, other outputs get a new line."""
 
     def __init__(self, total_steps: int, enabled: bool = True):
         self.width = len(str(total_steps))
@@ -94,17 +94,17 @@ class Progress:
         self._show(
             f'step {record["step"]:>{self.width}}/{self.total_steps}'
             f'  loss {record["loss"]:.4f}  ppl {perplexity(record["loss"]):.2f}  lr {record["learning_rate"]:.2e}'
-            f'  grad {record["grad_norm"]:.3f}  {si(record["tokens_per_second"])} tok/s{mfu}'
-            f'  left {duration(seconds_left)}'
+            f'  grad {record["grad_norm"]:.3f}  {format_si(record["tokens_per_second"])} tok/s{mfu}'
+            f'  left {format_duration(seconds_left)}'
             + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),
             '\r' if self.terminal else '\n',
         )
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         self._show(text, '\n')
 
     def _show(self, text: str, end: str) -> None:
         if self.enabled:
-            # \x1b[K clears what is left of a longer line before.
+            # \x1b[K clears the rest of a longer line before.
             print(('\r\x1b[K' if self.terminal else '') + text, end='' if end == '\r' else end, flush=True)

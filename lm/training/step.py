@@ -32,10 +32,10 @@ class TrainStep:
     """The step of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 
     Attributes:
-        functions: the model's.
+        functions: the functions of the model.
         unpack: tokens [B, L + 1] → inputs, targets, and the targets that count in the loss, each [B, L].
-        by_window: the step also returns the metric `window_loss` [A, B], and `window_targets`, the number of targets of
-            each window, where not all targets count.
+        by_window: the step also returns the metric `window_loss` [A, B]; if some targets do not count, it returns
+            `window_targets`, their number per window.
         documents: the documents of a window do not see each other; None: a window is one document.
     """
 
@@ -74,16 +74,16 @@ class TrainStep:
         }
 
     def train(self, state: State, batch_AxBxL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        """One optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
+        """Takes one optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
 
-        An update is made only if loss, gradient (its norm too) and learning rate are finite. Else the state keeps its
-        values, `skipped` and `in_a_row` grow, and the next batch gets its chance. A number of the state that an update
-        would make infinite in spite of that keeps its value, alone: to wait with all of them until each is known would
-        read and write the state twice.
+        An update is made only if loss, gradient (its norm too) and learning rate are finite. Otherwise the state keeps
+        its values, `skipped` and `in_a_row` grow, and the next batch follows. If an update would make a number infinite
+        all the same, this number alone keeps its value. Checking all numbers before the update would read and write the
+        state twice.
 
         Returns:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
-            first_bad, which is what `name_first_bad` knows the first array by that is not finite (-1: all are).
+                first_bad: the number of the first array that is not finite, for `name_first_bad` (-1: all are finite).
         """
         windows = (batch_AxBxL,)
         if isinstance(self.unpack, Hiding):
@@ -118,36 +118,36 @@ class TrainStep:
     def weighted_loss(
         self, weights: Weights, tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(the loss that the step minimizes, the nats of each target): see `ModelFunctions.weighted_loss`."""
+        """Returns (the loss to minimize, the nats of each target): see `ModelFunctions.weighted_loss`."""
         arrays = tokens_BxL, targets_BxL, share_BxL
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
     def name_first_bad(self, first_bad: int) -> str:
-        """Names the array that the metric `first_bad` points at: 'loss', 'gradient of …', 'gradient norm', 'learning
-        rate'."""
+        """Returns the name of the array that the metric `first_bad` stands for: 'loss', 'gradient of …', 'gradient
+        norm', 'learning rate'."""
         return list(_checked(None, self.functions.abstract['params'], None, None))[first_bad]
 
     def _number_examples(self, step: jax.Array, batch_AxBxL: jax.Array) -> jax.Array:
-        """Numbers the examples of a step, [A, B]: they count through the run, whatever batches are left out."""
+        """Numbers the examples of a step, [A, B]. The numbers continue through the run, whichever batches are
+        left out."""
         shape = batch_AxBxL.shape[:2]
         rows = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
         return step.astype(jnp.uint32) * math.prod(shape) + rows
 
     def _gradients(self, params: Any, buffers: Any, *windows: jax.Array) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """(loss in plain nats, gradients (of the z-loss too), metrics of single windows).
+        """Returns (loss in nats without z-loss, gradients with it, metrics of single windows).
 
-        The loss is the mean over the counted targets of the whole batch, wherever in it they stand: not the mean of the
-        means of microbatches.
+        The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
         """
         microbatches = windows[0].shape[0]
         counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
-        count = None  # of targets that a microbatch has on average, on all devices
+        count = None  # the mean number of targets per microbatch, over all devices
         if counted_AxBxL is not None:
             count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
-        # Devices that share nothing sum their gradients over the microbatches, in float32, before they add them, once a
-        # step: the partitioner would add them in each microbatch.
+        # Devices that share nothing sum their gradients over the microbatches in float32, and add these sums once per
+        # step. The partitioner would add them in each microbatch.
         axes = tuple(name for name in batch_axes() if name != SHARED_AXIS) if microbatches > 1 else ()
-        parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)  # of a microbatch
+        parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)  # the parts of a microbatch
 
         def summarize_windows(nats_BxL, counted_BxL):
             if counted_BxL is None:
@@ -184,7 +184,7 @@ class TrainStep:
             return (jax.lax.psum(total, axes) if axes else total), by_window
 
         if axes:
-            # Kernels are refused wherever the compiler is left to split something, be it by one.
+            # Kernels are refused while the compiler may split an axis, even by one.
             names = set(axes) | {name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1}
             whole, rows = PartitionSpec(), PartitionSpec(None, axes)
             accumulated = jax.shard_map(
@@ -199,7 +199,8 @@ class TrainStep:
 
 
 def _checked(loss: Any, squares: Any, norm: Any, rate: Any) -> dict[str, Any]:
-    """Name → what must be finite in a step, causes before their effects; of gradients the sums of their squares."""
+    """Returns name → the value that must be finite in a step, causes before effects; for gradients it is the sum of
+    squares."""
     leaves = jax.tree_util.tree_leaves_with_path(squares)
     named = {f'gradient of {jax.tree_util.keystr(path, simple=True, separator="/")}': leaf for path, leaf in leaves}
     return {'loss': loss, **named, 'gradient norm': norm, 'learning rate': rate}

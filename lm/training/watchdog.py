@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from lm.errors import end_process
 
 FACTOR = 20
-"""A step may take so many times the median step, however long that is."""
+"""A step may take this many times the median step, however long that is."""
 REMEMBERED = 101
-"""The steps in the median."""
+"""The number of steps in the median."""
 
 
 class Watchdog:
-    """Context manager that ends the process when no step has finished for `minutes`, and for FACTOR median steps.
+    """A context manager that ends the process if no step finishes for `minutes`, and for FACTOR median steps.
 
-    Call `step` after each finished step: it costs less than a microsecond. Enclose work that is slow for a good reason
-    in `pause`. The watchdog begins with the first `step`.
+    Call `step` after each finished step: it costs less than a microsecond. Enclose slow work in `pause`. The watchdog
+    begins with the first `step`.
 
     Args:
-        minutes: the least that counts as a hang; None: nothing does.
+        minutes: the least time that counts as a hang; None: there is no watch.
     """
 
     def __init__(self, minutes: float | None):
@@ -45,7 +45,7 @@ class Watchdog:
         self._closing.set()
 
     def step(self, number: int) -> None:
-        """Step `number` begins: the one before has finished."""
+        """Notes that step `number` begins, and that the step before has finished."""
         now = time.monotonic()
         if self._last is not None:
             self._durations.append(now - self._last)
@@ -53,7 +53,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves the time inside out of the step. Not to be nested."""
+        """Leaves the time inside the block out of the step. Do not nest it."""
         self._paused = True
         start = time.monotonic()
         try:
@@ -64,7 +64,7 @@ class Watchdog:
             self._paused = False
 
     def compute_limit(self) -> float:
-        """Seconds after which a step counts as hanging."""
+        """Returns the seconds after which a step counts as hanging."""
         durations = list(self._durations)
         return max(60 * self.minutes, FACTOR * statistics.median(durations) if durations else 0.0)
 

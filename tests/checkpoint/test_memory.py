@@ -33,7 +33,7 @@ def test_a_budget_is_kept_and_a_single_large_read_may_exceed_it():
     budget, taken, most = ReadBudget(10), [], []
 
     def work(amount):
-        with budget.spent(amount):
+        with budget.spend(amount):
             taken.append(amount)
             most.append(sum(taken))
             time.sleep(0.005)
@@ -52,7 +52,7 @@ def test_a_budget_is_kept_and_a_single_large_read_may_exceed_it():
 def test_a_failed_read_returns_its_budget():
     budget = ReadBudget(1)
     for _ in range(2):
-        with pytest.raises(ValueError, match='no'), budget.spent(5):
+        with pytest.raises(ValueError, match='no'), budget.spend(5):
             raise ValueError('no')
 
 

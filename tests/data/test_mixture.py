@@ -198,11 +198,11 @@ def test_stores_that_do_not_fit_are_refused_by_name(stores):
     def opened(path='', **mixture):
         return DataConfig(path=path or str(stores), mixture=mixture).open(32)
 
-    with pytest.raises(MismatchError, match=r'data.mixture: the tokenizer of .*other is \w+…, that of .*typing is'):
+    with pytest.raises(MismatchError, match=r'data.mixture: the tokenizer of .*other is \w+…, the one of .*typing is'):
         opened(typing=1, other=1)
     ends = {name: Numbers(name) for name in ('books', 'web')}
     ends['web'].info = {'tokenizer': {'sha256': 'a' * 64, 'eod_id': 2}}
-    with pytest.raises(MismatchError, match=r'documents of web end by token 2, those of books by None; prepare'):
+    with pytest.raises(MismatchError, match=r'documents of web end by token 2, documents of books by None; prepare'):
         Mixture(ends, [1, 1])
     with pytest.raises(MismatchError, match=r'nowhere.: no finished token store'):
         opened(typing=1, nowhere=1)

@@ -18,6 +18,7 @@ from lm.evaluation.perplexity import Evaluator, make_scoring_program, summarize
 from lm.evaluation.plan import EvaluationPlan, ScoredText, TaskPlan, TextPlan, plan_evaluation, settle_evaluation
 from lm.evaluation.windows import EvaluationWindows
 from lm.model import ModelConfig
+from lm.model.functions import Scored
 from lm.tasks import TaskStore
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.induction_heads import InductionHeads
@@ -63,13 +64,13 @@ class Store:
         return types.SimpleNamespace(eod_id=EOD)
 
 
-def token_losses(weights, tokens_BxL, targets_BxL, documents):
+def score_targets(weights, tokens_BxL, targets_BxL, documents, accuracy):
     """Returns a loss that differs by target, by position and by the token before."""
     position_L = jnp.arange(tokens_BxL.shape[1])
-    return weights * (targets_BxL + position_L / 16 + tokens_BxL / 64).astype(jnp.float32)
+    return Scored(weights * (targets_BxL + position_L / 16 + tokens_BxL / 64).astype(jnp.float32))
 
 
-FUNCTIONS = types.SimpleNamespace(token_losses=token_losses, config=ModelConfig())
+FUNCTIONS = types.SimpleNamespace(score_targets=score_targets, config=ModelConfig())
 
 
 def evaluator(window='disjoint', batch_size=2, context=8, devices=1, first_tokens=None) -> Evaluator:

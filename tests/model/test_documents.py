@@ -90,7 +90,7 @@ def test_the_training_step_masks_documents_if_configured():
     state = jax.jit(step.init)(0)
     loss = float(jax.jit(step.train)(state, tokens[None])[1]['loss'])
     masked, joined = (
-        float(step.functions.token_losses(state, tokens[:, :-1], tokens[:, 1:], told).mean())
+        float(step.functions.score_targets(state, tokens[:, :-1], tokens[:, 1:], told).nats.mean())
         for told in (Documents(EOD), None)
     )
     assert loss == pytest.approx(masked, rel=1e-6)

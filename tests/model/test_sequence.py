@@ -68,9 +68,8 @@ def gradients(attention, documents, devices, **config):
         @jax.jit
         def run(params, buffers, batch):
             def loss(params):
-                nats = step.functions.token_losses(
-                    {'params': params, 'buffers': buffers}, batch[0, :, :-1], batch[0, :, 1:], documents
-                )
+                weights = {'params': params, 'buffers': buffers}
+                nats = step.functions.score_targets(weights, batch[0, :, :-1], batch[0, :, 1:], documents).nats
                 return nats.mean(), nats
 
             return jax.value_and_grad(loss, has_aux=True)(params)
@@ -131,9 +130,9 @@ def test_microbatches_of_parts_of_windows():
 def test_windows_that_cannot_be_split_are_computed_whole():
     step, (rows,) = step_of(Softmax()), jnp.asarray(tokens(length=30))
     state = jax.jit(step.init)(0)
-    alone = step.functions.token_losses(state, rows[:, :-1], rows[:, 1:])
+    alone = step.functions.score_targets(state, rows[:, :-1], rows[:, 1:]).nats
     with jax.set_mesh(mesh_of(4, sequence=4)):
-        whole = jax.jit(step.functions.token_losses)(state, rows[:, :-1], rows[:, 1:])
+        whole = jax.jit(step.functions.score_targets)(state, rows[:, :-1], rows[:, 1:]).nats
     np.testing.assert_allclose(whole, alone, atol=1e-5)
 
 

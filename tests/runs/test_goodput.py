@@ -19,11 +19,11 @@ def goodput(run) -> dict:
 
 def test_every_moment_is_charged_to_one_account():
     ledger = Goodput(begun=time.time() - 5)
-    with ledger.spent('step'):
+    with ledger.charge('step'):
         time.sleep(0.05)
-        with ledger.spent('evaluation'):
+        with ledger.charge('evaluation'):
             time.sleep(0.1)
-        assert list(ledger.charging('data', (time.sleep(0.02) for _ in range(3)))) == [None] * 3
+        assert list(ledger.charge_items('data', (time.sleep(0.02) for _ in range(3)))) == [None] * 3
     record = ledger.record()
     assert sum(record['seconds'].values()) == pytest.approx(record['updated'] - record['started'], abs=0.02)
     assert record['seconds']['imports'] == pytest.approx(5, abs=0.05)
@@ -36,7 +36,7 @@ def test_lost_steps_and_the_time_between_are_charged():
     before = {'seconds': {'step': 100.0, 'compile': 10.0}, 'starts': 1, 'started': time.time() - 200}
     before['updated'] = before['started'] + 110
     ledger = Goodput(before, begun=time.time() - 10)
-    ledger.resumed(step_seconds=70.0)
+    ledger.count_lost(step_seconds=70.0)
     record = ledger.record()
     seconds = record['seconds']
     assert (seconds['step'], seconds['lost'], seconds['compile']) == (70, 30, 10)
@@ -62,7 +62,7 @@ def test_the_time_after_a_finished_run_is_not_charged():
 def test_the_times_of_a_start_exclude_earlier_starts():
     before = Goodput(begun=time.time() - 100).record()
     ledger = Goodput(before | {'seconds': before['seconds'] | {'compile': 7.0}}, begun=time.time() - 3)
-    with ledger.spent('compile'):
+    with ledger.charge('compile'):
         time.sleep(0.2)
     assert ledger.describe_start() == '3.2s: imports 3.0s, compile 0.2s'
 

@@ -60,8 +60,8 @@ def test_random_projections_come_with_the_parameters(tmp_path, n_features):
 def test_another_tokenizer_is_refused(reference_run, other_tokens, tiny_flags, tmp_path, capsys):
     assert start(reference_run, tiny_flags, tmp_path / 'run', data__path=str(other_tokens)) == 44
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f'its tokenizer, of {reference_run_data(reference_run)}, is ' in error
-    assert f'that of {other_tokens} is ' in error
+    assert f'the tokenizer of {reference_run_data(reference_run)} is ' in error
+    assert f'the one of {other_tokens} is ' in error
     assert not (tmp_path / 'run').exists()
 
 

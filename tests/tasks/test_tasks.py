@@ -167,7 +167,7 @@ def test_the_loss_is_the_mean_over_the_answers():
     step = make_step(task)
     state = jax.jit(step.init)(0)
     tokens = task.examples('train', range(8), 64)
-    nats = np.asarray(step.functions.token_losses(state, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])))
+    nats = np.asarray(step.functions.score_targets(state, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])).nats)
     train = jax.jit(step.train)
     _, whole = train(state, jnp.asarray(tokens[None]))
     assert float(whole['loss']) == pytest.approx(nats[np.asarray(task.scored(tokens))].mean(), rel=1e-5)

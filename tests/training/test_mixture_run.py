@@ -80,7 +80,9 @@ def test_losses_and_epochs_of_each_source_are_logged(run):
     # This computes the loss of the first step independently.
     step = train_step(experiment.model, experiment.optimizer, STEPS)
     batch = store.read_many('train', windows.starts(0), 33).astype(np.int32)
-    losses = jax.jit(lambda: step.functions.token_losses(select_weights(step.init(0)), batch[:, :-1], batch[:, 1:]))()
+    losses = jax.jit(
+        lambda: step.functions.score_targets(select_weights(step.init(0)), batch[:, :-1], batch[:, 1:])
+    )().nats
     own = np.asarray(losses).mean(axis=1)[windows.sources(0) == 1]
     assert found[0]['loss/typing'] == pytest.approx(own.mean(), rel=1e-5)
     assert found[0]['loss/typing'] != pytest.approx(found[0]['loss/tokens'], rel=1e-5)

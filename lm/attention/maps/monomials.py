@@ -99,7 +99,7 @@ def _monomials(x: jax.Array, degree: int) -> jax.Array:
     result = [jnp.ones_like(x[..., :1])]
     if degree:
         result.append(x)
-    # Of the monomials of the degree before, those whose first index is at least i are the last `tail[i]`.
+    # Among monomials of the degree before, the last `tail[i]` have a first index of at least i.
     tail = list(range(size, 0, -1))
     for _ in range(2, degree + 1):
         below = result[-1]

@@ -85,7 +85,7 @@ class Positive(RandomFeatures):
     def features(self, wx, half, rescale):
         return positive(wx, half, self.epsilon, rescale)
 
-    # As an `ElementwiseMap`: `positive` in parts.
+    # The methods of an `ElementwiseMap`: `positive` in parts.
 
     def rows(self, parameters: Projection) -> jax.Array:
         return self.factor * parameters.projection_RxE
@@ -154,7 +154,7 @@ def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool) -> j
     """
     shift = lax.stop_gradient(wx.max(0, keepdims=True)) if rescale else half
     exponent = wx - (shift + math.log(len(wx)) / 2)
-    # As minimum, whose gradient at ties costs several times as much.
+    # This equals minimum, whose gradient at ties costs several times as much.
     exponent = exponent if rescale else jnp.where(exponent > LIMIT, LIMIT, exponent)
     return jnp.exp(exponent) + epsilon / math.sqrt(len(wx))
 

@@ -1,8 +1,8 @@
 """`lm bench attention`: one layer of each mechanism, from queries, keys and values to its output and all gradients.
 
-The number of tokens of a call is the same at every context length (the batch makes up for it), as in PolySketchFormer's
-Figure 1; all candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` are
-polysketch computed in other ways (`formulations`). Ratios to `plain`, the formulas of the paper, are printed too.
+A call has the same number of tokens at every context length (the batch changes), as in PolySketchFormer's Figure 1. All
+candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` compute polysketch
+in other ways (`formulations`). Ratios to `plain`, the formulas of the paper, are printed too.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from lm.bench.options import AttentionOptions
 from lm.errors import ConfigError
 from lm.ops import linear_attention
 from lm.ops.linear_attention import LinearCall
-from lm.text import counted, digits
+from lm.text import format_count, format_digits
 
 PASSES = ('forward', 'forward+backward')
 BASELINES = (BASELINE, *FORMULATIONS)
-"""Ratios are of these, where they are among the candidates."""
+"""The baselines of ratios, if they are among the candidates."""
 CPU_CONTEXTS, CONTEXTS = (512, 1024, 2048, 4096), (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
 
@@ -38,15 +38,15 @@ class LayerRow:
 
     Attributes:
         passes: 'forward' or 'forward+backward'.
-        sequences: rows of the batch; `sequences` × `context` is the number of tokens of a call.
-        out_of_memory: then there are no times.
+        sequences: rows of the batch; `sequences` × `context` is the number of tokens per call.
+        out_of_memory: True means that there are no times.
         milliseconds: of a call, the median.
         least_milliseconds, greatest_milliseconds: the shortest and the longest.
         cpu_milliseconds: processor time, on all cores together; on CPUs only.
         temporary_mib: memory beside arguments and results.
         peak_mib: all memory.
-        speed_over: baseline → its time over this one's, in the same run.
-        cpu_over: the same of the processor time, which other work on the machine changes less; on CPUs only.
+        speed_over: baseline → its time over this mechanism's time, in the same run.
+        cpu_over: the same for processor time, which other work on the machine changes less; on CPUs only.
     """
 
     mechanism: str
@@ -94,7 +94,7 @@ def bench_attention(options: AttentionOptions) -> None:
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
     what = 'the operation of a layer, its arguments given' if options.features_given else 'one layer'
-    size = f'{counted(heads, "head")} of {options.head_dim}'
+    size = f'{format_count(heads, "head")} of {options.head_dim}'
     printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens a call')
     dims = HeadDims(heads, heads, options.head_dim)
     given = options.features_given
@@ -129,12 +129,12 @@ def measure(
     given: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[LayerRow]:
-    """Compiles and times everything; a row each, by pass, context and mechanism.
+    """Compiles and times everything; returns one row per pass, context and mechanism.
 
     Args:
-        tokens: of a call; a longer context is one sequence.
-        given: leave out what linear mechanisms make of queries, keys and values before their operation.
-        say: is told how far it is.
+        tokens: per call; a longer context is one sequence.
+        given: leave out the layer's work before the operation of linear mechanisms.
+        say: called with reports of progress.
     """
     for candidate in found:
         check(candidate, contexts, given)
@@ -162,7 +162,7 @@ def measure(
 
 
 def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
-    """Raises ConfigError where the candidate is not one layer that can be measured at these contexts."""
+    """Raises ConfigError unless the candidate is one layer that can be measured at these contexts."""
     pattern = candidate.experiment.model.pattern
     if len(pattern) > 1:
         names = ', '.join(attention.gin_name for attention in pattern)
@@ -172,7 +172,7 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
         raise ConfigError(f'--features_given: {candidate.name} is neither linear nor {BASELINE}; leave it out')
     if not candidate.formulation:
         return
-    block = getattr(attention, 'block', 1)  # which a mechanism with other formulations has, as it has `local`
+    block = getattr(attention, 'block', 1)  # a mechanism with other formulations has it, and `local` too
     if not getattr(attention, 'local', None):
         raise ConfigError(f'--mechanisms {candidate.name}: needs {attention.gin_name}.local = True')
     for context in contexts:
@@ -183,7 +183,7 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
 
 
 def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
-    """The layer of a candidate as a model calls it, or with `given` its operation alone, where it is linear."""
+    """Returns the layer of a candidate as a model calls it; with `given`, only the operation of a linear mechanism."""
     (attention,) = candidate.experiment.model.pattern
     layer = attention.build(dims, nnx.Rngs(0))
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
@@ -199,7 +199,7 @@ def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
 
 
 def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
-    """The call of the operation: what the layer makes of tokens is its arrays."""
+    """Returns the call of the operation; the layer's intermediate arrays are its inputs."""
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
 
     def make_small_call(layer, dtype):
@@ -215,7 +215,7 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
 
     def operation(weights, *arrays):
         given = dict(zip(names, arrays, strict=True))
-        # Of the layer's call only parameters and options stay.
+        # Only the parameters and options of the layer's call remain.
         return compute(
             dataclasses.replace(make_small_call(nnx.merge(graph, *weights), given['v_BxLxKxD'].dtype), **given)
         )
@@ -232,7 +232,7 @@ def _compute_by(implementation: str | None) -> Callable[[LinearCall], jax.Array]
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
-    """The arrays of n tokens [n, H, …], and last the gradient of the output."""
+    """Returns the arrays of n tokens [n, H, …], and last the gradient of the output."""
     keys = jax.random.split(jax.random.key(0), 4)
     *qkv, do = (jax.random.normal(key, (1, n, dims.n_heads, dims.head_dim), dtype) for key in keys)
     return tuple(x[0] for x in (*jax.jit(layer.arrays)(*qkv), do))
@@ -290,8 +290,8 @@ COLUMNS = {
     'context': ('context', '{:,}'.format),
     'mechanism': ('mechanism', str),
     'time': ('ms', str),
-    'cpu_milliseconds': ('CPU ms', digits),
-    'microseconds_per_token': ('µs/token', digits),
+    'cpu_milliseconds': ('CPU ms', format_digits),
+    'microseconds_per_token': ('µs/token', format_digits),
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'temporary_mib': ('temp. MiB', '{:,.1f}'.format),
     'peak_mib': ('peak MiB', '{:,.1f}'.format),
@@ -300,14 +300,14 @@ COLUMNS = {
 
 
 def _printed(row: LayerRow) -> dict[str, Any]:
-    time = 'OOM' if row.milliseconds is None else digits(row.milliseconds)
+    time = 'OOM' if row.milliseconds is None else format_digits(row.milliseconds)
     ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
     ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}
     return dataclasses.asdict(row) | {'time': time} | ratios
 
 
 def summary(rows: Sequence[LayerRow]) -> list[str]:
-    """How the time per token of each mechanism changes between the shortest and the longest context."""
+    """Describes the change of each mechanism's time per token between the shortest and the longest context."""
     lines = []
     for step in dict.fromkeys(row.passes for row in rows):
         for name in dict.fromkeys(row.mechanism for row in rows):
@@ -326,7 +326,7 @@ def summary(rows: Sequence[LayerRow]) -> list[str]:
 
 
 def draw(rows: Sequence[LayerRow], out: pathlib.Path, dtype: str = '') -> list[str]:
-    """A picture a pass, as PolySketchFormer's Figure 1."""
+    """Draws one picture per pass, like PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
         points: dict[str, list[results.ContextFigure]] = {}

@@ -1,11 +1,11 @@
-"""Other ways to compute the operation of the featured mechanism, which `lm bench attention` measures ours against.
+"""Other ways to compute the operation of the featured mechanism, which `lm bench attention` compares with ours.
 
-Each is a function of the call of `lm.ops.linear_attention` that its layer makes. The call holds sketches of queries and
-keys, values, the normalized vectors that the exact weights compare, and options. The block must divide the length.
+Each is a function of the layer's call of `lm.ops.linear_attention`. The call holds sketches of queries and keys,
+values, the normalized vectors for the exact weights, and options. The block must divide the length.
 
-- plain: the formulas of PolySketchFormer §3 as they read.
-- loop: the same formulas block by block, as one would write them by hand: a `lax.scan` of a `jax.checkpoint`.
-- scan: our blocks, all at once, with an associative scan over their sums.
+- plain: the formulas of PolySketchFormer §3, literally. - loop: the same formulas block by block, as one would write
+them by hand: a `lax.scan` of a `jax.checkpoint`. - scan: our blocks, all at once, with an associative scan over their
+sums.
 """
 
 from collections.abc import Callable

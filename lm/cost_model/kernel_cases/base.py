@@ -1,4 +1,4 @@
-"""The call of an operation whose kernels are measured, and how much work a grid step of each kernel does."""
+"""The calls of operations whose kernels are measured, and the work per grid step of each kernel."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -31,5 +31,5 @@ def delta_call(dims: HeadDims, length: int) -> KernelCall:
         tokens = make_plan(DeltaSizes.of_call(call)).heads * call.groups * CHUNK
         return {(name, f'delta_rule_{name}'): tokens for name in ('forward', 'backward')}
 
-    # A part of a window also computes its effect on the state, which has as many columns as a key has numbers.
+    # A part of a window also computes its effect on the state. This effect has one column per number of a key.
     return KernelCall(function, (call,), steps(call), part_steps=steps(jax.eval_shape(extend, call)))

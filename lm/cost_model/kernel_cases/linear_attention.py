@@ -1,4 +1,4 @@
-"""Linear attention: each mechanism on the operation, and the operation on features that are given."""
+"""Linear attention: each mechanism's call of the operation, and calls with given features."""
 
 import functools
 
@@ -41,7 +41,7 @@ def features_call(dims: HeadDims, length: int) -> KernelCall:
 
 
 def operation_call(call: LinearCall) -> KernelCall:
-    """Returns what to compile for a call of the operation, of abstract arrays."""
+    """Returns the function to compile for a call of the operation on abstract arrays."""
 
     def function(call):
         return compute(call, 'pallas_tpu').o_BxLxHxD

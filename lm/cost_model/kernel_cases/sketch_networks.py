@@ -19,7 +19,7 @@ def cases() -> dict[str, Case]:
 
 
 def networks_call(r: int, width: int, dims: HeadDims, length: int) -> KernelCall:
-    """Returns a call that makes r numbers of each query and key, with networks of `width` r hidden units."""
+    """Returns a call that computes r numbers per query and key, with networks of `width` r hidden units."""
     network = jax.eval_shape(lambda: Network(1, dims.head_dim, r, width, nnx.Rngs(0)).parameters())
     heads = (dims.n_heads, dims.n_kv_heads)
     qk = (jax.ShapeDtypeStruct((1, length, 1, n, dims.head_dim), jnp.bfloat16) for n in heads)

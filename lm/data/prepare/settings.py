@@ -10,7 +10,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.sources.base import inventory
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import is_remote, write_atomically
-from lm.text import counted, si
+from lm.text import format_count, format_si
 
 
 def collect_settings(config: PrepareConfig) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def compare_settings(old: dict[str, Any], new: dict[str, Any], what: str, sectio
         if isinstance(was, dict) and isinstance(now, dict) and was.get('kind') == now.get('kind'):
             compare_settings(was, now, what, now.get('kind', key))
         if key == 'listing':
-            raise ConfigError(f'{what} from other files: those of the source changed since; {remedy}')
+            raise ConfigError(f'{what} from other files: the files of the source have changed; {remedy}')
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = (x.get('kind', 'another') for x in (was, now))
         raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
@@ -82,7 +82,7 @@ def describe_change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
         now = inventory(shard for name in choose_splits(config) for shard in source.shards(name))
     except (LmError, OSError):
         return None
-    old, new = (f'{counted(files["count"], "file")} of {si(files["bytes"])}B' for files in (was, now))
+    old, new = (f'{format_count(files["count"], "file")} of {format_si(files["bytes"])}B' for files in (was, now))
     return None if now == was else f'{old} to {"others of that size" if new == old else new}'
 
 

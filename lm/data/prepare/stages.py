@@ -46,7 +46,7 @@ from lm.data.sources.base import Shard, inventory
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock
-from lm.text import counted, si
+from lm.text import format_count, format_si
 
 FORMAT = 1
 
@@ -80,12 +80,12 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
     if decoded:
         share = f'{100 * unchanged / decoded:.4g} %'
-        compared = counted(decoded, 'document that was compared', 'documents that were compared')
+        compared = format_count(decoded, 'document that was compared', 'documents that were compared')
         verb = 'encode' if source.holds_tokens else 'decode'
         console.print(f'{share} of {compared} {verb} to themselves', highlight=False)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
-        skipped = counted(bad, 'bad record was', 'bad records were')
+        skipped = format_count(bad, 'bad record was', 'bad records were')
         console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them', highlight=False)
     if 'validation' not in info['splits'] and not config.splits:
         remedy = f"{source.how_to_hold_out}; or train with data.eval_split = 'train'"
@@ -130,8 +130,9 @@ def _make_store(
     total = sum(shard.bytes for shard, _ in todo)
     processes = max(1, min(config.processes or os.cpu_count() or 1, len(todo)))
     console.print(
-        f'{settings["source"]["kind"]}: {", ".join(names)}, about {si(total)}B in {counted(len(todo), "shard")}, '
-        f'{counted(processes, "process", "processes")}',
+        f'{settings["source"]["kind"]}: {", ".join(names)}, about {format_si(total)}B in '
+        f'{format_count(len(todo), "shard")}, '
+        f'{format_count(processes, "process", "processes")}',
         highlight=False,
     )
     with start_workers(processes) as (pool, progress):
@@ -139,7 +140,9 @@ def _make_store(
         finished = [job.is_finished(shard, i) for shard, i in todo]
         done = sum(shard.bytes for (shard, _), is_done in zip(todo, finished, strict=True) if is_done)
         if done:
-            console.print(f'{sum(finished)} of {counted(len(todo), "shard")} were finished before', highlight=False)
+            console.print(
+                f'{sum(finished)} of {format_count(len(todo), "shard")} were finished before', highlight=False
+            )
         futures = [
             pool.submit(tokenize, job, shard, i)
             for (shard, i), is_done in zip(todo, finished, strict=True)
@@ -172,7 +175,7 @@ def _train(
     if isinstance(choice, TokenizerConfig) and choice.model_path is None:
         size = min(choice.sample_bytes, sum(shard.bytes for shard in shards[name]))
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
-        console.print(f'training the tokenizer ({kind}) on {si(size)}B of {name}', highlight=False)
+        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {name}', highlight=False)
     start = printed = time.monotonic()
     for _ in wait_for([pool.submit(train_tokenizer, job, choice, shards[name])]):
         if time.monotonic() - printed > 10:

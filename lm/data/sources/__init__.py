@@ -1,11 +1,8 @@
 """Sources of documents, one file each. Importing this package registers all of them."""
 
-import importlib
-import pkgutil
-
+from lm.config.configurable import import_modules
 from lm.data.sources.base import Source
 
-for _module in pkgutil.walk_packages(__path__, f'{__name__}.'):
-    importlib.import_module(_module.name)
+import_modules(__name__, __path__)
 
 __all__ = ['Source']

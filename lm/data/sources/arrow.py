@@ -6,9 +6,8 @@ from typing import Any
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part
-from lm.data.sources.parquet import needs_text, read_column
+from lm.data.sources.parquet import needs_text, read_column, reading
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote, open_path
 
 _FILE_MAGIC = b'ARROW1'
@@ -55,23 +54,14 @@ class Arrow(FilePatterns):
     def _opened(self, name: str) -> Iterator[Iterator[Any]]:
         """The record batches of a file. Raises ConfigError where it has no such column of text, MismatchError where it
         is damaged."""
-        try:
-            import pyarrow
+        with reading('Arrow', name), contextlib.ExitStack() as stack:
             import pyarrow.ipc
-        except ImportError:
-            raise ConfigError("prepare.source = @arrow(): needs pyarrow; pip install 'lm-tpu[parquet]'") from None
-        try:
-            with contextlib.ExitStack() as stack:
-                path = open_path(name, 'arrow.path')
-                stream = path.open('rb') if is_remote(path) else pyarrow.memory_map(str(path))
-                stack.enter_context(stream)
-                is_file = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-                stream.seek(0)
-                reader = stack.enter_context((pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(stream))
-                needs_text(reader.schema, self.text_field, name, 'arrow.text_field')
-                yield map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-        except (pyarrow.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # pyarrow's own have no number
-                raise
-            reason = ' '.join(str(error).split())[:150]
-            raise MismatchError(f'{name}: not a readable Arrow file ({reason}); fetch the file again') from None
+
+            path = open_path(name, 'arrow.path')
+            stream = path.open('rb') if is_remote(path) else pyarrow.memory_map(str(path))
+            stack.enter_context(stream)
+            is_file = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+            stream.seek(0)
+            reader = stack.enter_context((pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(stream))
+            needs_text(reader.schema, self.text_field, name, 'arrow.text_field')
+            yield map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)

@@ -76,11 +76,11 @@ class Source(Configurable, abc.ABC):
 
     @property
     def how_to_hold_out(self) -> str:
-        """What to do for a validation split, where this source has none."""
+        """The remedy where this source has no validation split."""
         return 'add files for validation'
 
     def fetch(self, log) -> None:
-        """Downloads what is not there yet, if the source can; `log(line)` tells people."""
+        """Downloads missing files, if the source can; `log(line)` reports progress."""
 
     def check_eod(self, eod: int) -> None:
         """Raises ConfigError unless `eod` ends the documents of ready tokens."""
@@ -98,15 +98,15 @@ class Source(Configurable, abc.ABC):
 
     @abc.abstractmethod
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits. Raises ConfigError if there is no data."""
+        """Returns the names of the splits. Raises ConfigError if there is no data."""
 
     @abc.abstractmethod
     def shards(self, split: str) -> list[Shard]:
-        """The shards of a split in order."""
+        """Returns the shards of a split in order."""
 
     @abc.abstractmethod
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
-        """The documents of a shard in order; those longer than `max_bytes` come as errors, unread."""
+        """Yields the documents of a shard in order; documents longer than `max_bytes` come as errors, unread."""
 
 
 def inventory(shards: Iterable[Shard]) -> dict[str, Any]:

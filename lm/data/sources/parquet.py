@@ -40,22 +40,32 @@ class Parquet(FilePatterns):
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
         """Opens a file. Raises ConfigError where it has no such column of text, MismatchError where it is damaged."""
-        try:
+        with reading('Parquet', name), open_path(name, 'parquet.path').open('rb') as stream:
             import pyarrow.parquet
-        except ImportError:
-            raise ConfigError("prepare.source = @parquet(): needs pyarrow; pip install 'lm-tpu[parquet]'") from None
-        try:
-            with (
-                open_path(name, 'parquet.path').open('rb') as stream,
-                pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
-            ):
+
+            with pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file:
                 needs_text(file.schema_arrow, self.text_field, name, 'parquet.text_field')
                 yield file
-        except (pyarrow.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # pyarrow's own have no number
-                raise
-            reason = ' '.join(str(error).split())[:150]
-            raise MismatchError(f'{name}: not a readable Parquet file ({reason}); fetch the file again') from None
+
+
+@contextlib.contextmanager
+def reading(kind: str, name: str) -> Iterator[None]:
+    """A block that reads the file `name` of a kind, 'Parquet' or 'Arrow', with pyarrow.
+
+    Raises ConfigError without pyarrow, and MismatchError where the file is damaged.
+    """
+    try:
+        import pyarrow
+    except ImportError:
+        source = f'prepare.source = @{kind.lower()}()'
+        raise ConfigError(f"{source}: needs pyarrow; pip install 'lm-tpu[parquet]'") from None
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # pyarrow's own have no number
+            raise
+        reason = ' '.join(str(error).split())[:150]
+        raise MismatchError(f'{name}: not a readable {kind} file ({reason}); fetch the file again') from None
 
 
 def needs_text(schema: Any, column: str, file: str, setting: str) -> None:

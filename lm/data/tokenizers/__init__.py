@@ -1,18 +1,16 @@
 """Tokenizers: text ↔ token ids, one file per kind. Importing this package registers all of them."""
 
-import importlib
 import pathlib
-import pkgutil
 from collections.abc import Callable
 from typing import cast
 
+from lm.config.configurable import import_modules
 from lm.data.tokenizers.base import Tokenizer, token_dtype
 from lm.data.tokenizers.config import TokenizerChoice, TokenizerConfig
 from lm.errors import ConfigError, MismatchError
 from lm.files import open_path
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f'{__name__}.{_module.name}')
+import_modules(__name__, __path__)
 
 FILE_NAMES = tuple(sorted({kind.file_name for kind in Tokenizer.__subclasses__()}))
 """The names of the files of all kinds, beside tokens and weights."""

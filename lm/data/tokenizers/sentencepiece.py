@@ -25,7 +25,7 @@ SPACE = '▁'
 
 # Pieces never cross the place before a space that follows something else (a piece may begin with spaces, not contain
 # them), so cutting there leaves the tokens as they are. BPE's queue suffers from long inputs: pieces of 256 characters
-# are a fifth faster than those of 2000, and several times faster than books. Where 2000 characters hold no such place
+# are a fifth faster than pieces of 2000, and several times faster than books. Where 2000 characters hold no such place
 # the cut is hard.
 _PLACE = r'(?:(?<=[^ ])(?= )|\Z)'
 _SENTENCES = re.compile(rf'(?s).{{1,2000}}{_PLACE}|.{{1,2000}}')
@@ -111,8 +111,8 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
     The same texts give the same bytes: the number of threads, on which SentencePiece's results depend, is fixed.
 
     Args:
-        texts: may be gone through twice: SentencePiece leaves out the rarest characters, and where the space is one of
-            them, as in Chinese, it is asked for by name. Its bytes would be those of SPACE, and not come back.
+        texts: may be read twice: SentencePiece leaves out the rarest characters, and where the space is one of them, as
+            in Chinese, it is requested by name. Otherwise its bytes would be the bytes of SPACE, and decode as SPACE.
 
     Raises:
         ConfigError: `vocab_size` does not fit to the texts.

@@ -1,17 +1,15 @@
 """Shapes of checkpoints that `lm import` reads, one file each. Importing this package registers all of them."""
 
-import importlib
 import json
 import pathlib
-import pkgutil
 from typing import Any
 
+from lm.config.configurable import import_modules
 from lm.errors import ConfigError, MismatchError
 from lm.interop.families.base import FAMILIES, Family
 from lm.interop.formats import MODEL_TYPE
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f'{__name__}.{_module.name}')
+import_modules(__name__, __path__)
 
 __all__ = ['FAMILIES', 'Family', 'find']
 

@@ -18,18 +18,18 @@ MECHANISMS = {}
 
 
 def gelu(x):
-    """The tanh approximation."""
+    """Computes GELU by its tanh approximation."""
     return F.gelu(x, approximate='tanh')
 
 
 def scores(q_BxLxHxE, k_BxMxKxE):
-    """Inner products [B, H, L, M]; head h reads key head h // (H / K)."""
+    """Computes inner products [B, H, L, M]; head h reads key head h // (H / K)."""
     k_BxMxHxE = k_BxMxKxE.repeat_interleave(q_BxLxHxE.shape[2] // k_BxMxKxE.shape[2], dim=2)
     return torch.einsum('blhe,bmhe->bhlm', q_BxLxHxE, k_BxMxHxE)
 
 
 def distances(length, device):
-    """i - j of query i and key j, [L, M]."""
+    """Returns i - j of query i and key j, [L, M]."""
     position = torch.arange(length, device=device)
     return position[:, None] - position
 
@@ -62,11 +62,11 @@ class Mechanism(nn.Module):
             MECHANISMS[name] = cls
 
     def weights(self, q_BxLxHxC, k_BxMxKxC):
-        """[B, H, L, M]."""
+        """Returns the weights before the mask, [B, H, L, M]."""
         raise TypeError(f'{type(self).__name__} gives no weights')
 
     def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
-        """[B, L, H, C] of whole sequences, computed in float32 whatever type the model was loaded in."""
+        """Returns [B, L, H, C] of whole sequences, computed in float32 for any type of the loaded model."""
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
             parameters = {name: parameter.float() for name, parameter in self.named_parameters()}
             return functional_call(self, parameters, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
@@ -87,7 +87,7 @@ class Mechanism(nn.Module):
 
 
 class NormedMechanism(Mechanism):
-    """With layer normalizations of queries and keys."""
+    """A mechanism with layer normalizations of queries and keys."""
 
     def make_norms(self, size):
         self.q_norm, self.k_norm = layer_norm(size), layer_norm(size)
@@ -97,5 +97,6 @@ class NormedMechanism(Mechanism):
 
 
 def score_scale(degree, size):
-    """A power of two that keeps high powers of scores in float32; with the bias times its power the same weights."""
+    """Returns a power of two that keeps high powers of scores in float32. With the bias times its power, the weights
+    are the same."""
     return 2.0 ** -min(round(math.log2(size)), 112 // degree) if degree > 8 else 1.0

@@ -7,7 +7,7 @@ from lm.interop.formulas.base import Mechanism, scores
 
 
 class HedgehogFormula(Mechanism, name='hedgehog'):
-    """⟨φ(q), φ(k)⟩ with φ(x) = [softmax(W x), softmax(-W x)] + 1e-12."""
+    """Weights ⟨φ(q), φ(k)⟩ with φ(x) = [softmax(W x), softmax(-W x)] + 1e-12."""
 
     def __init__(self, heads, kv_heads, size, *, per_head):
         super().__init__()

@@ -6,7 +6,8 @@ from lm.interop.formulas.base import Mechanism, distances, scores
 
 
 class HybridFormula(Mechanism, name='hybrid'):
-    """exp(scale ⟨q, k⟩) of the `window` newest keys, a product of polynomials of parts of it of older ones."""
+    """Weights exp(scale ⟨q, k⟩) for the `window` newest keys, and a product of polynomials of its parts for
+    older keys."""
 
     def __init__(
         self, heads, kv_heads, size, *, window, degree, parts, coefficients, scale, approximation=None, radius=None

@@ -8,7 +8,7 @@ from lm.interop.formulas.base import NormedMechanism, scores
 
 
 class LlopsFormula(NormedMechanism, name='llops'):
-    """⟨φ_Q(q), φ_K(k)⟩ with φ a sum of products of learned projections, squared where it is `nonnegative`."""
+    """Weights ⟨φ_Q(q), φ_K(k)⟩; φ is a sum of products of learned projections, squared if `nonnegative`."""
 
     def __init__(
         self, heads, kv_heads, size, *, degree, n_features, rank, nonnegative, affine, layer_norm, renormalize,

@@ -22,13 +22,13 @@ GENERALIZED = {
 }
 
 EXPONENTIAL = {'positive': (1, 0), 'hyperbolic': (2, 0), 'trigonometric': (2, None), 'random_phases': (1, None)}
-"""Features per row of the projection, and None where their products can be negative."""
+"""Features per row of the projection, or None if their products can be negative."""
 
 SIGNED = {'trigonometric', 'random_phases', 'gelu', 'cos', 'tanh', 'identity'}
 
 
 class PerformerFormula(Mechanism, name='performer'):
-    """⟨φ(q), φ(k)⟩ with random features φ."""
+    """Weights ⟨φ(q), φ(k)⟩ with random features φ."""
 
     def __init__(
         self, heads, kv_heads, size, *, features, n_features, renormalize, causal, scale, stabilizer, kernel_epsilon,

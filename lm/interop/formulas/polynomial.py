@@ -4,7 +4,7 @@ from lm.interop.formulas.base import NormedMechanism, score_scale, scores
 
 
 class PolynomialFormula(NormedMechanism, name='polynomial'):
-    """⟨q', k'⟩^degree."""
+    """Weights ⟨q', k'⟩^degree."""
 
     def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None):
         super().__init__()

@@ -8,8 +8,10 @@ from lm.interop.formulas.base import EPSILON, NormedMechanism, gelu, score_scale
 
 
 class SketchNetwork(nn.Module):
-    """LayerNorm, m → `hidden`, gelu, → r, LayerNorm, → `hidden`, gelu, → r; its arrays have an axis over n sketches in
-    front."""
+    """A network: LayerNorm, m → `hidden`, gelu, → r, LayerNorm, → `hidden`, gelu, → r.
+
+    The first axis of its arrays is the sketch.
+    """
 
     def __init__(self, n, size, r, hidden):
         super().__init__()
@@ -59,7 +61,7 @@ class LearnedTree(nn.Module):
 
 
 class RandomTree(LearnedTree):
-    """√(1/r) (x G₁) ∗ (y G₂) at each node."""
+    """A tree of random sketches: √(1/r) (x G₁) ∗ (y G₂) at each node."""
 
     def __init__(self, n, size, r, power, width):
         nn.Module.__init__(self)
@@ -71,7 +73,7 @@ class RandomTree(LearnedTree):
 
 
 class HadamardTree(RandomTree):
-    """With a map of its own in front of each leaf."""
+    """A tree of random sketches with a separate map before each leaf."""
 
     def __init__(self, n, size, r, power, width):
         nn.Module.__init__(self)
@@ -87,12 +89,12 @@ TREES = {'learned': LearnedTree, 'gaussian': RandomTree, 'srht': HadamardTree}
 
 
 def fixed(shapes):
-    """Arrays that are not trained."""
+    """Registers arrays that are not trained."""
     return nn.ParameterList([nn.Parameter(torch.zeros(shape), requires_grad=False) for shape in shapes])
 
 
 class PolysketchFormula(NormedMechanism, name='polysketch'):
-    """⟨ψ(q'), ψ(k')⟩², and with `local` ⟨q', k'⟩^degree inside a block."""
+    """Weights ⟨ψ(q'), ψ(k')⟩², and with `local` ⟨q', k'⟩^degree inside a block."""
 
     def __init__(
         self, heads, kv_heads, size, *, sketch, sketch_size, degree, local, block, per_head, denominator_bias,
@@ -111,7 +113,7 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
 
     def weights(self, q, k):
         q, k = self.normalize(q, k)
-        part = self.scale ** (self.degree // 4)  # sketches multiply to scores' power degree / 2
+        part = self.scale ** (self.degree // 4)  # sketches are multiplied up to the scores' power degree / 2
         far = scores(part * self.features(q), part * self.features(k)) ** 2
         if self.block is None:
             return far

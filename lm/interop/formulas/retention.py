@@ -7,7 +7,7 @@ from lm.interop.formulas.base import EPSILON, Mechanism, distances, scores
 
 
 class RetentionFormula(Mechanism, name='retention'):
-    """γ^(i - j) ⟨q, k⟩ / √C, normalized after the mixture instead of divided."""
+    """Weights γ^(i - j) ⟨q, k⟩ / √C; the mixture is normalized instead of divided."""
 
     divides = False
 

@@ -6,7 +6,7 @@ from lm.interop.formulas.base import Mechanism, distances, scores
 
 
 class SoftmaxFormula(Mechanism, name='softmax'):
-    """exp(scale ⟨q, k⟩), of the `window` newest keys."""
+    """Weights exp(scale ⟨q, k⟩) for the `window` newest keys."""
 
     divides = False  # torch.softmax has done it
 

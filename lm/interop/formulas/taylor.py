@@ -7,7 +7,7 @@ from lm.interop.formulas.base import Mechanism, scores
 
 
 class TaylorFormula(Mechanism, name='taylor'):
-    """1 + s + s²/2 with s = ⟨W_q q, W_k k⟩ / √r."""
+    """Weights 1 + s + s²/2 with s = ⟨W_q q, W_k k⟩ / √r."""
 
     def __init__(self, heads, kv_heads, size, *, feature_dim, per_head):
         super().__init__()

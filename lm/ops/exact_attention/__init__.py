@@ -62,8 +62,8 @@ def softmax_attention(
         causal: whether keys after a query are hidden.
         q_offset: the index of the key that stands at the first query's position (decoding with a cache).
         k_start: keys before this index are hidden.
-        starts_BxL: of each query, the first key that it sees, int32, ascending along L (`lm.ops.documents`), where
-            queries and keys are those of the same tokens, or the keys begin `q_offset` before; None: as the other
+        starts_BxL: for each query the first key that it sees, int32, ascending along L (`lm.ops.documents`), where
+            queries and keys belong to the same tokens, or the keys begin `q_offset` before; None: as the other
             arguments say.
         log_decay_BxMxK: logs of the factors, at most 0, by which the token of each key multiplies the weights of all
             keys before it, for itself and the tokens after it; -inf and all below -104 hide them. Gradients flow to it.

@@ -46,7 +46,7 @@ class Constants(NamedTuple, Generic[Held]):
 
     Attributes:
         angles_AxCxL: cosines above sines; A is 1 or B.
-        gains_4xCxW: scale and bias of the norm of queries, then those of keys, on W equal lanes.
+        gains_4xCxW: scale and bias of the norm of queries, then scale and bias for keys, on W equal lanes.
     """
 
     angles_AxCxL: Held | None

@@ -31,7 +31,7 @@ def short_convolution(
         x_BxLxN: tokens.
         kernel_SxN: w; float32.
         before_BxRxN: the R tokens before x; None: zeros.
-        reach_BxL: how many tokens before each it sees, at most: those of its document; int32. None: all.
+        reach_BxL: the number of earlier tokens that a token sees at most, in its document; int32. None: all.
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Classification tasks. An example is a sequence, a mark, and the class behind the mark."""
+"""Classification tasks. An example is a sequence, a mark, and the class after the mark."""
 
 import abc
 import dataclasses
@@ -13,15 +13,18 @@ from lm.files import local_path
 from lm.tasks.base import SPLITS, Task
 
 FILLER = 0
-"""Behind the class; symbol s of what is read is token 1 + s."""
+"""The token after the class; input symbol s is token 1 + s."""
 
 
 class Classification(Task):
-    """A class for each example. The Arena's models are classifiers that see an example in both directions; here the
-    class is the next token behind the mark, and counts alone."""
+    """A task with one class per example.
+
+    The Arena's models are classifiers that see an example in both directions. Here the class is the next token after
+    the mark, and only this token counts.
+    """
 
     symbols: int
-    """How many what is read is written with."""
+    """The number of input symbols."""
     classes: int
 
     @property
@@ -46,7 +49,7 @@ class Classification(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FromFiles(Classification):
-    """Base of the tasks whose examples lie in files, as their authors distribute them."""
+    """The base of tasks whose examples come from files, in the format of their authors."""
 
     path: str = field(help='the folder of the files, a local one', resume=True)
     train_examples: int = field(default=2**31 - 1, minimum=1, help='at most; there are as many as the files hold')
@@ -58,14 +61,14 @@ class FromFiles(Classification):
 
     @abc.abstractmethod
     def held(self, split: str) -> int:
-        """How many examples the files hold of a split."""
+        """Returns the number of examples of a split in the files."""
 
     @abc.abstractmethod
     def read(self, split: str, index: int) -> tuple[np.ndarray, int]:
         """Returns the symbols of an example, and its class."""
 
     def identity(self) -> str:
-        """Without the path: files may be moved."""
+        """Returns the identity without the path: files may be moved."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != 'path'}
         return f'{self.gin_name} {fields} {[self.count(split) for split in SPLITS]}'
 

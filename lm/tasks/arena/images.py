@@ -1,10 +1,10 @@
-"""Image of the Long Range Arena (Tay et al. 2021, §2.2.4): what does an image show whose pixels come one by one?
+"""Image of the Long Range Arena (Tay et al. 2021, §2.2.4): the class of an image whose pixels come one by one.
 
     path/data_batch_1.bin … data_batch_5.bin, test_batch.bin
 
-The binary version of CIFAR-10 (Krizhevsky 2009): records of one byte for the class and 3,072 for the red, green and
-blue values of 32 × 32 pixels. They become 1,024 levels of grey, row by row. The last tenth of the training records is
-for validation.
+The files are the binary version of CIFAR-10 (Krizhevsky 2009). A record is one byte for the class and 3,072 for the
+red, green and blue values of 32 × 32 pixels. They become 1,024 levels of grey, row by row. The last tenth of the
+training records is for validation.
 """
 
 import functools
@@ -18,7 +18,7 @@ from lm.tasks.arena.classification import FromFiles
 PIXELS = 32 * 32
 RECORD = 1 + 3 * PIXELS
 VALIDATION = 0.1
-"""Share of the training records."""
+"""The fraction of the training records for validation."""
 GREY = np.array([0.2989, 0.587, 0.114])
 """Weights of red, green and blue (ITU-R BT.601)."""
 
@@ -35,7 +35,7 @@ class ArenaImages(FromFiles):
 
     @functools.cached_property
     def _records(self) -> dict[str, np.ndarray]:
-        """Split → bytes [N, RECORD], mapped from the files."""
+        """Returns split → bytes [N, RECORD], mapped from the files."""
         files = sorted(self.folder.glob('data_batch_*.bin'))
         if not files:
             raise self.missing('data_batch_1.bin; the binary version of CIFAR-10 is meant')

@@ -17,7 +17,7 @@ from lm.tasks.base import Task
 from lm.tasks.draws import Draws
 
 FILLER, DIGIT, END, ASK = 0, 1, 15, 16
-"""Tokens; digit d is DIGIT + d, and the operators stand between digits and END."""
+"""The tokens: digit d is DIGIT + d, and the operators stand between digits and END."""
 OPERATORS = (
     min,
     max,
@@ -25,7 +25,7 @@ OPERATORS = (
     lambda values: sum(values) % 10,
 )
 OPERATOR = DIGIT + 10
-"""Token of the first of them."""
+"""The token of the first of them."""
 LIST_PROBABILITY = 0.25
 
 
@@ -65,7 +65,7 @@ class ListOps(Task):
         return tokens_BxN[:, :-1] == ASK
 
     def expression(self, draws: Draws) -> tuple[list[int], int]:
-        """Tokens and value of the first expression drawn that is long enough and not too long."""
+        """Returns tokens and value of the first drawn expression whose length is allowed."""
         while (levels := self._levels(draws)) is None:
             pass
         below: list[tuple[list[int], int]] = []
@@ -82,15 +82,17 @@ class ListOps(Task):
         return below[0]
 
     def _levels(self, draws: Draws) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """A tree, level by level: of each node its operator or digit, and how many arguments it has (0: a digit). None
-        where its length is none that is taken."""
+        """Draws a tree, level by level: for each node its operator or digit, and its number of arguments (0: a digit).
+
+        Returns None if its length is not allowed.
+        """
         nodes, length, levels = 1, 0, []
         for depth in range(1, self.max_depth + 1):
             is_list, pick, count = draws.uniform(3 * nodes).reshape(3, nodes)
             is_list = (is_list < LIST_PROBABILITY) & (depth < self.max_depth)
             arguments = is_list * (2 + (count * (self.max_arguments - 1)).astype(int))
             levels.append(((pick * np.where(is_list, len(OPERATORS), 10)).astype(int), arguments))
-            length += nodes + int(is_list.sum())  # an expression has its end too
+            length += nodes + int(is_list.sum())  # each list also has an end token
             nodes = int(arguments.sum())
             if length + nodes >= self.max_length:
                 return None

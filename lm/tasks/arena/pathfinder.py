@@ -22,17 +22,18 @@ from lm.tasks.arena.classification import Classification
 from lm.tasks.draws import Draws
 
 DASH, DOT = 1, 2
-"""Symbols; 0 is nothing."""
+"""The symbols; 0 is an empty pixel."""
 PITCH = 3
-"""Pixels from dash to dash, of which the last is free."""
+"""Pixels from dash to dash; the last of them is free."""
 TURNS, BACK, STEPS, WALKS = 6, 3, 80, 20
-"""Turns that are tried before a walk goes back so many dashes, its most steps, and walks before a new picture."""
+"""Turns to try before a walk goes back this many dashes, its most steps, and walks before a new picture."""
 
 Pixel = tuple[int, int]
 
 
 class Dash(NamedTuple):
-    """Two pixels of a path, what must stay free around them, and where and in which direction the next dash begins."""
+    """Two pixels of a path, the pixels around them that must stay free, and the start and direction of the
+    next dash."""
 
     pixels: list[Pixel]
     around: set[Pixel]
@@ -67,7 +68,7 @@ class Pathfinder(Classification):
         return np.stack(rows)
 
     def picture(self, draws: Draws) -> tuple[np.ndarray, int]:
-        """Symbols [size, size] and whether the dots are joined."""
+        """Draws symbols [size, size]; returns them and whether the dots are joined."""
         numbers = itertools.chain.from_iterable(draws.uniform(512)[0].tolist() for _ in itertools.count())
         lengths = [self.contour_length] * 2 + [self.distractor_length] * self.distractors
         while (paths := self._paths(lengths, numbers)) is None:
@@ -83,7 +84,7 @@ class Pathfinder(Classification):
         return symbols, int(joined)
 
     def _paths(self, lengths: list[int], numbers: Iterator[float]) -> list[list[Pixel]] | None:
-        """The pixels of each path in order; None where no room is left for one."""
+        """Returns the pixels of each path in order; None if a path finds no room."""
         taken: set[Pixel] = set()
         paths = []
         for length in lengths:
@@ -96,7 +97,7 @@ class Pathfinder(Classification):
         return paths
 
     def _walk(self, length: int, taken: set[Pixel], numbers: Iterator[float]) -> list[Pixel] | None:
-        """A path that keeps clear of `taken`; it steps back from places that it cannot leave, None: too often."""
+        """Returns a path that keeps clear of `taken`. It steps back from dead ends; None: too often."""
         start = next(numbers) * self.size, next(numbers) * self.size, next(numbers) * 2 * math.pi
         walked: list[Dash] = []
         for _ in range(STEPS):
@@ -125,5 +126,5 @@ class Pathfinder(Classification):
 
 
 def around(pixels: list[Pixel]) -> set[Pixel]:
-    """These pixels and the eight around each of them."""
+    """Returns these pixels and the eight around each of them."""
     return {(y + a, x + b) for y, x in pixels for a in (-1, 0, 1) for b in (-1, 0, 1)}

@@ -35,7 +35,7 @@ class ArenaRetrieval(FromFiles):
 
     @functools.cached_property
     def _lines(self) -> dict[str, tuple[mmap.mmap, np.ndarray]]:
-        """Split → the file and where its lines begin, with its end behind the last."""
+        """Returns split → the file and the starts of its lines, followed by its end."""
         return {split: self._open(self.folder / f'new_aan_pairs.{name}.tsv') for split, name in FILES.items()}
 
     def _open(self, file: pathlib.Path) -> tuple[mmap.mmap, np.ndarray]:

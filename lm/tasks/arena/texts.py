@@ -45,7 +45,7 @@ class ArenaTexts(FromFiles):
 
     @functools.cached_property
     def _files(self) -> dict[str, list[tuple[pathlib.Path, int]]]:
-        """Split → path and class of each text, in the order of classes and names."""
+        """Returns split → path and class of each text, in the order of classes and names."""
         found = {}
         for split, folder in {'train': 'train', 'validation': 'test', 'test': 'test'}.items():
             folders = [self.folder / folder / name for name in self.names]

@@ -17,12 +17,12 @@ from lm.errors import ConfigError
 from lm.model import ModelConfig
 
 Unpack = Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
-"""Windows of tokens [B, L + 1] → what is read, what is asked for there, and which of that counts (None: all), each
-[B, L]."""
+"""A function of windows of tokens [B, L + 1] → the inputs, the targets, and which targets count (None: all), each [B,
+L]."""
 
 
 class Hiding(abc.ABC):
-    """An `Unpack` that draws which tokens are hidden, and asks for them.
+    """An `Unpack` that hides random tokens, and makes them the targets.
 
     Attributes:
         special: tokens that are never hidden.
@@ -32,15 +32,15 @@ class Hiding(abc.ABC):
 
     @abc.abstractmethod
     def hide(self, tokens_BxL: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the inputs of the model, the places that are asked for (bool)), each [B, L].
+        """Returns (the inputs of the model, True at the positions to predict), each [B, L].
 
         Args:
             tokens_BxL: int32.
-            numbers_B: of the windows, uint32; for the same numbers the same is drawn, in whatever batch they come.
+            numbers_B: the numbers of the windows, uint32; a number gives the same draw in any batch.
         """
 
     def __call__(self, tokens_BxN: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The `Unpack`, of windows whose last token is the first of the next one."""
+        """Unpacks windows whose last token is the first token of the next window."""
         targets_BxL = tokens_BxN[:, :-1]
         hidden_BxL, chosen_BxL = self.hide(targets_BxL, numbers_B)
         return hidden_BxL, targets_BxL, chosen_BxL
@@ -56,23 +56,26 @@ class Objective(Configurable, abc.ABC):
 
     @abc.abstractmethod
     def unpack(self, store: Store | None, vocab_size: int) -> Unpack | None:
-        """The function that unpacks the windows of a step; None: the next token is asked for everywhere.
+        """Returns the function that unpacks the windows of a step; None: each token predicts the next one.
 
         Args:
-            store: of the tokens; None where only the program matters.
-            vocab_size: tokens that the model knows.
+            store: the store of the tokens; None if only the program matters.
+            vocab_size: the number of tokens that the model knows.
 
-        Raises ConfigError where the vocabulary lacks something.
+        Raises ConfigError if the vocabulary lacks a token that the objective needs.
         """
 
     def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> Hiding | None:
-        """The function that hides tokens of a split in its evaluation, with arguments and errors as in `unpack`. None:
-        all are read from left to right, and each is asked for."""
+        """Returns the function that hides tokens of a split in its evaluation, with arguments and errors as in
+        `unpack`.
+
+        None: the model reads from left to right and predicts each token.
+        """
         return None
 
 
 def check_objective(objective: Objective, data: DataConfig, model: ModelConfig) -> None:
-    """Raises ConfigError where objective, data and model do not go together."""
+    """Raises ConfigError if objective, data and model contradict each other."""
     name, setting = f'@{objective.gin_name}()', model.looks_ahead
     if data.task and objective.looks_ahead:
         raise ConfigError(

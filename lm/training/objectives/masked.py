@@ -1,12 +1,12 @@
-"""Hidden tokens, from those on both sides (Devlin et al. 2019, §3.1; Performer, App. C.3).
+"""Hidden tokens, predicted from the tokens on both sides (Devlin et al. 2019, §3.1; Performer, App. C.3).
 
-Each token is chosen with probability 15 %. Of those chosen 80 % become the mask token, 10 % a token drawn from all, and
-10 % stay; the model is asked what stands at the chosen places, and nothing else counts. The end of a document and other
-special tokens are never chosen and never drawn.
+Each token is chosen with probability 15 %. Of the chosen tokens 80 % become the mask token, 10 % become a random token,
+and 10 % stay. The model predicts the chosen tokens; no other position counts. The end of a document and other special
+tokens are never chosen and never drawn.
 
-The chosen places, and their replacements, are a function of (masked.seed, the split, the number of the window). In
-training this is the number of the example, so that each epoch draws anew. In evaluations it is the place in the split,
-so that all models of all runs are asked the same.
+The chosen positions and their replacements are a function of (masked.seed, the split, the number of the window). In
+training this is the number of the example, so each epoch draws anew. In evaluations it is the position in the split, so
+all models of all runs predict the same tokens.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lm.errors import ConfigError
 from lm.training.objectives.base import Hiding, Objective
 
 TRAINING = 'training'
-"""The name that stands for the split in training."""
+"""The name of the training split in the draw."""
 
 
 @configurable('masked')
@@ -77,10 +77,10 @@ class Masking(Hiding):
     """Hides tokens of the windows of one split.
 
     Attributes:
-        config: the shares and the seed.
-        split: what is drawn differs from split to split.
+        config: the fractions and the seed.
+        split: the name of the split; each split has its own draw.
         mask: the id of the mask token.
-        pieces: tokens that may be drawn are below it.
+        pieces: only tokens below this id may be drawn.
         special: ids among them that are neither chosen nor drawn, in ascending order.
     """
 

@@ -1,4 +1,4 @@
-"""The next token: what causal models of text learn."""
+"""The next token: the objective of causal models of text."""
 
 import jax
 

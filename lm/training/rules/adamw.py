@@ -8,7 +8,8 @@ from lm.training.rules.base import Declared, Rule
 
 @configurable('adamw')
 class AdamW(Rule):
-    """The running mean of gradients over the root of the running mean of squares, both corrected for the start."""
+    """Divides the running mean of gradients by the root of the running mean of squares, both corrected for
+    the start."""
 
     b1: float = field(default=0.95, minimum=0, below=1, formerly='optimizer.b1', help='decay rate of the mean gradient')
     b2: float = field(default=0.98, minimum=0, below=1, formerly='optimizer.b2', help='decay rate of the mean square')

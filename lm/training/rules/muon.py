@@ -1,10 +1,10 @@
 """Muon: steps of equal size along all directions of a matrix (Jordan et al., 2024; scale: Liu et al., 2025, §2.2).
 
-The momentum of a matrix, U S Vᵀ, is replaced by about U Vᵀ, with five steps of an iteration that is made of products.
-Embeddings, gains and biases are no matrices that something is multiplied by: another rule moves them.
+The momentum of a matrix, U S Vᵀ, is replaced by about U Vᵀ, with five iterations of matrix products. Embeddings, gains
+and biases multiply no vector, so another rule moves them.
 
-Where `mesh.fsdp` cuts the matrices, each device takes whole matrices of some layers for the iteration: two exchanges of
-1/fsdp of the bytes, and none within.
+If `mesh.fsdp` cuts the matrices, each device takes whole matrices of some layers for the iteration. This takes two
+exchanges of 1/fsdp of the bytes, and no exchange inside the iteration.
 """
 
 import math
@@ -21,7 +21,8 @@ from lm.training.rules.base import Declared, Rule
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x, which moves singular values in (0, 1] to 0.7 … 1.2."""
+"""Coefficients a, b, c of the iteration x ← a·x + b·(x xᵀ)x + c·(x xᵀ)²x; it moves singular values in (0, 1] to 0.7 …
+1.2."""
 
 
 @configurable('muon')
@@ -51,18 +52,22 @@ class Muon(Rule):
         return optax.partition({'matrices': matrices, 'rest': self.rest.build(declared)}, labels)
 
     def growth(self, declaration: Declaration) -> float:
-        """½ for what is turned: elements of mean square 1 are singular values of √D, whatever the inputs, and they are
-        to be the same at all widths (Yang, Simon & Bernstein 2023, Condition 1)."""
+        """Returns ½ for orthogonalized matrices.
+
+        Elements of mean square 1 give singular values of √D for any inputs, and these must be equal at all widths
+        (Yang, Simon & Bernstein 2023, Condition 1).
+        """
         return 0.5 if _is_turned(declaration) else self.rest.growth(declaration)
 
 
 def _is_turned(declaration: Declaration) -> bool:
-    """An output layer of its own has a row a token, as an embedding has."""
+    """Returns whether a parameter is orthogonalized; an untied output layer has one row per token, as an
+    embedding has."""
     return declaration.kind == 'matrix' and 'vocabulary' not in declaration.axes
 
 
 def _by_layer(x: jax.Array, declaration: Declaration) -> jax.Array:
-    """x, with its layers on the devices of the mesh's axis `fsdp`, if there is one."""
+    """Moves the layers of x to the devices of the mesh's axis `fsdp`, if there is one."""
     if jax.sharding.get_abstract_mesh().shape.get('fsdp', 1) == 1 or LAYER not in declaration.axes:
         return x
     return jax.lax.with_sharding_constraint(
@@ -84,10 +89,10 @@ def _orthogonal_piece(x_xMxN: jax.Array) -> jax.Array:
     m, n = x_xMxN.shape[-2:]
     if m > n:
         return _orthogonal_piece(x_xMxN.mT).mT
-    # Its squares leave float32 where a gradient has long been 0, and momentum is what is left of earlier ones.
+    # Where a gradient has long been 0, the momentum is tiny, and its squares leave the range of float32.
     tiny = jnp.finfo(jnp.float32).tiny
     largest = jnp.max(jnp.abs(x_xMxN), axis=(-2, -1), keepdims=True)
-    # Divided by a power of two, which rounds nothing.
+    # The divisor is a power of two, so the division rounds nothing.
     x = x_xMxN / jnp.maximum(jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0), tiny)
     x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), tiny)
     a, b, c = COEFFICIENTS

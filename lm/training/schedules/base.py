@@ -4,9 +4,11 @@ Adding a schedule means adding one file. The peak and the warm-up are the same f
 `lm.training.optimizer`.
 """
 
+import dataclasses
+
 import optax
 
-from lm.config.configurable import Configurable
+from lm.config.configurable import Configurable, field
 
 
 class Schedule(Configurable):
@@ -17,3 +19,16 @@ class Schedule(Configurable):
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Returns updates since the end of the warm-up → learning rate, from `peak` on, for `steps` updates."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Falling(Schedule):
+    """Base of the schedules that fall to a fraction of the peak."""
+
+    final_fraction: float = field(
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        formerly='optimizer.final_fraction',
+        help='last value as a fraction of the peak',
+    )

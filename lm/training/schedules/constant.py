@@ -1,4 +1,4 @@
-"""The peak to the end."""
+"""A constant rate to the end."""
 
 import optax
 
@@ -8,7 +8,7 @@ from lm.training.schedules.base import Schedule
 
 @configurable('constant')
 class Constant(Schedule):
-    """The peak, at every step."""
+    """The peak rate, at every step."""
 
     is_open_ended = True
 

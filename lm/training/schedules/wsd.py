@@ -17,7 +17,7 @@ SHAPES = {
     'cosine': lambda t: (1 + jnp.cos(jnp.pi * t)) / 2,
     'sqrt': lambda t: 1 - jnp.sqrt(t),
 }
-"""Share of the decay that is done → what is left of the way from the peak to the last value."""
+"""Fraction of the decay that is done → the remaining fraction of the way from the peak to the last value."""
 
 
 @configurable('wsd')

@@ -36,7 +36,7 @@ class Fasta(LinePatterns):
 
     def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         packed, record = part.file.endswith(PACKED), None
-        # Of the records whose first line begins in the part, the last one goes on behind it.
+        # Records whose first line begins in the part belong to it; the last one may end after the part.
         for offset, line in lines(part, -1, max_bytes):
             identifier = f'{part.file}@{offset}'
             line = line if line is None or offset else line.removeprefix(codecs.BOM_UTF8)

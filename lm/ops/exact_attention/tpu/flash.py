@@ -47,7 +47,7 @@ class FlashOperands(NamedTuple):
     """The arrays that the kernels read, feature by token: N = K · plan.group, D multiples of 16, L of plan.block.
 
     Attributes:
-        q_NxDxL: queries; of a window in parts, those of two halves of parts (`lm.ops.sequence.balanced`).
+        q_NxDxL: queries; in a window in parts, the queries of two halves of parts (`lm.ops.sequence.balanced`).
         k_KxDxM: keys, M = L · plan.parts.
         v_KxDxM: values.
         starts_BxL: the first key that each query sees, int32, ascending; None where plan.documents is None.

@@ -44,7 +44,7 @@ def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[UnitMaps[jax.Array]
         plan: V is a multiple of its warpgroups times TILE.
         inputs: the children of the node.
         maps: in the dtype of the inputs.
-        biases: float32 [N, 4, E / CHUNK, CHUNK], those of the lower level before those of the upper one.
+        biases: float32 [N, 4, E / CHUNK, CHUNK], the lower level before the upper level.
     """
     (n, vectors, size), (_, _, hidden, r) = inputs[0].shape, maps.lower.narrow_Nx2xExR.shape
     count, warpgroups = len(inputs), plan.forward_warpgroups

@@ -34,7 +34,7 @@ class StreamMemory(NamedTuple):
     Attributes:
         wide: the wide maps of each level.
         narrow: the narrow maps of either level.
-        biases: [4, E / CHUNK, CHUNK], those of the lower level before those of the upper one.
+        biases: [4, E / CHUNK, CHUNK], the lower level before the upper level.
         arrived: of each slot, its maps are there.
         used: of each slot, all warpgroups have used its maps.
         ready: the biases are there.
@@ -77,7 +77,7 @@ class Stream:
             passes: the passes of the kernel.
             warpgroup: the number of this warpgroup.
             maps: of both networks, in global memory: [2, E, M] and [2, E, r] for each level.
-            biases: [4, E / CHUNK, CHUNK], those of the lower level before those of the upper one.
+            biases: [4, E / CHUNK, CHUNK], the lower level before the upper level.
             memory: from `allocate`.
         """
         self.passes, self.warpgroup, self.maps, self.memory, self.at = passes, warpgroup, maps, memory, 0

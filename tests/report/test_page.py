@@ -1,0 +1,163 @@
+"""The page of `lm report`, opened in a real browser: sorting, values under the pointer, differences and links."""
+
+import functools
+import html
+import http.server
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import threading
+
+import pytest
+from made_up_runs import write_run
+
+from lm.attention.polynomial import Polynomial
+from lm.attention.softmax import Softmax
+from lm.cli import main
+from lm.runs.records import Run
+
+BROWSERS = ('chromium', 'chromium-browser', 'google-chrome', 'chrome')
+ASK = """
+<script>
+addEventListener('load', () => setTimeout(() => {
+  const texts = query => [...document.querySelectorAll(query)].map(element => element.textContent);
+  const answer = (() => { %s })();
+  const place = Object.assign(document.createElement('pre'), {id: 'answer', textContent: JSON.stringify(answer)});
+  document.body.append(place);
+}, 200));
+</script>
+"""
+PERPLEXITIES = """
+  const table = document.querySelector('table.figures');
+  const titles = [...table.querySelectorAll('th')].map(heading => heading.textContent);
+  const column = titles.indexOf('perplexity per token');
+  const read = () => [...table.querySelectorAll('tbody tr')].map(row => row.children[column].textContent);
+"""
+
+
+def open_in_browser(address: str, profile: pathlib.Path) -> str:
+    """Returns the document after its scripts ran."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not browser:
+        pytest.skip('needs a browser: apt-get install chromium')
+    command = [browser, '--headless=new', '--no-sandbox', '--disable-gpu', '--window-size=1280,2000', '--dump-dom']
+    command += ['--virtual-time-budget=10000', f'--user-data-dir={profile}', address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+def browse(page: pathlib.Path, script: str):
+    """Opens a copy of the page from the disk and returns what the JavaScript function body `script` returns there."""
+    copy = page.with_name('asked.html')
+    copy.write_text(page.read_text().replace('</body>', ASK % script + '</body>'))
+    document = open_in_browser(copy.as_uri(), page.parent / 'profile')
+    found = re.search(r'<pre id="answer">(.*?)</pre>', document, re.DOTALL)
+    assert found, document[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.fixture(scope='module')
+def page(tmp_path_factory) -> pathlib.Path:
+    """The page of three runs without a file beside it: the runs are called a, b and <c> <!--."""
+    root = tmp_path_factory.mktemp('runs')
+    write_run(root / 'a', Softmax(), steps=1000, quality=0.2)
+    write_run(root / 'b', Softmax(), steps=1000, seed=1)
+    write_run(root / '<c> <!--', Polynomial(), steps=200)
+    assert main(['report', str(root), '--out', str(root / 'out'), '--no_pictures']) == 0
+    alone = root / 'alone' / 'out'
+    alone.mkdir(parents=True)
+    shutil.copyfile(root / 'out' / 'report.html', alone / 'report.html')
+    return alone / 'report.html'
+
+
+def test_a_click_sorts_a_table(page):
+    first, once, twice = browse(
+        page,
+        PERPLEXITIES
+        + """
+  const seen = [read()];
+  for (let i = 0; i < 2; i++) {
+    table.querySelectorAll('th button')[column].click();
+    seen.push(read());
+  }
+  return seen;
+""",
+    )
+    assert len(set(first)) == 3
+    assert once == sorted(first, key=float) != first
+    assert twice == once[::-1]
+
+
+def test_numbers_are_sorted_by_size_and_dashes_stay_last(page):
+    script = """
+  return [[3, null, 20, 100], ['10', '9', null]].map(
+    values => [1, -1].map(direction => [...values].sort((a, b) => compare(a, b, direction))));
+"""
+    assert browse(page, script) == [[[3, 20, 100, None], [100, 20, 3, None]], [['9', '10', None], ['10', '9', None]]]
+
+
+def test_the_pointer_shows_the_values_of_each_curve(page):
+    run = Run.read(page.parents[2] / '<c> <!--')
+    before, after, drawn = browse(
+        page,
+        """
+  const plot = plots.position;
+  const seen = [texts('#chart-position .u-value')];
+  const box = plot.over.getBoundingClientRect();
+  const x = plot.valToPos(Math.sqrt(65 * 128), 'x');
+  const look = {clientX: box.left + x, clientY: box.top + 50, bubbles: true};
+  plot.over.dispatchEvent(new MouseEvent('mouseenter', look));
+  plot.over.dispatchEvent(new MouseEvent('mousemove', look));
+  plot.setCursor({left: x, top: 50});
+  seen.push(texts('#chart-position .u-series').map(text => text));
+  const canvas = plot.ctx.getImageData(0, 0, plot.ctx.canvas.width, plot.ctx.canvas.height).data;
+  seen.push(canvas.some(value => value));
+  return seen;
+""",
+    )
+    assert set(before) <= {'–', '--'}
+    (expected,) = [b['loss'] for b in run.last_evaluation['loss_by_position'] if b['start'] == 64]
+    (shown,) = [text for text in after if 'Polynomial' in text]
+    assert f'{expected:.5g} at 91.21' in shown
+    assert drawn, 'the canvas is empty'
+
+
+def test_short_and_long_runs_are_both_drawn(page):
+    labels = browse(page, "return texts('#chart-loss .u-label');")
+    assert [label for label in labels if 'steps' in label] == ['Softmax, steps 1000', 'Polynomial (deg=4), steps 200']
+
+
+def test_differences_and_links(page):
+    links, tables = browse(
+        page,
+        """
+  const rows = [...document.querySelectorAll('table.figures')].map(table => [...table.querySelectorAll('tbody tr')].map(
+    row => [...row.children].map(cell => cell.textContent)));
+  return [[...document.querySelectorAll('table.figures td a')].map(a => a.getAttribute('href')), rows];
+""",
+    )
+    rows = {row[0]: row[1:] for row in tables[1]}
+    assert rows['train.steps'] == ['200', '1000', '1000']
+    assert rows['train.seed'] == ['0', '0', '1']
+    assert rows['polynomial.degree'] == ['4', '–', '–']
+    assert 'model.n_layers' not in rows, 'equal in all runs'
+    assert links[:3] == ['../%3Cc%3E%20%3C%21--/', '../a/', '../b/']
+
+
+def test_the_page_asks_for_nothing_else(page, tmp_path):
+    """A server sees what the browser reads when it opens the page."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_request(self, code='-', size='-'):
+            asked.append(self.path)
+
+    served = shutil.copyfile(page, tmp_path / 'report.html').parent
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(Handler, directory=served))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    dom = open_in_browser(f'http://127.0.0.1:{server.server_port}/report.html', tmp_path / 'profile')
+    server.shutdown()
+    assert 'uplot' in dom
+    assert set(asked) <= {'/report.html', '/favicon.ico'}
+    assert not re.findall(r'(?:src|href)="?(?:https?:)?//', page.read_text()), 'an address of another machine'
