@@ -29,10 +29,13 @@ SECONDS = 3600
 """The limit for one cell."""
 RUN_COMMANDS = """
 def run_command(command):
-    import subprocess
+    import os, subprocess
     command = get_ipython().var_expand(command, depth=1)
-    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout)
+    plain = {name: value for name, value in os.environ.items() if name not in ('FORCE_COLOR', 'CLICOLOR_FORCE')}
+    done = subprocess.run(
+        command, env=plain, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(done.stdout, end='')
     if done.returncode:
         raise RuntimeError(f'exit code {done.returncode}: {command}')
 
