@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Executes the notebooks of docs/notebooks and keeps their outputs. People edit NAME.md; this makes NAME.ipynb of it.
 
-    pip install -e '.[notebooks,report]'
-    scripts/notebooks.py                                   # all notebooks, one after the other, in a new folder
-    scripts/notebooks.py look_at_a_run --folder /tmp/run   # one notebook, in a folder that may hold runs already
-    scripts/notebooks.py --tiny                            # in their tiny form, as the tests run them; writes nothing
+     pip install -e '.[notebooks,report]'
+     scripts/notebooks.py                                   # all notebooks, one after the other, in a new folder
+     scripts/notebooks.py look_at_a_run --folder /tmp/run   # one notebook, in a folder that may hold runs already
+     scripts/notebooks.py --tiny                            # in their tiny form, as the tests run them; writes nothing
 
 `tiny.toml` holds the parameters of the tiny form. A cell behind the cell with the tag `parameters` sets them.
 """

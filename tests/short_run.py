@@ -1,8 +1,8 @@
 """The short run of the tests: `pytest --short` leaves out the tests that `tests/data/long_tests.txt` lists.
 
-A full run with `--record_long` writes that list. A test is long if it takes more than `LONG` seconds of wall time by itself,
-or if a fixture that it needs does. The quickest test of each file stays in the short run. New tests are in it until
-somebody records again.
+A full run with `--record_long` writes that list. A test is long if it takes more than `LONG` seconds of wall time with
+the fixtures that it makes. The quickest test of each file stays in the short run. New tests are in it until somebody
+records again.
 """
 
 import os
@@ -15,8 +15,8 @@ import pytest
 PATH = pathlib.Path(__file__).parent / 'data' / 'long_tests.txt'
 LONG = 0.5
 HEADER = """\
-# Tests that scripts/test.sh leaves out, because they are long: tests/short_run.py. `scripts/test.sh --all --record_long`
-# writes this file.
+# Tests that scripts/test.sh leaves out, because they are long: tests/short_run.py.
+# `scripts/test.sh --all --record_long` writes this file.
 """
 
 
@@ -59,8 +59,9 @@ class ShortRun:
             return
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
+        passed = (time.monotonic() - self.begun) / 60
         terminalreporter.write_line(
-            f'The short run took {(time.monotonic() - self.begun) / 60:.1f} minutes, and {minutes:.1f} of processor time. '
+            f'The short run took {passed:.1f} minutes, and {minutes:.1f} of processor time. '
             'scripts/test.sh --all runs everything.'
         )
 
