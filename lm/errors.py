@@ -25,6 +25,22 @@ class ConfigError(LmError):
     meaning = 'wrong command, configuration or value'
 
 
+class MissingPackageError(ConfigError):
+    """A package is not installed that a choice of the user needs."""
+
+    def __init__(self, what: str, package: str, extra: str = '', remark: str = ''):
+        """Writes the same hint everywhere.
+
+        Args:
+            what: the choice, such as 'prepare.source = @parquet()'.
+            package: the name of the package that is missing.
+            extra: the extra of this project that installs it; empty: none does.
+            remark: what to do without it.
+        """
+        wanted = f"'lm-tpu[{extra}]'" if extra else package
+        super().__init__(f'{what}: needs {package}; pip install {wanted}{remark}')
+
+
 class UnnamedError(ConfigError):
     """A configuration does not name its data. A command line may do so later."""
 

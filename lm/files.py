@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from etils import epath
 from fsspec.config import conf as fsspec_conf
 
-from lm.errors import ConfigError, LmError
+from lm.errors import ConfigError, LmError, MissingPackageError
 
 AnyPath = pathlib.Path | epath.Path
 
@@ -77,7 +77,7 @@ def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:
     scheme = os.fspath(path).partition('://')[0]
     package = PACKAGES[scheme]
     if not any(importlib.util.find_spec(module) for module in (package, 'tensorflow')):
-        raise ConfigError(f'{_label(path, name)}: {scheme}:// needs a package that is not here; pip install {package}')
+        raise MissingPackageError(_label(path, name), package)
     # TensorStore and other processes write beside fsspec, which would not notice: it may not remember what it has seen.
     fsspec_conf.setdefault(scheme, {})['use_listings_cache'] = False
     return epath.Path(path)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MissingPackageError
 from lm.ops.chips import LIMITS, ChipLimits, limits_of
 
 MATRIX_UNITS = 4
@@ -229,9 +229,7 @@ def describe_devices(topology: Topology) -> list[Any]:
 def check_libtpu(topology: Topology) -> None:
     """Raises ConfigError when libtpu is missing."""
     if importlib.util.find_spec('libtpu') is None:
-        raise ConfigError(
-            f"--topology {topology.name}: compiling for TPUs needs libtpu; pip install 'lm-tpu[tpu]' (no TPU is needed)"
-        )
+        raise MissingPackageError(f'--topology {topology.name}', 'libtpu', 'tpu', ' (no TPU is needed)')
 
 
 def parse(name: str) -> Topology:

@@ -7,6 +7,7 @@ module also leaves out messages of native libraries that tell the user nothing.
 import contextlib
 import errno
 import glob
+import io
 import os
 import signal
 import sys
@@ -45,7 +46,7 @@ def leave_out_lines(start: bytes) -> None:
     """
     stream: Any = sys.stdout._stream if isinstance(sys.stdout, _Lasting) else sys.stdout
     try:
-        if stream.fileno() != 1:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != 1:
             return
         stream.flush()
     except (OSError, ValueError):

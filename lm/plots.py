@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from lm.errors import LmError
+from lm.errors import MissingPackageError
 from lm.text import format_digits, shorten
 
 P = ParamSpec('P')
@@ -106,11 +106,12 @@ def _in_style(draw: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_matplotlib() -> None:
-    """Raises LmError where matplotlib is missing."""
+    """Raises MissingPackageError where matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise LmError("pictures need matplotlib: pip install 'lm-tpu[report]', or pass --no_pictures") from None
+        remark = ', or pass --no_pictures'
+        raise MissingPackageError('pictures', 'matplotlib', 'report', remark) from None
 
 
 @_in_style

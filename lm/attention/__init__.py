@@ -7,7 +7,7 @@ import_modules(__name__, __path__)
 
 
 def mechanisms() -> dict[str, type[Attention]]:
-    """Gin name → configuration of every mechanism."""
+    """Returns gin name → configuration of every mechanism."""
     return {name: cls for name, cls in REGISTRY.items() if issubclass(cls, Attention)}
 
 

@@ -39,7 +39,7 @@ class ExactModule(AttentionModule):
         return self.compute(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **masks)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
-        """A cache of `max_length` normalized keys and values, or of the window where that is shorter."""
+        """Returns a cache of `max_length` normalized keys and values, or of the window where that is shorter."""
         length = min(max_length, self.window or max_length)
         return cache.empty(batch, length, self.dims.n_kv_heads, self.dims.head_dim, dtype, self.gate is not None)
 

@@ -100,7 +100,7 @@ class Llops(LinearAttention):
         return jax.lax.integer_pow(s, self.degree)
 
     def init_factors(self, key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """(Θ^Q, Θ^K), each [factors, rank, size (+ 1), n_features], for vectors of `size`."""
+        """Returns (Θ^Q, Θ^K), each [factors, rank, size (+ 1), n_features], for vectors of `size`."""
         size += self.affine
         shape = (self.n_factors, self.rank, size, self.n_features)
         if self.init == 'based':
@@ -130,7 +130,7 @@ class LowRankSketch(ProductFeatures):
     dtype: Any = None
 
     def products(self, factors: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The rows of Θ stand in the order factor, rank, feature."""
+        """Returns W with the rows of Θ in the order factor, rank, feature."""
         weight, shift = (factors[:, :, :-1], factors[:, :, -1].reshape(-1)) if self.affine else (factors, None)
         return weight.swapaxes(2, 3).reshape(-1, weight.shape[2]), shift
 
@@ -176,7 +176,7 @@ class LlopsAttention(NormedModule, LinearModule):
 
 
 def based_size(n_features: int, affine: bool) -> int:
-    """The largest r whose Taylor map, r (r + 1) / 2 products and with `affine` also 1 and x, fits `n_features`."""
+    """Returns the largest r whose Taylor map fits `n_features`: r (r + 1) / 2 products, with `affine` also 1 and x."""
     r = 0
     while (r + 1) * (r + 2) // 2 + affine * (r + 2) <= n_features:
         r += 1
@@ -184,7 +184,7 @@ def based_size(n_features: int, affine: bool) -> int:
 
 
 def based_factors(config: Llops, w_DxR: jax.Array, random: jax.Array, *, queries: bool) -> jax.Array:
-    """Θ with which φ is BASED's Taylor map of y = r^(-1/4) x W (LLoPS §3.3): products y_a y_b with a ≤ b, each once.
+    """Returns Θ with which φ is BASED's Taylor map of y = r^(-1/4) x W (LLoPS §3.3): products y_a y_b with a ≤ b.
 
     Inner products are s²/2, and with `config.affine` 1 + s + s²/2. Features and ranks that the map leaves free start
     without effect but with a gradient: `random` fills their factors, one of which is zero.

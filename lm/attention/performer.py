@@ -70,7 +70,7 @@ class Performer(LinearAttention):
         return {'performer 2048': cls(n_features=2048, block=None)}
 
     def feature_map(self, head_dim: int) -> RandomFeatures:
-        """φ as a function of (parameters, queries or keys)."""
+        """Returns φ as a function of (parameters, queries or keys)."""
         return FEATURES[self.features](
             scale=self.scale or head_dim**-0.5,
             epsilon=self.stabilizer,
@@ -102,7 +102,7 @@ class PerformerAttention(LinearModule):
         return projection_RxD, jax.random.uniform(phases_key, (rows,), maxval=2 * math.pi)
 
     def redraw(self, key: jax.Array) -> None:
-        """§4.2; does nothing unless `redraw_every` is set."""
+        """Draws the projection anew (§4.2); does nothing unless `redraw_every` is set."""
         if self.config.redraw_every is None:
             return
         projection_RxD, phases_R = self._draw(key)

@@ -18,7 +18,7 @@ from lm.ops.platform import sequence_shards
 
 
 def power_of_two(value: int) -> str | None:
-    """The check of `degree`."""
+    """Checks `degree`."""
     return None if value & (value - 1) == 0 else 'must be a power of two (2, 4, 8, 16)'
 
 
@@ -95,7 +95,7 @@ class PolysketchAttention(NormedModule, LinearModule):
 
     @jax.named_scope('sketches')
     def sketched(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> Sketched:
-        """ψ of normalized queries and keys, [B, L, H, r] and [B, L, K, r], and these for what else reads them."""
+        """Computes ψ of normalized queries and keys, [B, L, H, r] and [B, L, K, r], and returns the inputs too."""
         n = self.dims.n_kv_heads if self.config.per_head else 1
         grouped = (x.reshape(*x.shape[:2], n, -1, x.shape[-1]) for x in (q_BxLxHxD, k_BxLxKxD))
         found = self.sketch.of_each(*grouped)

@@ -32,7 +32,7 @@ class Softmax(Gated):
         return SoftmaxAttention(self, dims)
 
     def kernels_declare_cost(self, dims: HeadDims) -> bool:
-        """JAX's kernels, for windows and for heads that are too wide for ours, do not declare it."""
+        """Returns False where JAX's kernels compute it: for windows and for heads too wide for our kernels."""
         from lm.ops.tpu import LANES
 
         return self.window is None and self.implementation != 'splash' and dims.head_dim <= LANES

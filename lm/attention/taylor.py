@@ -68,7 +68,7 @@ class TaylorAttention(LinearModule):
 
 
 def compress(x_BxLxNxD: jax.Array, weight_NxDxR: nnx.Param | None) -> jax.Array:
-    """r^(-1/4) x W, whose inner products are s; the weight's leading axis is the heads or 1."""
+    """Returns r^(-1/4) x W, whose inner products are s; the weight's leading axis is the heads or 1."""
     if weight_NxDxR is None:
         return x_BxLxNxD * x_BxLxNxD.shape[-1] ** -0.25
     w_NxDxR = weight_NxDxR[...] * weight_NxDxR.shape[-1] ** -0.25

@@ -56,7 +56,7 @@ def forecast_steps(options: StepOptions) -> None:
     limit = options.microbatch_tokens or MICROBATCH_TOKENS
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine, ('jax', 'jaxlib', 'libtpu')))
-    printer.line(f'compiled, not run: {tokens:,} tokens a step on one device; ms, and of it the forward pass repeated')
+    printer.line(f'compiled, not run: {tokens:,} tokens per step on one device; ms (ms of recomputation)')
     settings = {
         'tokens_per_step': tokens,
         'topologies': list(options.topology or ()),

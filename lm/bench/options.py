@@ -41,7 +41,7 @@ class ComparedOptions(ModelOptions):
         'attention also has plain and scan, polysketch computed in other ways',
         'NAMES',
     )
-    contexts: Sequence[int] | None = option('tokens a sequence, with commas', 'LENGTHS')
+    contexts: Sequence[int] | None = option('tokens per sequence, with commas', 'LENGTHS')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class TimedOptions(ComparedOptions):
 class AttentionOptions(TimedOptions):
     """The options of `bench_attention`."""
 
-    tokens: int | None = option('tokens a call: the rows of a batch make up for it', 'N')
+    tokens: int | None = option('tokens per call: the rows of a batch make up for it', 'N')
     heads: int | None = option('default: 12, and 4 on a CPU', 'N')
     head_dim: int = option('default: 64', 'N', 64)
     dtype: str | None = option('default: bfloat16, and float32 on a CPU', choices=('float32', 'bfloat16'))

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lm import __version__
 from lm.bench.candidates import BASELINE
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MissingPackageError
 from lm.files import local_path
 
 WIDTH = 200
@@ -134,7 +134,7 @@ def _check_folder(path: pathlib.Path) -> pathlib.Path:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError(f"--out {path}: pictures need matplotlib: pip install 'lm-tpu[report]'") from None
+        raise MissingPackageError(f'--out {path}', 'matplotlib', 'report') from None
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

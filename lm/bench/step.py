@@ -156,7 +156,9 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
     printer.line(results.heading('lm bench step', machine))
     model = found[0].experiment.model
     dtype = model.resolve_dtype(jax.default_backend()).name
-    printer.line(f'{format_count(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens a step, {dtype}')
+    printer.line(
+        f'{format_count(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens per step, {dtype}'
+    )
     rows = []
     # An accelerator's memory should hold one state. On a shared CPU, all candidates take turns.
     for group in [found] if is_cpu else [[candidate] for candidate in found]:

@@ -4,6 +4,8 @@ Among the changes that leave some memory free, the fastest by prediction wins.
 """
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ MAX_FSDP = 64
 """The most devices that share one copy of the state; with more, each device's part is small beside everything else."""
 BYTES_A_PARAMETER = 4
 """The bytes of a parameter itself, without the optimizer's state for it."""
+BUDGET_SECONDS = 300.0
+"""How long faster changes are looked for after one that fits: each takes as long to compile as the step itself."""
 LARGE_STATE = 1 / 3
 """A fraction of the HBM; gradients and their sum over microbatches take up to as much again."""
 MICROBATCHES, REMAT_LEVEL, FSDP = 'train.microbatches', 'model.remat', 'mesh.fsdp'
@@ -53,11 +57,13 @@ class Advice:
             fit.
         nearest: the least memory that was reached.
         tried: all, in order.
+        left_out: the number of changes that were not tried, because the time was over.
     """
 
     check: Check | None
     nearest: Tried | None
     tried: tuple[Tried, ...]
+    left_out: int = 0
 
 
 def advise(
@@ -66,6 +72,7 @@ def advise(
     configured: Check,
     note: Callable[[str], None] = lambda text: None,
     everything: bool = False,
+    budget_seconds: float = BUDGET_SECONDS,
 ) -> Advice:
     """Finds the fastest of `list_candidates` that fits.
 
@@ -78,13 +85,16 @@ def advise(
         configured: the check of the experiment as it is.
         note: called with a line on each trial.
         everything: also changes that recompute less than the configuration, which is then one of the candidates.
+        budget_seconds: no more changes are tried so long after one fitted.
     """
     changes: list[dict[str, Any]] = [{}] if everything else []
     checks = [configured] if everything else []
 
-    def attempt(bindings: dict[str, Any]) -> bool:
+    deadline = time.monotonic() + budget_seconds if everything and configured.has_headroom else math.inf
+
+    def attempt(bindings: dict[str, Any], label: str) -> bool:
         """Checks a step with these changes; returns whether it fits with the margin."""
-        text = ', '.join(f'{name} = {value!r}' for name, value in bindings.items())
+        text = f'{label}: {", ".join(f"{name} = {value!r}" for name, value in bindings.items())}'
         try:
             found = check(experiment, topology, bindings)
         except ConfigError as error:
@@ -92,25 +102,39 @@ def advise(
             return False
         changes.append(bindings)
         checks.append(found)
-        note(f'{text}: {found.memory.needed_gib:.2f} GiB')
+        note(f'{text}: {found.memory.needed_gib:.2f} GiB{_describe_fit(found)}')
         return found.has_headroom
 
     given = _read_values(experiment)
     fitting = [given] if everything and configured.has_headroom else []
-    for bindings in list_candidates(experiment, topology, everything):
+    candidates = list(list_candidates(experiment, topology, everything))
+    left_out = 0
+    for i, bindings in enumerate(candidates, 1):
         values = given | bindings
-        if not any(_is_slower(values, other) for other in fitting) and attempt(bindings):
+        if any(_is_slower(values, other) for other in fitting):
+            continue
+        if time.monotonic() >= deadline:
+            left_out += 1
+        elif attempt(bindings, f'try {i} of {len(candidates)}'):
             fitting.append(values)
+            deadline = min(deadline, time.monotonic() + budget_seconds)
     is_looped = experiment.model.unroll < experiment.model.n_layers
     if everything and is_looped and (chosen := _find_fastest(checks)) is not None:
-        attempt(changes[chosen] | {UNROLL: experiment.model.n_layers})
+        attempt(changes[chosen] | {UNROLL: experiment.model.n_layers}, 'without a loop over the layers')
 
     tried = tuple(Tried(c.bindings, c.memory.needed_gib, _predict_seconds(c), c.has_headroom) for c in checks)
     nearest = min(tried, key=lambda t: t.needed_gib, default=None)
     if (chosen := _find_fastest(checks)) is not None:
-        return Advice(checks[chosen], nearest, tried)
+        return Advice(checks[chosen], nearest, tried, left_out)
     tight = [c for c in checks if c.fits]
-    return Advice(min(tight, key=lambda c: c.memory.needed_gib, default=None), nearest, tried)
+    return Advice(min(tight, key=lambda c: c.memory.needed_gib, default=None), nearest, tried, left_out)
+
+
+def _describe_fit(found: Check) -> str:
+    """Returns the words of a note about a step that fits; nothing for one that does not."""
+    seconds = _predict_seconds(found)
+    predicted = '' if seconds is None else f', {seconds:.3g} s per step predicted'
+    return f', fits{"" if found.has_headroom else " with too little to spare"}{predicted}' if found.fits else ''
 
 
 def _find_fastest(checks: list[Check]) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from lm.check.advice import advise
+from lm.check.advice import BUDGET_SECONDS, advise
 from lm.check.tables import print_budget, print_check
 from lm.cost_model.compiled_step import Check, check, compute_budget
 from lm.errors import ConfigError
@@ -29,6 +29,7 @@ class CheckOptions:
         if_possible: leave out the slices that this machine cannot describe.
         advice: try changes if a step does not fit.
         best: try changes even if a step fits.
+        advice_seconds: no more changes are tried so long after one fitted.
         price_per_chip_hour: in any currency; None: no prices are printed.
         as_json: print JSON instead of tables.
     """
@@ -37,6 +38,7 @@ class CheckOptions:
     if_possible: bool = False
     advice: bool = True
     best: bool = False
+    advice_seconds: float = BUDGET_SECONDS
     price_per_chip_hour: float | None = None
     as_json: bool = False
 
@@ -62,7 +64,8 @@ def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False
         note(f'compiling the training step for {topology.name} …')
         found = check(experiment, topology)
         if options.best or (not found.fits and options.advice):
-            found = dataclasses.replace(found, advice=advise(experiment, topology, found, note, options.best))
+            given = experiment, topology, found, note, options.best, options.advice_seconds
+            found = dataclasses.replace(found, advice=advise(*given))
         if not options.as_json:
             print_check(found, planned, price)
         checks.append(found)

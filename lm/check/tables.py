@@ -132,6 +132,9 @@ def print_advice(check: Check, budget: Budget, price: float | None = None) -> No
     advice = check.advice
     for i, tried in enumerate(advice.tried):
         row('tried' if i == 0 else '', tried_line(tried))
+    if advice.left_out:
+        changes = format_count(advice.left_out, 'change was', 'changes were')
+        row('', f'{changes} not tried, because the time was over: --advice_minutes sets it')
     best = advice.check
     if best is None:
         nearest = f'; nearest: {advice.nearest.needed_gib:.2f} GiB' if advice.nearest else ''

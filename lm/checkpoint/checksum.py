@@ -18,7 +18,7 @@ TOGETHER, TOGETHER_AT_LEAST = 1 / 8, 2**26
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """The checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
+    """Returns the checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
     if not arrays:
         return {}
     shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
@@ -55,7 +55,7 @@ def _compiled(out_sharding: NamedSharding | None):
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """uint32 scalar. Pure and traceable; elementwise but for one sum, so a sharded array is never gathered."""
+    """Computes a uint32 scalar, purely and traceably; elementwise except one sum: no sharded array is gathered."""
     # Operations of lax instead of Python's operators, which take ten times as long to trace.
     words = _words(x)
     # The flat index from one iota an axis: a reshape would make XLA move a sharded array.
@@ -73,7 +73,7 @@ _traced_once = jax.jit(checksum, inline=True)
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 with good avalanche ("lowbias32", C. Wellons, Prospecting for Hash Functions, 2018)."""
+    """Mixes uint32, a bijection with good avalanche ("lowbias32", C. Wellons, Prospecting for Hash Functions, 2018)."""
     x = lax.mul(_xor_shifted(x, 16), np.uint32(0x7FEB352D))
     x = lax.mul(_xor_shifted(x, 15), np.uint32(0x846CA68B))
     return _xor_shifted(x, 16)
@@ -84,7 +84,7 @@ def _xor_shifted(x: jax.Array, bits: int) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of each element as uint32; 64-bit elements become two words along a new last axis."""
+    """Returns the bits of each element as uint32; 64-bit elements become two words along a new last axis."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([_words(x.real), _words(x.imag)], axis=-1)
     if x.dtype == jnp.bool_:

@@ -45,7 +45,7 @@ class WriteErrorFilter:
 
 
 def _without_closed_loops(hook: Any) -> Any:
-    """`hook`, of either kind, but for the errors of threads that find their event loop closed."""
+    """Returns `hook`, of either kind, without errors of threads that find their event loop closed."""
 
     def quiet(*arguments: Any) -> None:
         error = arguments[1] if len(arguments) == 3 else arguments[0].exc_value

@@ -53,7 +53,7 @@ class SaveBarrier:
         self._visits: collections.Counter = collections.Counter()
 
     def begin(self) -> None:
-        """The next save. Nobody reads the keys of the one before the last any more, so they go."""
+        """Begins the next save. Nobody reads the keys of the save before the last any more, so they are deleted."""
         self._save = next(self._numbers)
         self._visits.clear()
         if self.index == 0 and self._save > 2:

@@ -97,7 +97,7 @@ class Snapshot:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in abstract]), record
 
     def read(self, abstract: Mapping[str, Any], record: dict) -> dict[str, jax.Array]:
-        """The named arrays with the shardings of `abstract` (default: the first local device), checksums verified."""
+        """Returns the named arrays with the shardings of `abstract` (default: the first local device), verified."""
         context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
         sizes = {name: _local_bytes(target) for name, target in abstract.items()}
         budget = ReadBudget(max(READ_AT_LEAST, int(READ_SHARE * sum(sizes.values()))))
@@ -187,7 +187,7 @@ def make_record(
     metrics: Mapping[str, float | str],
     metadata: Mapping[str, Any],
 ) -> dict:
-    """The record of a step about to be saved. Metrics that are not finite become strings: JSON has no such numbers."""
+    """Makes the record of a step. Metrics that are not finite become strings: JSON has no such numbers."""
     sums = checksums(arrays)
     record = {
         'format': FORMAT,
@@ -204,7 +204,7 @@ def make_record(
 
 
 def find_steps(directory: epath.Path) -> list[int]:
-    """The steps that have a folder in `directory`, complete or not, ascending."""
+    """Returns the steps that have a folder in `directory`, complete or not, ascending."""
     if not directory.exists():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
@@ -216,7 +216,7 @@ def find_committed_steps(directory: epath.Path) -> list[int]:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Dotted name → leaf, in the order of jax.tree.leaves."""
+    """Returns dotted name → leaf, in the order of jax.tree.leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -234,7 +234,7 @@ def _local_bytes(target: Any) -> int:
 
 
 def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:
-    """The nested dict without the leaves that are not in `names`, and without dicts that are empty then."""
+    """Returns the nested dict without leaves outside `names`, and without dicts that become empty."""
     kept = {}
     for key, value in tree.items():
         name = f'{prefix}{key}'
@@ -281,7 +281,7 @@ def _out_of_reach(what: Any, error: Exception) -> LmError:
 
 
 def list_last(items: list) -> str:
-    """The last few items for a message."""
+    """Returns the last few items for a message."""
     return ('… ' if len(items) > 4 else '') + ', '.join(map(str, items[-4:])) if items else 'none'
 
 

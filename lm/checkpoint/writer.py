@@ -60,7 +60,7 @@ class Writer(ocp.CheckpointManager):
 
 
 def _make_barrier() -> SaveBarrier | None:
-    """The barrier of this job's processes, if it has several."""
+    """Returns the barrier of this job's processes, if it has several."""
     from jax._src.distributed import global_state
 
     if jax.process_count() == 1:

@@ -130,7 +130,7 @@ PARTS = {
         _call_attention,
     ),
     'step': BenchPart(
-        'whole training steps a second at constant tokens a step, over context lengths',
+        'whole training steps per second at constant tokens per step, over context lengths',
         'lm bench step --mechanisms softmax,polysketch --contexts 512,2048 --json step.json',
         StepOptions,
         _call_step,

@@ -22,6 +22,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--no_advice', dest='advice', action='store_false', help='try no changes when a step does not fit'
     )
     parser.add_argument(
+        '--advice_minutes',
+        type=float,
+        metavar='X',
+        help='look for faster changes so long after one fitted; default: 5, and with --best no limit',
+    )
+    parser.add_argument(
         '--best',
         action='store_true',
         help='try all changes of microbatches, remat and fsdp, also of a step that fits, the fastest unrolled, too, '
@@ -69,7 +75,9 @@ def make_call(arguments: argparse.Namespace) -> Call:
     from lm.check.reach import has_begun
 
     given = pick(arguments, 'if_possible', 'advice', 'best', 'price_per_chip_hour')
-    options = CheckOptions(tuple(arguments.topology), as_json=arguments.json, **given)
+    limit = math.inf if arguments.best else CheckOptions.advice_seconds
+    limit = limit if arguments.advice_minutes is None else 60 * arguments.advice_minutes
+    options = CheckOptions(tuple(arguments.topology), as_json=arguments.json, advice_seconds=limit, **given)
     begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
     return functools.partial(run_check, experiment, options, begun=begun)
 
@@ -79,6 +87,9 @@ def check_together(arguments: argparse.Namespace) -> None:
     price, index = arguments.price_per_chip_hour, arguments.index
     if arguments.best and not arguments.advice:
         raise ConfigError('--best and --no_advice: give one of them')
+    if (minutes := arguments.advice_minutes) is not None and (not minutes >= 0 or not arguments.advice):
+        why = 'must be at least 0' if arguments.advice else 'is of the advice; leave this or --no_advice out'
+        raise ConfigError(f'--advice_minutes {minutes:g}: {why}')
     if not arguments.topology:
         for flag, given in (('--best', arguments.best), (f'--price_per_chip_hour {price}', price is not None)):
             if given:

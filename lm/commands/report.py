@@ -19,13 +19,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action='store_false',
         help='no PNG and PDF files',
     )
+    parser.add_argument(
+        '--watch', action='store_true', help='write it again whenever a run changes, until Ctrl-C; the page reloads'
+    )
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
+    from lm.report.watch import watch_report
     from lm.report.write import write_report
 
     return functools.partial(
-        write_report,
+        watch_report if arguments.watch else write_report,
         arguments.paths,
         arguments.out,
         split=arguments.split,

@@ -64,7 +64,7 @@ def check_macros(bindings: dict[str, Statement]) -> None:
 
 
 def find_used_bindings(bindings: dict[str, Statement], calls: list[tuple[str, str]]) -> set[str]:
-    """The keys of the statements that had an effect on what was built, macros among them."""
+    """Returns the keys of the statements that had an effect on what was built, with macros."""
     used = {s.key for scope, name in set(calls) for s in find_effective(bindings, scope, name).values()}
     pending = list(used)
     while pending:
@@ -111,11 +111,11 @@ def _explain(statement: Statement, bindings: dict[str, Statement], used: set[str
 
 
 def list_parameters(name: str) -> list[str]:
-    """The parameters of a registered configurable."""
+    """Returns the parameters of a registered configurable."""
     return [field.name for field in dataclasses.fields(REGISTRY[name])]
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = '', after: str = '') -> str:
-    """A hint with the known name that is nearest to `name`, or nothing."""
+    """Returns a hint with the known name that is nearest to `name`, or nothing."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f'; did you mean {before}{close[0]}{after}?' if close else ''

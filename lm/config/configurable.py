@@ -57,7 +57,7 @@ def field(
     resume: bool = False,
     formerly: str | None = None,
 ) -> Any:
-    """A dataclass field with the range of its values.
+    """Returns a dataclass field with the range of its values.
 
     Args:
         default: the default; without one the field is required. Type checkers read it only by name.

@@ -38,7 +38,7 @@ def find_field_classes(binding: str) -> list[type]:
 
 
 def find_current_names(name: str, parameter: str) -> list[tuple[str, str]]:
-    """The (configurable, field) that `name.parameter` means: itself, or those that declare it as their former name."""
+    """Returns the (configurable, field) that `name.parameter` means, or fields with this former name."""
     if any(field.name == parameter for field in _fields(name)):
         return [(name, parameter)]
     return [
@@ -62,7 +62,7 @@ def use_references(value: Any, name: str, parameter: str) -> Any:
 
 
 def update_names(bindings: dict[str, str]) -> dict[str, str]:
-    """Binding → gin text of a dumped configuration, in the names of today: as this version would have written it.
+    """Returns binding → gin text of a dumped configuration, with the names that this version would have written.
 
     A field that the configuration lacks, because it is younger, has its default. Names that no configurable has stay.
     """
@@ -87,13 +87,13 @@ def update_names(bindings: dict[str, str]) -> dict[str, str]:
 
 
 def _former(owner: str, field: dataclasses.Field) -> str | None:
-    """The former name in full; one without a dot was of the same configurable."""
+    """Returns the former name in full; a name without a dot belonged to the same configurable."""
     name = field.metadata.get('formerly')
     return f'{owner}.{name}' if name and '.' not in name else name
 
 
 def _title(key: str) -> str:
-    """'a/polynomial.degree' → 'a/polynomial'"""
+    """Shortens 'a/polynomial.degree' to 'a/polynomial'."""
     return key.rpartition('.')[0]
 
 

@@ -8,6 +8,6 @@ PACKAGE = pathlib.Path(lm.__file__).resolve().parent
 
 
 def project_root() -> pathlib.Path:
-    """The folder that holds `configs` and `data`: the checkout, or the copy that setup.py puts into a wheel."""
+    """Returns the folder that holds `configs` and `data`: the checkout, or the copy that setup.py puts into a wheel."""
     copy = PACKAGE / '_project'
     return copy if copy.is_dir() else PACKAGE.parent

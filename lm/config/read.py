@@ -249,7 +249,7 @@ def _find_file(name: str, includer: AnyPath | None = None, where: str = '') -> A
 
 
 def _list_roots() -> list[AnyPath]:
-    """The folders, besides the one of the file itself, whose files may be included."""
+    """Returns the folders, besides the folder of the file itself, whose files may be included."""
     return [pathlib.Path.cwd(), project_root() / 'configs', project_root() / 'data']
 
 

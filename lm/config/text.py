@@ -143,7 +143,7 @@ def _identity(config: Configurable) -> str:
 
 
 def _scope(index: int) -> str:
-    """0, 1, … → a, b, …, z, aa, ab, …"""
+    """Converts 0, 1, … to a, b, …, z, aa, ab, …"""
     letters = ''
     index += 1
     while index:
@@ -153,7 +153,7 @@ def _scope(index: int) -> str:
 
 
 def join_names(names: Iterable[str], limit: int = 12) -> str:
-    """`a, b and 3 more`."""
+    """Formats a list as `a, b and 3 more`."""
     names = list(names)
     rest = f' and {len(names) - limit} more' if len(names) > limit else ''
     return ', '.join(names[:limit]) + rest

@@ -34,7 +34,7 @@ class Order:
         self._epoch: tuple[int, Permutation] | None = None
 
     def __call__(self, example: np.ndarray) -> np.ndarray:
-        """Start offsets, in the shape of `example`, of the windows that these examples are (numbers from 0)."""
+        """Returns start offsets, in the shape of `example`, of the windows with these numbers (from 0)."""
         epochs, index = np.divmod(example, self.count)
         window = np.empty_like(index)
         for epoch in np.unique(epochs):
@@ -64,7 +64,7 @@ class BatchWindows(abc.ABC):
 
     @abc.abstractmethod
     def place(self, example: np.ndarray) -> np.ndarray:
-        """Start offsets, in the shape of `example`, of the windows that these examples are (numbers from 0)."""
+        """Returns start offsets, in the shape of `example`, of the windows with these numbers (from 0)."""
 
     @abc.abstractmethod
     def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
@@ -73,10 +73,10 @@ class BatchWindows(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, steps: int, path: str) -> str:
-        """How often the data of `path` are seen in so many steps."""
+        """Returns how often the data of `path` are seen in so many steps."""
 
     def batch(self, step: int) -> int:
-        """The number of the batch that step `step` sees, both from 0: those to skip count, but no step sees them."""
+        """Returns the number of the batch of step `step`, both from 0; skipped batches count, but no step sees them."""
         batch = step
         for first, end in self.skip:
             if batch >= first:
@@ -84,7 +84,7 @@ class BatchWindows(abc.ABC):
         return batch
 
     def skipped_before(self, step: int) -> list[tuple[int, int]]:
-        """The ranges that have been left out once steps 0, …, step-1 are done. A checkpoint keeps them: `resume`."""
+        """Returns the ranges that were left out before step `step`. A checkpoint keeps them for `resume`."""
         following = self.batch(step - 1) + 1 if step else 0
         return [(first, min(end, following)) for first, end in self.skip if first < following]
 
@@ -112,11 +112,11 @@ class BatchWindows(abc.ABC):
         self.skip = merge_ranges([*skipped, *ahead])
 
     def examples(self, step: int) -> np.ndarray:
-        """The numbers [batch_size] of the examples of step `step`, both from 0: the windows of all batches in a row."""
+        """Returns example numbers [batch_size] of step `step` (both from 0): the windows of all batches in a row."""
         return self.batch(step) * self.batch_size + np.arange(self.batch_size)
 
     def starts(self, step: int) -> np.ndarray:
-        """Start offsets [batch_size] of the windows of step `step` (from 0)."""
+        """Returns start offsets [batch_size] of the windows of step `step` (from 0)."""
         return self.place(self.examples(step))
 
 
@@ -136,7 +136,7 @@ class Windows(BatchWindows):
         return self.order(example)
 
     def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
-        """Nothing: there is one source."""
+        """Returns nothing: there is one source."""
         return {}
 
     def describe(self, steps: int, path: str) -> str:
@@ -144,7 +144,7 @@ class Windows(BatchWindows):
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same batches as half-open ranges that are in order and neither overlap nor touch.
+    """Returns the same batches as half-open ranges that are in order and neither overlap nor touch.
 
     Raises ConfigError for a range that is negative or empty, such as (5, 3).
     """
@@ -187,7 +187,7 @@ class Batches:
         self.shape = (microbatches, rows, windows.context_length + 1)
 
     def __call__(self, step: int) -> jax.Array:
-        """The batch of step `step`; each process reads the rows of its own devices."""
+        """Returns the batch of step `step`; each process reads the rows of its own devices."""
         starts = self.windows.starts(step).reshape(self.shape[:2])
         places = self.sharding.addressable_devices_indices_map(self.shape)
         local = [starts[(index or ())[:2]] for index in places.values()]

@@ -62,7 +62,7 @@ class Mixture:
         return {'tokenizer': self._first.info['tokenizer']}
 
     def parts(self, split: str) -> dict[str, TokenStore]:
-        """Name → store of those that have the split. Raises ConfigError if none has."""
+        """Returns name → store of the sources that have the split. Raises ConfigError if none has it."""
         found = {name: store for name, store in self.stores.items() if split in store.splits}
         if not found:
             self._first.tokens(split)
@@ -81,7 +81,7 @@ class Mixture:
         return sum(store.words(split) for store in self.parts(split).values())
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
-        """Token ids [stop - start], uint16 or uint32, of one store."""
+        """Returns token ids [stop - start], uint16 or uint32, of one store."""
         return self.read_many(split, [start], stop - start)[0]
 
     def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
@@ -135,11 +135,11 @@ class MixedWindows(BatchWindows):
         return starts
 
     def sources(self, step: int) -> np.ndarray:
-        """The source of each window of step `step` [batch_size], an index into `names`."""
+        """Returns the source of each window of step `step` [batch_size], an index into `names`."""
         return self.shares(self.examples(step))[0]
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each source has been seen before step `step`, batches that were left out among it."""
+        """Returns how often each source was seen before step `step`, with the batches that were left out."""
         taken = self.shares.taken(self.batch(step) * self.batch_size)
         return {name: int(n) / order.count for name, n, order in zip(self.names, taken, self.orders, strict=True)}
 
@@ -160,12 +160,12 @@ class MixedWindows(BatchWindows):
 
 
 def names(mixture: Sequence[tuple[str, float]]) -> list[str]:
-    """The names of the sources: the last parts of their paths."""
+    """Returns the names of the sources: the last parts of their paths."""
     return [place.rstrip('/').rpartition('/')[2] for place, _ in mixture]
 
 
 def check_mixture(mixture: Sequence[tuple[str, float]]) -> str | None:
-    """None for a good mixture, else what is wrong."""
+    """Returns the fault of a mixture; None for a good one."""
     for place, weight in mixture:
         if not 0 < weight < float('inf'):
             return f'the weight of {place!r} must be a positive number; leave out the others'

@@ -24,7 +24,7 @@ class Permutation:
         self.keys = [np.uint64(key) for key in keys]
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
-        """The images of `index`, integers in [0, n), as int64 of the same shape."""
+        """Returns the images of `index`, integers in [0, n), as int64 of the same shape."""
         value = self._encrypt(np.asarray(index, np.uint64))
         while (outside := value >= self.n).any():
             value[outside] = self._encrypt(value[outside])

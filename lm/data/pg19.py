@@ -7,7 +7,7 @@ _WORDS = {'validation': (50, 3_007_061), 'test': (100, 6_966_499)}
 
 
 def published_words(split: str, documents: int) -> int | None:
-    """The published word count of a full split; None for other splits and where documents are missing."""
+    """Returns the published word count of a full split; None for other splits and where documents are missing."""
     full, words = _WORDS.get(split, (None, None))
     return words if documents == full else None
 

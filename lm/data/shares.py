@@ -41,7 +41,7 @@ class Shares:
         return source, period * self.counts[source] + self._rank[place]
 
     def taken(self, examples: int) -> np.ndarray:
-        """How many of the first `examples` examples each source has [sources]."""
+        """Returns how many of the first `examples` examples each source has [sources]."""
         periods, rest = divmod(examples, self.period)
         return periods * self.counts + np.bincount(self._source[:rest], minlength=len(self.counts))
 
@@ -65,7 +65,7 @@ def to_whole_numbers(weights: Sequence[float]) -> list[int]:
 
 
 def _places(counts: list[int]) -> np.ndarray:
-    """The source of each place of a period, by earliest deadline."""
+    """Returns the source of each place of a period, by earliest deadline."""
     period = sum(counts)
     done = [0] * len(counts)
     released: list[tuple[int, int]] = []  # (deadline, source)

@@ -78,14 +78,14 @@ class TokenStore:
         return self.info['tokenizer']['vocab_size']
 
     def tokens(self, split: str) -> int:
-        """The number of tokens, the end-of-document tokens among them."""
+        """Returns the number of tokens, the end-of-document tokens among them."""
         return self._split(split)['tokens']
 
     def documents(self, split: str) -> int:
         return self._split(split)['documents']
 
     def bytes(self, split: str) -> int:
-        """UTF-8 bytes of the cleaned text."""
+        """Returns the number of UTF-8 bytes of the cleaned text."""
         return self._split(split)['bytes']
 
     def words(self, split: str) -> int:
@@ -99,7 +99,7 @@ class TokenStore:
         return found['words'] if published is None else published
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
-        """Token ids [stop - start], uint16 or uint32. Raises MismatchError where the data is damaged or missing."""
+        """Returns token ids [stop - start], uint16 or uint32. Raises MismatchError for damaged or missing data."""
         return self.read_many(split, [start], stop - start)[0]
 
     def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
@@ -134,7 +134,7 @@ class TokenStore:
             raise self._damage(split, 'document_ends', error) from None
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer that made the tokens. Raises MismatchError if its file is missing or another one."""
+        """Returns the tokenizer that made the tokens. Raises MismatchError if its file is missing or another one."""
         if self._tokenizer is None:
             name = self.info['tokenizer'].get('file', 'tokenizer.model')
             model = read_file(self._kvstore, name)
@@ -197,7 +197,7 @@ class TokenStore:
 
 
 def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:
-    """The contents of dataset.json; None if there is none, so no finished store. Raises MismatchError if damaged."""
+    """Returns the contents of dataset.json; None where no store is finished. Raises MismatchError if damaged."""
     try:
         raw = read_file(open_kvstore(path), 'dataset.json', timeout)
     except TimeoutError:
@@ -259,14 +259,14 @@ def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], 
 
 
 def digest_split(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
-    """SHA-256 that identifies a split: of its tokens (little-endian bytes, already digested) and document ends."""
+    """Computes the SHA-256 of a split: of its tokens (little-endian bytes, already digested) and document ends."""
     digest = tokens.copy()
     digest.update(ends.astype('<i8').tobytes())
     return digest.hexdigest()
 
 
 def open_kvstore(path: str) -> ts.KvStore:
-    """TensorStore's view of a folder or a bucket. Raises ConfigError for an address of another kind."""
+    """Returns TensorStore's view of a folder or a bucket. Raises ConfigError for an address of another kind."""
     check_scheme(path, 'data.path')
     if not is_remote(path):
         local_path(path, 'data.path')  # which names the field where there is no such user

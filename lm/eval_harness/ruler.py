@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lm.data.tokenizers import Tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MissingPackageError
 
 COMMON = 'lm_eval.tasks.ruler.common_utils'
 """The module that all RULER tasks of the harness share."""
@@ -47,9 +47,7 @@ def measured_by(tokenizer: Tokenizer) -> Iterator[None]:
         auto: Any = importlib.import_module(COMMON).AutoTokenizer
         importlib.import_module('wonderwords')
     except ImportError as error:
-        raise ConfigError(
-            f"--tasks: those of RULER need {error.name}, which is not installed: pip install 'lm-tpu[harness]'"
-        ) from None
+        raise MissingPackageError('--tasks of RULER', str(error.name), 'harness') from None
     kept = auto.from_pretrained
     auto.from_pretrained = lambda name, **_: Measure(tokenizer)
     try:

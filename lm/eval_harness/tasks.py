@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MissingPackageError
 from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
 from lm.experiment import Experiment
 from lm.inference.loaded_run import LoadedRun, load_run
@@ -55,7 +55,7 @@ def evaluate_tasks(
             tasks have one name.
     """
     if importlib.util.find_spec('lm_eval') is None:
-        raise ConfigError("--tasks: needs lm-evaluation-harness: pip install 'lm-tpu[harness]'")
+        raise MissingPackageError('--tasks', 'lm-evaluation-harness', 'harness')
     check_names(tasks)
     os.environ.setdefault('DISABLE_MULTIPROC', '1')  # its pool of processes would be forked under JAX's threads
     import lm_eval

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from lm.errors import ConfigError, MismatchError, writing
+from lm.errors import MismatchError, MissingPackageError, writing
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -19,7 +19,7 @@ INDEX = 'model.safetensors.index.json'
 def check_safetensors() -> None:
     """Raises ConfigError if the package is not installed."""
     if importlib.util.find_spec('safetensors') is None:
-        raise ConfigError("safetensors is not installed: pip install 'lm-tpu[exchange]'")
+        raise MissingPackageError('model.safetensors', 'safetensors', 'exchange')
 
 
 def write_tensors(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:

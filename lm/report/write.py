@@ -25,7 +25,13 @@ from lm.text import format_count
 
 
 def write_report(
-    paths: Sequence[str], out: str, *, split: str | None = None, corpus: str | None = None, pictures: bool = True
+    paths: Sequence[str],
+    out: str,
+    *,
+    split: str | None = None,
+    corpus: str | None = None,
+    pictures: bool = True,
+    refresh: int | None = None,
 ) -> None:
     """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
 
@@ -33,7 +39,19 @@ def write_report(
         paths: run directories, sweeps, or globs of them.
         split, corpus: as in `lm.report.report.Report`.
         pictures: draw them, too.
+        refresh: seconds after which the page reads itself again; None: never.
     """
+    report = write_files(paths, out, split=split, corpus=corpus, pictures=pictures, refresh=refresh)
+    print(report.format_table())
+    if missing := paper.explain_no_match(report.comparison, corpus):
+        print(f'\n{missing}')
+    print(f'\n{format_count(len(report.written), "file")} in {report.out}: {", ".join(report.written)}')
+
+
+def write_files(
+    paths: Sequence[str], out: str, *, split: str | None, corpus: str | None, pictures: bool, refresh: int | None
+) -> Report:
+    """Writes the files of `write_report`, whose arguments it has, and prints nothing."""
     runs = find_runs(paths)
     check_split(runs, split)
     if pictures:
@@ -44,11 +62,8 @@ def write_report(
     except OSError as error:
         raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
     report = Report(runs, folder, split, corpus, absent=find_points_without_runs(paths))
-    report.write(pictures)
-    print(report.format_table())
-    if missing := paper.explain_no_match(report.comparison, corpus):
-        print(f'\n{missing}')
-    print(f'\n{format_count(len(report.written), "file")} in {folder}: {", ".join(report.written)}')
+    report.write(pictures, refresh)
+    return report
 
 
 def check_split(runs: Sequence[Run], split: str | None) -> None:

@@ -123,7 +123,7 @@ def find_version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str
 
 
 def starts_left_out(info: Mapping[str, Any]) -> int:
-    """How many starts run.json does not list any more."""
+    """Returns how many starts run.json does not list any more."""
     number = info.get('starts_left_out', 0)
     return number if type(number) is int else 0
 
@@ -134,7 +134,7 @@ def to_text(info: Mapping[str, Any]) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Versions, git commit, command and devices, for run.json."""
+    """Returns versions, git commit, command and devices, for run.json."""
     versions: dict[str, str | None] = {'lm': lm.__version__, 'python': platform.python_version()}
     for package in PACKAGES:
         try:
@@ -152,7 +152,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that holds this package, '-dirty' with local changes; None when there is none."""
+    """Returns the commit of the checkout of this package, '-dirty' with local changes; None without a checkout."""
     folder = Path(lm.__file__).parent
 
     def git(*arguments: str) -> str:

@@ -95,7 +95,7 @@ class InitialParameters:
 
 
 def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
-    """The nested dict without the arrays that have another shape or type in `saved`, or are not there."""
+    """Returns the nested dict without arrays that `saved` lacks or has in another shape or type."""
     kept = {}
     for name, value in tree.items():
         path = f'{prefix}{name}'
@@ -107,7 +107,7 @@ def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
 
 
 def merge_weights(old: dict, new: dict) -> dict:
-    """The nested dict `old` with the leaves that `new` has in their places."""
+    """Returns the nested dict `old` with the leaves of `new` in their places."""
     return {
         name: (merge_weights(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
         for name, value in old.items()

@@ -166,7 +166,7 @@ class RunLock:
             ) from None
 
     def _write(self, generation: bytes) -> bytes:
-        """The generation of the renewed lock; b'' if it was not `generation` that lay there."""
+        """Renews the lock and returns its generation; b'' if the lock there was not `generation`."""
         text = json.dumps(self._owner | {'inode': _inode(self.directory), 'renewed': time.time()}, indent=2) + '\n'
         return self._store.write(NAME, text.encode(), if_equal=generation).result().generation
 
@@ -174,7 +174,7 @@ class RunLock:
         return found.state == 'value' and _parse(found.value).get('uuid') == self._owner['uuid']
 
     def _own_generation(self) -> bytes:
-        """The generation of the lock that lies there; b'' if it is not this object's."""
+        """Returns the generation of the lock in its place; b'' if it belongs to another object."""
         found = self._store.read(NAME).result()
         return found.stamp.generation if self._is_own(found) else b''
 
@@ -231,7 +231,7 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The owner, or {} where the file is damaged."""
+    """Returns the owner, or {} where the file is damaged."""
     try:
         owner = json.loads(data)
         return owner if {'host', 'pid', 'since', 'boot', 'renewed'} <= owner.keys() else {}

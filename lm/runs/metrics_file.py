@@ -119,7 +119,7 @@ class MetricsFile:
                 raise
 
     def _keep(self, resume_at: int) -> list[str]:
-        """The lines that stay; the file is replaced if any go, and kept beside it if there were damaged ones."""
+        """Returns the lines that stay. Replaces the file if any go, and keeps a copy if some were damaged."""
         found = read_lines(self.path)
         kept: list[bytes] = []
         damaged: list[int] = []
@@ -150,7 +150,7 @@ class MetricsFile:
 
 
 def read_lines(path: epath.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with its record: an object with a `kind` and a `step`; None where it is something else."""
+    """Yields each line with its record: an object with a `kind` and a `step`; None for any other line."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [(line, _parse(line)) for line in lines]
 

@@ -15,7 +15,7 @@ FAILED = 1000
 
 
 def run_on_process_zero(work: Callable[[], bool]) -> bool:
-    """The result of `work` in process 0; where it fails, all processes fail with the same exit code."""
+    """Returns the result of `work` in process 0; where it fails, all processes fail with the same exit code."""
     if _is_alone():
         return work()
     outcome, error = 0, None
@@ -35,7 +35,7 @@ def run_on_process_zero(work: Callable[[], bool]) -> bool:
 
 
 def broadcast_text(text: str) -> str:
-    """The `text` that process 0 has given."""
+    """Returns the `text` of process 0."""
     if _is_alone():
         return text
     data = np.frombuffer(text.encode(), np.uint8)

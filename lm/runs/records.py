@@ -78,7 +78,7 @@ class Run:
         return self.directory.path.name
 
     def value(self, binding: str, default: Any = None) -> Any:
-        """The value of a binding of config.gin as Python; gin's references stay text."""
+        """Returns the value of a binding of config.gin as Python; gin's references stay text."""
         text = self.config.get(binding)
         if text is None:
             return default
@@ -146,7 +146,7 @@ class Run:
         return self.evals[-1] if self.evals else None
 
     def mechanisms(self) -> list[str]:
-        """The attention of the layers, as scope/name, in the order of the pattern."""
+        """Returns the attention of the layers, as scope/name, in the order of the pattern."""
         text = self.config.get('model.attention', '')
         return [part.strip(' @()[]') for part in text.split(',') if part.strip(' ,[]')]
 
@@ -176,17 +176,23 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
     found: dict[str, Run] = {}
     for pattern in patterns:
         paths = _expand(pattern)
-        inside = [p for path in paths if not is_run(path) and path.is_dir() for p in sorted(path.iterdir())]
         named = paths if len(paths) == 1 else ()
-        runs = [run for p in [*paths, *inside] if is_run(p) and (run := _read_if_own(p, p in named))]
+        runs = [run for p in find_run_paths(pattern) if (run := _read_if_own(p, p in named))]
         if not runs:
             raise ConfigError(f'{pattern}: no run is there; name run directories, sweeps or globs of them')
         found |= {str(run.directory.path): run for run in runs if str(run.directory.path) not in found}
     return list(found.values())
 
 
+def find_run_paths(pattern: str) -> list[epath.Path]:
+    """Returns the run directories that a pattern of `find_runs` names, without reading them."""
+    paths = _expand(pattern)
+    inside = [p for path in paths if not is_run(path) and path.is_dir() for p in sorted(path.iterdir())]
+    return [path for path in [*paths, *inside] if is_run(path)]
+
+
 def _read_if_own(path: epath.Path, named: bool) -> Run | None:
-    """The run, or None for another program's folder that was not named itself."""
+    """Returns the run, or None for another program's folder that was not named itself."""
     try:
         return Run.read(path)
     except ConfigError:
@@ -247,7 +253,7 @@ def _restore_numbers(value: Any) -> Any:
 
 @functools.cache
 def _defaults(name: str) -> dict[str, str]:
-    """Field → gin text of its default, of a registered mechanism."""
+    """Returns field → gin text of its default, of a registered mechanism."""
     if (mechanism := mechanisms().get(name)) is None:
         return {}
     defaults = {}

@@ -25,7 +25,7 @@ def is_sweep(root: epath.Path) -> bool:
 
 
 def read_rows(root: epath.Path) -> list[dict[str, Any]]:
-    """The rows of a sweep. Raises MismatchError where the file is not what `lm sweep` writes."""
+    """Returns the rows of a sweep. Raises MismatchError where the file is not one of `lm sweep`."""
     found = read_json(root / NAME)
     rows = found.get('points') if isinstance(found, dict) else None
     needed = {'point', 'status', 'step', 'steps'}
@@ -41,13 +41,13 @@ def write_rows(root: epath.Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_failure(root: epath.Path, point: str) -> dict[str, Any]:
-    """How a point failed: exit_code and error; {} where it did not."""
+    """Returns how a point failed: exit_code and error; {} where it did not."""
     found = read_json(root / NOTES / f'{point}.json')
     return found if isinstance(found, dict) else {}
 
 
 def describe_status(status: str, exit_code: int | None) -> str:
-    """'done', 'diverged (43)', 'failed (44)', …"""
+    """Returns 'done', 'diverged (43)', 'failed (44)', …"""
     if status != 'failed':
         return status
     return f'{"diverged" if exit_code == Diverged.exit_code else "failed"} ({exit_code})'
@@ -59,7 +59,7 @@ def is_final(row: dict[str, Any]) -> bool:
 
 
 def make_results_table(rows: list[dict[str, Any]]) -> Table:
-    """The results for people."""
+    """Returns the results as text for people."""
     measures = [m for m in ('perplexity', 'accuracy') if any(row[m] is not None for row in rows)] or ['perplexity']
     split = ', '.join(sorted({row['split'] for row in rows if row['split']}))
     table = Table()

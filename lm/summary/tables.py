@@ -35,7 +35,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         'parameters': f'{sum(found["parameters"].values()):,} ('
         + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
         + ')',
-        'training': f'{get("train.tokens_per_step")} tokens a step in windows of {get("train.context_length")}, '
+        'training': f'{get("train.tokens_per_step")} tokens per step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
         'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
         'tokenizer': _short(found['fingerprints']['tokenizer']),

@@ -24,6 +24,8 @@ from lm.text import format_count
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 60.0
+FIRST_STEP = 'first step after '
+"""How the line begins that a training prints behind its first step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,11 +212,18 @@ class Runner:
         self._last_report = time.monotonic()
         for job in self.running:
             row = self.sweep.result(job.point)
-            self._say(f'{row["point"]}: step {row["step"]:,} of {row["steps"]:,}')
+            self._say(f'{row["point"]}: {_describe_progress(row["step"], row["steps"], job.log)}')
 
     def _say(self, text: str) -> None:
         left = len(self.waiting)
         print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
+
+
+def _describe_progress(step: int, steps: int, log: BinaryIO) -> str:
+    """Describes how far a running point is, by its last logged step or else by its log."""
+    if step:
+        return f'step {step:,} of {steps:,}'
+    return 'training, no step is logged yet' if FIRST_STEP in _read(log) else 'starting or compiling, no step yet'
 
 
 def _gpus(count: int, slot: int) -> list[str]:
@@ -227,15 +236,19 @@ def _gpus(count: int, slot: int) -> list[str]:
     return visible[first:after]
 
 
-def _read_last_line(log: BinaryIO) -> str:
-    """Returns the error with which `lm train` ended, or else its last line."""
+def _read(log: BinaryIO) -> str:
+    """Returns the last 20 kB of a log. Its position, at which the point may be writing, stays where it is."""
     log.flush()
     if isinstance(log.name, int):
-        log.seek(0)
-        content = log.read()
+        content = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
     else:
         content = pathlib.Path(log.name).read_bytes()
-    lines = [line.strip() for line in content[-20_000:].decode(errors='replace').replace('\r', '\n').splitlines()]
+    return content[-20_000:].decode(errors='replace')
+
+
+def _read_last_line(log: BinaryIO) -> str:
+    """Returns the error with which `lm train` ended, or else its last line."""
+    lines = [line.strip() for line in _read(log).replace('\r', '\n').splitlines()]
     lines = [line for line in lines if line] or ['it printed nothing']
     errors = [line for line in lines if line.startswith('lm train: error: ')]
     return (errors or lines)[-1].removeprefix('lm train: error: ')[:500]

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 import time
 
@@ -15,6 +16,7 @@ from lm.attention.softmax import Softmax
 from lm.check import advice, reach, tables
 from lm.check import check as check_module
 from lm.check.check import failure
+from lm.commands import check as check_flags
 from lm.config.text import dump
 from lm.cost_model import compiled_step as check
 from lm.cost_model.roofline import Roofline
@@ -167,6 +169,59 @@ def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
         ("model.remat = 'dense'", True),
         ("model.remat = 'attention'", True),
     ]
+
+
+def test_advice_reports_a_fit_at_once_and_stops_after_its_time(on_cpus, monkeypatch):
+    """`dense` fits. `attention`, which is faster, is tried within the time alone; each try says which it is."""
+    made = pretend(lambda e: KEPT[e.model.remat], lambda e: TIMES[e.model.remat])
+    clock, said = [0.0], []
+
+    def slow(*given):
+        clock[0] += 100.0
+        return made(*given)
+
+    monkeypatch.setattr(advice, 'check', slow)
+    monkeypatch.setattr(advice.time, 'monotonic', lambda: clock[0])
+    configured = made(SMALL, 'v5e:2x2')
+    found = advice.advise(SMALL, parse('v5e:2x2'), configured, said.append, budget_seconds=0.0)
+    assert found.check.bindings == ("model.remat = 'dense'",)
+    assert found.left_out > 0
+    total = len(list(advice.list_candidates(SMALL, parse('v5e:2x2'))))
+    assert said[-1].endswith("model.remat = 'dense': 12.00 GiB, fits, 1.4 s per step predicted")
+    assert [re.match(r'try (\d+) of (\d+): ', line).groups() for line in said] == [
+        (str(i), str(total)) for i in range(1, len(said) + 1)
+    ]
+    again = advice.advise(SMALL, parse('v5e:2x2'), configured, said.append, budget_seconds=500.0)
+    assert again.check.bindings == ("model.remat = 'attention'",)
+    # Where nothing fits, everything is tried: each try is refused within seconds.
+    monkeypatch.setattr(advice, 'check', lambda *given: pretend(lambda e: 20 + 1 / e.train.microbatches)(*given))
+    assert advice.advise(SMALL, parse('v5e:2x2'), configured, budget_seconds=0.0).left_out == 0
+
+
+def test_the_printed_table_belongs_to_the_printed_command(capsys, monkeypatch):
+    """The part that needs no compiler is equal. The rest names the slice of the command, and says that it fits."""
+    page = (tiny.ROOT / 'docs' / 'check.md').read_text()
+    command, table = re.match(r'.*?```bash\nlm (check .*?)\n```.*?```\n(.*?)\n```', page, re.DOTALL).groups()
+    before, _, compiled = table.partition('\ntopology ')
+    words, _, topology = command.partition(' --topology ')
+    monkeypatch.chdir(tiny.ROOT)
+    assert cli.main(words.split()) == 0
+    assert capsys.readouterr().out.strip() == before
+    assert compiled.split()[0] == f'{topology}:'
+    assert 'of HBM: fits' in compiled
+    assert 'This configuration fits' in page
+
+
+def test_the_time_of_advice_is_a_flag(capsys):
+    def seconds(*flags: str) -> float:
+        return check_flags.make_call(cli.parse(['check', *flags])).args[1].advice_seconds
+
+    assert seconds() == 300
+    assert seconds('--advice_minutes', '2') == 120
+    assert seconds('--best', '--topology', 'v5e:2x2') == math.inf
+    for flags, said in ((['-1'], 'at least 0'), (['nan'], 'at least 0'), (['3', '--no_advice'], 'leave this')):
+        assert cli.main(['check', '--advice_minutes', *flags]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(('extra', 'faster', 'unrolled'), [(1.0, 0.9, True), (9.0, 0.9, False), (1.0, 1.1, False)])

@@ -4,13 +4,18 @@ import functools
 import html
 import http.server
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
+import time
 
 import pytest
+import tiny
 from made_up_runs import write_run
 
 from lm.attention.polynomial import Polynomial
@@ -161,3 +166,41 @@ def test_the_page_asks_for_nothing_else(page, tmp_path):
     assert 'uplot' in dom
     assert set(asked) <= {'/report.html', '/favicon.ico'}
     assert not re.findall(r'(?:src|href)="?(?:https?:)?//', page.read_text()), 'an address of another machine'
+
+
+def test_watching_refreshes_the_report_and_ctrl_c_ends_it(tmp_path):
+    root, out = tmp_path / 'runs', tmp_path / 'out'
+    run = write_run(root / 'a', Softmax(), steps=1000)
+    lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (run / 'metrics.jsonl').write_text(''.join(lines[: len(lines) // 2]))
+    code = 'import sys; from lm.report import watch; watch.POLL_SECONDS = 0.2; import lm.cli; sys.exit(lm.cli.main())'
+    command = [sys.executable, '-c', code, 'report', str(root), '--out', str(out), '--no_pictures', '--watch']
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tiny.environment())
+
+    def read_until(words: str) -> str:
+        return next(line for line in process.stdout if words in line)
+
+    try:
+        read_until('Ctrl-C ends')
+        assert '"refresh": 10' in (out / 'report.html').read_text()
+        assert ' of 1,000' in (out / 'report.md').read_text()
+        time.sleep(1)
+        before = (out / 'report.html').stat().st_mtime_ns
+        time.sleep(1)
+        assert (out / 'report.html').stat().st_mtime_ns == before, 'nothing changed'
+        with open(run / 'metrics.jsonl', 'a') as file:
+            file.writelines(lines[len(lines) // 2 :])
+        assert read_until('report.html').endswith(f'{out}/report.html: 1 run, 0 not finished\n')
+        assert ' of 1,000' not in (out / 'report.md').read_text()
+        write_run(root / 'b', Polynomial(), steps=100)
+        assert '2 runs' in read_until('2 runs')
+        # In the middle of a refresh, at any place.
+        (run / 'evaluations').mkdir()
+        (run / 'evaluations' / 'new.json').write_text('{}')
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+    assert not [name for name in os.listdir(out) if name.startswith('.')]
+    assert (out / 'report.html').read_text().rstrip().endswith('</html>')

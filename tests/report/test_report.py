@@ -597,6 +597,6 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     assert main(['report', str(run), '--out', str(tmp_path / 'file')]) == 2
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     capsys.readouterr()
-    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 1
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 2
     assert "pip install 'lm-tpu[report]'" in capsys.readouterr().err
     assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0

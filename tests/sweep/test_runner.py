@@ -47,7 +47,7 @@ class World:
         self.started, self.failures, self.prepared, self.tables = [], {}, [], 0
         self.occupied = {}
         self.notes.mkdir(parents=True)
-        self.now = 0.0
+        self.now, self.step = 0.0, 3000
         monkeypatch.setattr(subprocess, 'Popen', self.popen)
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep, strftime=time.strftime)
         monkeypatch.setattr(runner_module, 'time', clock)
@@ -90,7 +90,7 @@ class World:
             'perplexity': 7.25,
             'accuracy': None,
             'tokens_per_second': 5.0,
-            'step': 3000,
+            'step': self.step,
             'steps': 9000,
             'error': None,
         }
@@ -313,6 +313,23 @@ def test_running_points_are_reported_once_a_minute(world, capsys, seconds, repor
     world.add('a', looks=seconds / 0.2)
     world.runner().run()
     assert capsys.readouterr().out.count('a: step 3,000 of 9,000') == reports
+
+
+@pytest.mark.parametrize(
+    ('logged', 'said'),
+    [
+        (b'tokens in total 5\n', 'starting or compiling, no step yet'),
+        (b'first step after 9s\n', 'training, no step is'),
+    ],
+)
+def test_a_point_that_compiles_is_not_at_step_0(logged, said, world, capsys):
+    world.add('a', looks=500)
+    world.step = 0
+    (world.notes / 'a.log').write_bytes(logged)
+    world.runner().run()
+    printed = capsys.readouterr().out
+    assert f'a: {said}' in printed
+    assert 'step 0' not in printed
 
 
 def test_each_point_gets_its_own_gpus(world, monkeypatch):

@@ -192,6 +192,20 @@ def test_wsd_is_stable_and_then_decays(shape, half):
     assert [float(longer(i)) for i in range(25)] == [2.0] * 25, 'before the decay the length does not matter'
 
 
+def test_wsd_takes_the_number_of_steps_of_the_decay():
+    """A branch of 5,000 steps at step 50,000, after 10,000 steps of warm-up, needs no share worked out by hand."""
+    steps, share = Wsd(decay_steps=5000).build(2.0, 45_000), Wsd(decay_share=5000 / 45_000).build(2.0, 45_000)
+    for i in (0, 39_999, 40_000, 40_001, 42_500, 45_000):
+        assert float(steps(i)) == float(share(i))
+    with pytest.raises(ConfigError, match=r'wsd.decay_steps = 5 and wsd.decay_share = 0.2: give one of them'):
+        Wsd(decay_steps=5, decay_share=0.2)
+    with pytest.raises(ConfigError, match=r'wsd.decay_steps = 17: more than the 16 updates after the warm-up'):
+        Wsd(decay_steps=17).build(2.0, 16)
+    # A complete configuration repeats the default of the share.
+    bindings = ['optimizer.schedule = @wsd()', 'wsd.decay_share = 0.1', 'wsd.decay_steps = 5']
+    assert load([], bindings).optimizer.schedule == Wsd(decay_steps=5)
+
+
 def direction(config: OptimizerConfig, params: dict, gradients: dict, decayed: dict) -> dict:
     """Returns the first update of parameters by gradients, in a schedule of 10 steps."""
     declared = {name: Declaration('matrix' if value else 'gain', ('embed',)) for name, value in decayed.items()}

@@ -17,12 +17,12 @@ from numpy.polynomial import chebyshev
 
 
 def taylor(degree: int, radius: float) -> np.ndarray:
-    """1 / n!: exact at 0, whatever the interval."""
+    """Returns the coefficients 1 / n!: exact at 0, whatever the interval."""
     return np.array([1 / math.factorial(n) for n in range(degree + 1)])
 
 
 def chebyshev_series(degree: int, radius: float) -> np.ndarray:
-    """The Chebyshev series of exp on [-radius, radius], cut after `degree`."""
+    """Returns the Chebyshev series of exp on [-radius, radius], cut after `degree`."""
 
     def scaled_exp(x: np.ndarray) -> Any:  # NumPy's types expect a number here
         return np.exp(radius * x)
@@ -32,7 +32,7 @@ def chebyshev_series(degree: int, radius: float) -> np.ndarray:
 
 
 def minimax(degree: int, radius: float) -> np.ndarray:
-    """The polynomial with the least largest error on [-radius, radius], by Remez' exchange algorithm."""
+    """Returns the polynomial with the least largest error on [-radius, radius], by Remez' exchange algorithm."""
     x = -np.cos(np.pi * np.arange(degree + 2) / (degree + 1))
     grid = -np.cos(np.linspace(0, np.pi, 20_001))
     signs = (-1.0) ** np.arange(degree + 2)
@@ -60,7 +60,7 @@ APPROXIMATIONS: dict[str, Callable[[int, float], np.ndarray]] = {
 
 @functools.cache
 def n_terms(size: int, degree: int, parts: int) -> int:
-    """KV sums of a head (eq. 6.4): terms of a product of `parts` polynomials of `degree` in size / parts variables."""
+    """Counts a head's sums (eq. 6.4): terms in a product of `parts` polynomials of `degree`, size / parts variables."""
     return math.comb(size // parts + degree, degree) ** parts
 
 
@@ -76,7 +76,7 @@ class Monomials:
     parts: int
 
     def __call__(self, parameters: tuple[jax.Array, ...], x: jax.Array, queries: bool) -> jax.Array:
-        """[..., D] → [..., n_terms] in the dtype of x; products are formed in float32."""
+        """Maps [..., D] to [..., n_terms] in the dtype of x; products are formed in float32."""
         terms = (_monomials(part, self.degree) for part in jnp.split(x.astype(jnp.float32), self.parts, axis=-1))
         features = functools.reduce(lambda a, b: (a[..., :, None] * b[..., None, :]).reshape(*x.shape[:-1], -1), terms)
         if queries:
@@ -84,7 +84,7 @@ class Monomials:
         return features.astype(x.dtype)
 
     def weights(self, coefficients: np.ndarray, size: int) -> np.ndarray:
-        """[n_terms] float32: a_n n! / Π k! of each monomial Π x^k of degree n, multiplied over the parts."""
+        """Returns [n_terms] float32: a_n n! / Π k! of each monomial Π x^k of degree n, multiplied over the parts."""
         one_part = []
         for n in range(self.degree + 1):
             for indices in itertools.combinations_with_replacement(range(size // self.parts), n):
@@ -94,7 +94,7 @@ class Monomials:
 
 
 def _monomials(x: jax.Array, degree: int) -> jax.Array:
-    """All monomials of the last axis, by degree, inside a degree in lexicographic order of their sorted indices."""
+    """Lists all monomials of the last axis by degree, each degree in lexicographic order of the sorted indices."""
     size = x.shape[-1]
     result = [jnp.ones_like(x[..., :1])]
     if degree:

@@ -28,15 +28,15 @@ class ProductFeatures(abc.ABC):
 
     @abc.abstractmethod
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
-        """f, [R, …] and [E, …] → [M, …], float32: see `ProductMap`. Any number of axes may follow the first."""
+        """Computes f, [R, …] and [E, …] → [M, …], float32 (`ProductMap`). More axes may follow the first."""
 
     def matrix(self, parameters: Any) -> jax.Array | None:
-        """W where kernels can compute the features: one for all heads, and no b."""
+        """Returns W where kernels can compute the features: one matrix for all heads, and no b."""
         weight, shift = self.products(parameters)
         return self.factor * weight if weight.ndim == 2 and shift is None else None
 
     def __call__(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
-        """[…, N, E] → […, N, M]; products and f in float32."""
+        """Computes […, N, E] → […, N, M]; products and f in float32."""
         weight, shift = self.products(parameters)
         wide = x.astype(jnp.float32)  # not every backend has a product of bfloat16 into float32
         wx = self.factor * jnp.einsum('nre,...ne->r...n' if weight.ndim == 3 else 're,...ne->r...n', weight, wide)

@@ -12,12 +12,12 @@ import numpy as np
 
 
 def iid(key: jax.Array, features: int, size: int) -> jax.Array:
-    """Independent rows."""
+    """Draws independent rows."""
     return jax.random.normal(key, (features, size))
 
 
 def orthogonal(key: jax.Array, features: int, size: int) -> jax.Array:
-    """R-ORF: rows of random rotations with the lengths of Gaussian vectors, so that each row alone is N(0, I)."""
+    """Draws R-ORF: rows of random rotations with the lengths of Gaussian vectors, so that each row alone is N(0, I)."""
     rotation_key, length_key = jax.random.split(key)
     n_blocks = -(-features // size)
     gaussian_NxSxS = jax.random.normal(rotation_key, (n_blocks, size, size))
@@ -29,7 +29,7 @@ def orthogonal(key: jax.Array, features: int, size: int) -> jax.Array:
 
 
 def hadamard(key: jax.Array, features: int, size: int) -> jax.Array:
-    """H-ORF: √S (H D₁)(H D₂)(H D₃) with Hadamard matrices H and random signs D (Choromanski et al. 2017, §3).
+    """Draws H-ORF: √S (H D₁)(H D₂)(H D₃) with Hadamard matrices H and random signs D (Choromanski et al. 2017, §3).
 
     Rows have length √size instead of a Gaussian one, hence a bias that vanishes as the size grows. Sizes that are no
     power of two keep the first columns of the next one. 3 signs a feature hold all its randomness; the product is
@@ -46,7 +46,7 @@ def hadamard(key: jax.Array, features: int, size: int) -> jax.Array:
 
 
 def hadamard_matrix(side: int) -> np.ndarray:
-    """The orthogonal Hadamard matrix; `side` is a power of two."""
+    """Returns the orthogonal Hadamard matrix; `side` is a power of two."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < side:
         matrix = np.kron(np.array([[1, 1], [1, -1]], np.float32), matrix)

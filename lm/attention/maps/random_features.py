@@ -75,7 +75,7 @@ class RandomFeatures(ProductFeatures):
         return self.features(wx_RxT, half_1xT, queries and self.rescale)
 
     def features(self, wx: jax.Array, half: jax.Array, rescale: bool) -> jax.Array:
-        """[R, …] W x and [1, …] |x|²/2 → [M, …]; `rescale` where a common factor of a token is free."""
+        """Maps W x [R, …] and |x|²/2 [1, …] to [M, …]; `rescale` where a common factor of a token is free."""
         raise NotImplementedError
 
 
@@ -143,12 +143,12 @@ class Generalized(RandomFeatures):
 
 
 def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: bool) -> type[Generalized]:
-    """The generalized feature map of one function f."""
+    """Returns the generalized feature map of one function f."""
     return type(name.title(), (Generalized,), {'function': staticmethod(function), 'signed': signed})
 
 
 def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool) -> jax.Array:
-    """(exp(W x - |x|²/2) + epsilon) / √M; a rescaled token's largest exponent becomes 0, and |x|² divides out with it.
+    """Computes (exp(W x - |x|²/2) + epsilon) / √M; a rescaled token's largest exponent becomes 0, without |x|².
 
     The root of M goes through the exponent: one subtraction a feature does for all.
     """

@@ -38,11 +38,11 @@ class Sketch(nnx.Module):
         return [x_BxLxNxGxM] * self.power
 
     def join(self, node: int, left: jax.Array, right: jax.Array) -> jax.Array:
-        """[B, L, N, G, r] of a node from its children's."""
+        """Computes [B, L, N, G, r] of a node from its children's."""
         raise NotImplementedError
 
     def __call__(self, x_BxLxNxGxM: jax.Array) -> jax.Array:
-        """ψ(x), [B, L, N, G, r] in the dtype of x; x itself for P = 1."""
+        """Computes ψ(x), [B, L, N, G, r] in the dtype of x; returns x itself for P = 1."""
         if self.power == 1:
             return x_BxLxNxGxM
         level, node = self.leaves(x_BxLxNxGxM), 0
@@ -53,7 +53,7 @@ class Sketch(nnx.Module):
         return level[0]
 
     def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
-        """ψ of the vectors of each array, and the arrays for what else reads them."""
+        """Computes ψ of the vectors of each array, and returns the arrays for their other readers."""
         if self.power == 1:
             return Sketched(xs_BxLxNxGxM, xs_BxLxNxGxM)
         graph, state = nnx.split(self)
@@ -62,7 +62,7 @@ class Sketch(nnx.Module):
 
     @classmethod
     def flops(cls, size: int, r: int, power: int, width: int) -> float:
-        """Floating-point operations of ψ of one vector."""
+        """Counts the floating-point operations of ψ of one vector."""
         return sum(2 * cls.map_flops(m, r, width) for m in _node_inputs(size, r, power))
 
     @classmethod
@@ -156,7 +156,7 @@ SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, '
 
 
 def _node_inputs(size: int, r: int, power: int) -> list[int]:
-    """The size of the children of each node."""
+    """Returns the size of the children of each node."""
     return [size] * (power // 2) + [r] * max(power // 2 - 1, 0)
 
 
@@ -166,7 +166,7 @@ def _product(maps_2xNxMxR: jax.Array, left: jax.Array, right: jax.Array) -> jax.
 
 
 def _subsampled(key: jax.Array, lead: tuple[int, ...], size: int, r: int) -> jax.Array:
-    """[*lead, size, r]: D H P, random signs times r random columns of the unnormalised Walsh-Hadamard matrix."""
+    """Draws D H P [*lead, size, r]: random signs times r random columns of the unnormalised Walsh-Hadamard matrix."""
     side = 1 << (size - 1).bit_length()
     sign_key, column_key = jax.random.split(key)
     signs = jax.random.rademacher(sign_key, (*lead, size, 1), jnp.float32)

@@ -25,7 +25,7 @@ class ShortConvolution(nnx.Module):
         self.kernel = nnx.Param(kernel, **declare('gain', 'reach', 'all_heads', part=part))
 
     def init_state(self, batch: int, dtype: Any) -> jax.Array:
-        """The tokens before the first."""
+        """Returns the tokens before the first."""
         width, channels = self.kernel.shape
         return jnp.zeros((batch, width - 1, channels), dtype)
 
@@ -58,7 +58,7 @@ class ShortConvolution(nnx.Module):
         return ys, self._after(xs, befores)
 
     def _after(self, xs, befores):
-        """The last tokens of all channels."""
+        """Returns the last tokens of all channels."""
         count = self.kernel.shape[0] - 1
 
         def last(x, before):

@@ -54,7 +54,7 @@ class StepGate(nnx.Module):
         return jax.nn.softplus(_logits(k_BxLxKxD, gate_BxLxK) + self.bias[...])
 
     def log_decay(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
-        """[B, L, K] float32."""
+        """Returns log a, [B, L, K] float32."""
         return -jnp.exp(self.log_rate[...]) * self.steps(k_BxLxKxD, gate_BxLxK)
 
 

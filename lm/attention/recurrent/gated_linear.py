@@ -31,11 +31,11 @@ class SigmoidGate(ForgetGate):
         super().__init__(dims.n_kv_heads)
 
     def gated(self, v_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(u, log a)."""
+        """Returns (u, log a)."""
         return v_BxLxKxD, self.log_decay(v_BxLxKxD, gate_BxLxK)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        """The output, with what goes around the state."""
+        """Returns the output, with the part that bypasses the state."""
         return o_BxLxHxD
 
 
@@ -47,12 +47,12 @@ class SkippedStepGate(StepGate):
         self.skip = nnx.Param(jnp.ones(dims.n_heads), **declare('gain', 'heads'))
 
     def gated(self, v_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(u, log a)."""
+        """Returns (u, log a)."""
         step_BxLxKx1 = self.steps(v_BxLxKxD, gate_BxLxK)[..., None]
         return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(v_BxLxKxD, gate_BxLxK)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        """The output, with what goes around the state."""
+        """Returns the output, with the part that bypasses the state."""
         v_BxLxHxD = jnp.repeat(v_BxLxKxD, o_BxLxHxD.shape[2] // v_BxLxKxD.shape[2], axis=2)
         return o_BxLxHxD + self.skip[...][:, None] * v_BxLxHxD
 

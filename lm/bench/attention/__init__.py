@@ -95,7 +95,7 @@ def bench_attention(options: AttentionOptions) -> None:
     printer.line(results.heading('lm bench attention', machine))
     what = 'the operation of a layer, its arguments given' if options.features_given else 'one layer'
     size = f'{format_count(heads, "head")} of {options.head_dim}'
-    printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens a call')
+    printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens per call')
     dims = HeadDims(heads, heads, options.head_dim)
     given = options.features_given
     sizes = contexts, options.passes, tokens, dims, jnp.dtype(dtype), options.repeats

@@ -7,12 +7,12 @@ _WIKI40B_LINES = re.compile(r'\n?_START_(?:ARTICLE|SECTION|PARAGRAPH)_\n')
 
 
 def none(text: str) -> str:
-    """The text as it is."""
+    """Returns the text as it is."""
     return text
 
 
 def wiki40b_strip(text: str) -> str:
-    """Wiki-40B (Guo et al. 2020) without its structure markers.
+    """Returns Wiki-40B (Guo et al. 2020) without its structure markers.
 
     A line that holds _START_ARTICLE_, _START_SECTION_ or _START_PARAGRAPH_ becomes a line break, and so does each
     _NEWLINE_; line breaks at the beginning of the article go.
@@ -21,7 +21,7 @@ def wiki40b_strip(text: str) -> str:
 
 
 def wiki40b_keep(text: str) -> str:
-    """Wiki-40B with its structure markers, as trax's Hourglass models it. dataset.json records this choice."""
+    """Returns Wiki-40B with its structure markers, as trax's Hourglass models it. dataset.json records this choice."""
     return text
 
 

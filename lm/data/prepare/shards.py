@@ -59,7 +59,7 @@ class Preparation:
         return self.folder / 'tokenizer.model'
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that lies in the folder."""
+        """Returns the tokenizer that lies in the folder."""
         return tokenizers.from_bytes(self.model.read_bytes(), self.eod)
 
     def result(self, shard: Shard, index: int) -> 'Result':
@@ -78,7 +78,7 @@ class Result:
     base: pathlib.Path
 
     def counts(self) -> dict[str, Any] | None:
-        """documents, bytes, words, tokens, bad records; None if the shard is not finished."""
+        """Returns documents, bytes, words, tokens, bad records; None if the shard is not finished."""
         try:
             counts = json.loads(self.base.with_suffix('.json').read_text())
             sizes = {suffix: self.base.with_suffix(suffix).stat().st_size for suffix in ('.tokens', '.lengths')}
@@ -164,7 +164,7 @@ def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shar
 
 
 def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
-    """The documents of a shard, texts cleaned; bad ones carry the reason. Raises MismatchError for those if strict."""
+    """Yields cleaned documents of a shard; bad ones carry the reason. Raises MismatchError for them if strict."""
     clean = CLEANINGS[job.cleaning]
     for document in job.source.read(shard, job.max_document_bytes):
         if document.error is None and document.tokens is None:
@@ -202,7 +202,7 @@ def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> t
 def count_unchanged(
     tokenizer: Tokenizer, texts: list[str], tokens: np.ndarray, lengths: np.ndarray, holds_tokens: bool
 ) -> int:
-    """How many texts are what their tokens decode to; of ready tokens, how many are what their text encodes to."""
+    """Counts the texts that their tokens decode to; for ready tokens, the tokens that their text encodes to."""
     documents = [ids[:-1] for ids in np.split(tokens, np.cumsum(lengths)[:-1])]
     if holds_tokens:
         found = zip(tokenizer.encode_batch(texts), documents, strict=True)
@@ -211,7 +211,7 @@ def count_unchanged(
 
 
 def count_words(text: str, encoded: bytes) -> int:
-    """len(text.split()), five times as fast; `encoded` is its UTF-8."""
+    """Counts as len(text.split()) does, five times as fast; `encoded` is the UTF-8 of the text."""
     if not encoded:
         return 0
     if not text.isascii() and _WIDE_SPACES.search(text):
@@ -279,5 +279,5 @@ class Sample:
 
 
 def fingerprint(value: Any) -> str:
-    """SHA-256 of plain data."""
+    """Computes the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

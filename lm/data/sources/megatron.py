@@ -56,7 +56,7 @@ class Megatron(FilePatterns):
 
 @functools.lru_cache(maxsize=4)
 def _read_index(name: str) -> tuple[np.dtype, np.ndarray, int]:
-    """(type of the tokens, offset of each document in tokens and behind them the end of the last, first byte).
+    """Returns (type of the tokens, offset of each document in tokens and behind them the end of the last, first byte).
 
     Raises MismatchError for what is no such index, or one of tokens that do not lie one after another.
     """

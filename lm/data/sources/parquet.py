@@ -7,7 +7,7 @@ from typing import Any
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import open_path
 
 
@@ -50,15 +50,14 @@ class Parquet(FilePatterns):
 
 @contextlib.contextmanager
 def reading(kind: str, name: str) -> Iterator[None]:
-    """A block that reads the file `name` of a kind, 'Parquet' or 'Arrow', with pyarrow.
+    """Reads the file `name` of a kind, 'Parquet' or 'Arrow', with pyarrow inside the block.
 
     Raises ConfigError without pyarrow, and MismatchError where the file is damaged.
     """
     try:
         import pyarrow
     except ImportError:
-        source = f'prepare.source = @{kind.lower()}()'
-        raise ConfigError(f"{source}: needs pyarrow; pip install 'lm-tpu[parquet]'") from None
+        raise MissingPackageError(f'prepare.source = @{kind.lower()}()', 'pyarrow', 'parquet') from None
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:

@@ -13,7 +13,7 @@ import google_crc32c
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import is_remote, open_path
 
 _TEXT_FEATURES = {'pg19': 'book_text'}
@@ -47,11 +47,9 @@ class Tfds(Source):
             return
         missing = [module for module in ('tensorflow', 'apache_beam') if importlib.util.find_spec(module) is None]
         if missing:
-            raise ConfigError(
-                f'tfds.name = {self.name!r}: not prepared under {self._data_dir()} and {" and ".join(missing)} not '
-                "installed; set tfds.data_dir to where it lies, or pip install 'lm-tpu[tfds]' and run this again to "
-                'download it'
-            )
+            what = f'tfds.name = {self.name!r} is not prepared under {self._data_dir()}, and to download it'
+            remark = ' and run this again, or set tfds.data_dir to where it lies'
+            raise MissingPackageError(what, ' and '.join(missing), 'tfds', remark)
         import tensorflow_datasets as tfds
         import tensorflow_datasets.text  # registers wiki40b and c4
 
@@ -119,7 +117,7 @@ class Tfds(Source):
         return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets', 'tfds.data_dir')
 
     def _versions(self) -> list[Any]:
-        """The prepared versions, oldest first."""
+        """Returns the prepared versions, oldest first."""
         folder = self._data_dir() / self.name
         if self.version:
             found = [folder / self.version]
@@ -184,7 +182,7 @@ def _array_records(path: Any, part: Part) -> Iterator[bytes]:
 
 
 def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
-    """TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
+    """Reads TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
     with path.open('rb') as file:
         for i in range(part.stop):
             head = file.read(12)
@@ -201,7 +199,7 @@ def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
 
 
 def masked_crc(content: bytes) -> bytes:
-    """The checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
+    """Computes the checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
     crc = google_crc32c.value(content)
     return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 

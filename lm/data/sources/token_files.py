@@ -80,7 +80,7 @@ class TokenFiles(FilePatterns):
             yield Document(identifier, tokens=tokens) if len(tokens) <= max_bytes else too_long(identifier, max_bytes)
 
     def _layout(self, path: Any) -> tuple[np.dtype, int, int]:
-        """(type of the tokens, bytes before the first, how many). Raises MismatchError for a file that is cut off."""
+        """Returns (type of the tokens, bytes before the first, how many). Raises MismatchError for a cut file."""
         size = file_size(path)
         with path.open('rb') as file:
             head = np.frombuffer(file.read(HEADER_BYTES), '<i4', count=3) if size >= HEADER_BYTES else np.zeros(3)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lm.data.tokenizers.base import Tokenizer
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
 """How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
@@ -33,7 +33,7 @@ class HuggingFace(Tokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError("tokenizer.json: needs tokenizers; pip install 'lm-tpu[tokenizers]'") from None
+            raise MissingPackageError('tokenizer.json', 'tokenizers', 'tokenizers') from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(model.decode())
         except Exception as error:  # the library knows no other class

@@ -16,7 +16,7 @@ import numpy as np
 from lm.data.tokenizers.base import Tokenizer
 from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.patterns import PATTERNS
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 
 END = '<|endoftext|>'
 PUBLISHED_ENDS = {50_256: 50_256, 50_280: 50_256, 100_256: 100_257, 199_998: 199_999}
@@ -41,7 +41,7 @@ class Ranks(Tokenizer):
         try:
             import tiktoken
         except ImportError:
-            raise ConfigError("a file of ranks: needs tiktoken; pip install 'lm-tpu[tokenizers]'") from None
+            raise MissingPackageError('a file of ranks', 'tiktoken', 'tokenizers') from None
         try:
             head, _, lines = model.partition(b'\n')
             facts = json.loads(head)['ranks']
@@ -66,7 +66,7 @@ class Ranks(Tokenizer):
 
     @classmethod
     def complete(cls, content: bytes, config: TokenizerConfig) -> bytes:
-        """A bare file of ranks with its first line. Raises MismatchError if it is damaged."""
+        """Returns a bare file of ranks with its first line. Raises MismatchError if it is damaged."""
         if not _LINE.match(content):
             return content
         try:
@@ -101,7 +101,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _parse(lines: bytes) -> dict[bytes, int]:
-    """Piece → id. Raises ValueError for lines that are of another form."""
+    """Returns piece → id. Raises ValueError for lines of another form."""
     ranks = {}
     for line in filter(None, lines.splitlines()):
         piece, rank = line.split()

@@ -66,7 +66,7 @@ class SentencePiece(Tokenizer):
 
     @classmethod
     def recognises(cls, model: bytes) -> bool:
-        """A protocol buffer that begins with its pieces (field 1), each a message."""
+        """Recognizes a protocol buffer that begins with its pieces (field 1), each a message."""
         return model[:1] == b'\n'
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -86,7 +86,7 @@ class SentencePiece(Tokenizer):
         return self._processor.decode(np.asarray(ids, np.int64).tolist())
 
     def piece(self, index: int) -> str:
-        """The piece with this id as SentencePiece writes it, such as '▁the' or '<0x0A>'."""
+        """Returns the piece with this id as SentencePiece writes it, such as '▁the' or '<0x0A>'."""
         return self._processor.id_to_piece(index)
 
     def _end(self, eod: int | str | None) -> int:

@@ -1,0 +1,40 @@
+"""Hints on packages: one form and one exit code, whatever is missing."""
+
+import ast
+import importlib.util
+
+import pytest
+import tiny
+
+from lm.errors import ConfigError, MissingPackageError
+from lm.hardware import check_libtpu, parse
+from lm.interop.tensors import check_safetensors
+
+OTHERS = {'errors.py', 'trackers/base.py'}
+"""Where the hint is made, and a warning about a package of the user's own choice, which stops nothing."""
+
+
+def test_the_hint_has_one_form_and_the_code_of_a_wrong_command():
+    error = MissingPackageError('--out x', 'matplotlib', 'report', ', or leave it out')
+    assert str(error) == "--out x: needs matplotlib; pip install 'lm-tpu[report]', or leave it out"
+    assert error.exit_code == ConfigError.exit_code == 2
+    assert str(MissingPackageError('data.path', 'gcsfs')) == 'data.path: needs gcsfs; pip install gcsfs'
+
+
+@pytest.mark.parametrize('check', [check_safetensors, lambda: check_libtpu(parse('v5e:2x2'))])
+def test_checks_raise_it(check, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"needs \w+; pip install 'lm-tpu\[\w+\]'"):
+        check()
+
+
+def test_no_other_error_says_what_to_install():
+    wrong = []
+    for path in sorted((tiny.ROOT / 'lm').rglob('*.py')):
+        name = path.relative_to(tiny.ROOT / 'lm').as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and 'pip install' in ast.unparse(node):
+                wrong.append(f'{name}:{node.lineno}')
+            if isinstance(node, ast.Constant) and 'pip install' in str(node.value) and name not in OTHERS:
+                wrong.append(f'{name}:{node.lineno}')
+    assert not wrong
