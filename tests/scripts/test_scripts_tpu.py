@@ -536,3 +536,22 @@ def test_shellcheck_is_clean():
     files = sorted(str(p) for p in (ROOT / 'scripts').rglob('*.sh'))
     done = subprocess.run([program, '-x', '-P', 'SCRIPTDIR', *files], capture_output=True, text=True, cwd=SCRIPTS)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize('name', ['prepare_data', 'create', 'setup', 'run'])
+def test_the_page_explains_each_step_of_a_dry_run(name):
+    """Its rows are the lines that the script prints, in this order."""
+    page = (tiny.ROOT / 'docs' / 'tpu.md').read_text()
+    if name == 'prepare_data':
+        part = page.partition('## 2. Prepare the data')[2].partition('## 3.')[0]
+        rows = re.findall(r'^\| `([^`]+)` \| [^|]+ \|$', part, re.MULTILINE)
+    else:
+        rows = re.findall(rf'^\| `{name}\.sh` \| `([^`]+)` \| ', page, re.MULTILINE)
+    printed = [line for line in (GOLDEN / f'{name}.txt').read_text().splitlines() if not line.startswith(f'{name}.sh:')]
+    assert len(rows) == len(printed) > 1
+    assert all(line.startswith(row) for row, line in zip(rows, printed, strict=True))
+    # What has a quota has the size that the script asks for.
+    if name == 'prepare_data':
+        text = ' '.join(printed)
+        assert re.search(r'--machine-type=(\S+)', text)[1] in page
+        assert f'PREPARE_DISK_GB={re.search(r"--boot-disk-size=([0-9]+)GB", text)[1]}' in page
