@@ -15,9 +15,10 @@ author = 'The lm-tpu authors'
 copyright = author
 version = release = lm.__version__
 
-extensions = ['myst_parser', 'lm_reference']
-exclude_patterns = ['_build', 'extensions']
+extensions = ['myst_nb', 'lm_reference']
+exclude_patterns = ['_build', 'extensions', 'notebooks/[!R]*.md']  # the text forms of notebooks
 myst_enable_extensions = ['colon_fence', 'deflist']
+nb_execution_mode = 'off'  # scripts/notebooks.py executes them
 myst_heading_anchors = 4
 suppress_warnings = ['myst.header']  # pages that README files fill begin with a lower heading
 highlight_language = 'none'

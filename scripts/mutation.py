@@ -5,6 +5,7 @@
     scripts/mutation.py                        # the sample of tests/mutation.toml (hours on two cores).
     scripts/mutation.py step optimizer         # these modules.
     scripts/mutation.py --survivors            # the mutants that no test noticed last time, again.
+    scripts/mutation.py --short --folder F     # only with the tests of the short run.
     scripts/mutation.py --report               # the table, and the survivors as diffs.
 
 cosmic-ray makes the mutants and keeps the session of each module in FOLDER/NAME.sqlite. It has no operators that leave
@@ -34,6 +35,8 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WALL_SECONDS = 900
 """The limit for the tests of one mutant, if it waits for ever. CPU time stops one that computes for ever."""
+NO_TESTS = 5
+"""Pytest's exit status where it found no test."""
 SILENT = {'warning', 'info', 'debug', 'print', 'note', '_say', 'print_row'}
 """Functions whose arguments are messages."""
 
@@ -45,6 +48,7 @@ def main() -> int:
     parser.add_argument('--sample', type=int, help='mutants of each file; default: those of tests/mutation.toml')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--survivors', action='store_true', help='test again what survived')
+    parser.add_argument('--short', action='store_true', help='run only the tests that scripts/test.sh runs by default')
     parser.add_argument('--report', action='store_true', help='print the results so far and run nothing')
     arguments = parser.parse_args()
     config = tomllib.loads((ROOT / 'tests' / 'mutation.toml').read_text())
@@ -133,10 +137,14 @@ def run(name: str, module: dict, tree: pathlib.Path, arguments: argparse.Namespa
         if not pending:
             return
         limits, baseline = [], arguments.folder / f'{name}.baseline.log'
-        for stage in module['tests']:
+        stages = []
+        for stage in ([*stage, '--short'] if arguments.short else stage for stage in module['tests']):
             code, seconds = test(stage, tree, baseline, 3600)
+            if arguments.short and code == NO_TESTS:
+                continue
             if code:
                 raise SystemExit(f'{name}: its tests fail without a mutant ({code}); see {baseline}')
+            stages.append(stage)
             limits.append(2 * seconds + 15)
         print(f'{name}: {len(pending)} mutants, at most {sum(limits):.0f} s of CPU each', flush=True)
         for item in pending:
@@ -146,7 +154,7 @@ def run(name: str, module: dict, tree: pathlib.Path, arguments: argparse.Namespa
             original, begun, log = path.read_text(), time.monotonic(), arguments.folder / f'{name}.log'
             path.write_text(code)
             try:
-                codes = (test(stage, tree, log, limit)[0] for stage, limit in zip(module['tests'], limits, strict=True))
+                codes = (test(stage, tree, log, limit)[0] for stage, limit in zip(stages, limits, strict=True))
                 found = next(filter(None, codes), 0)
             finally:
                 path.write_text(original)
@@ -184,7 +192,7 @@ def test(stage: list[str], tree: pathlib.Path, log: pathlib.Path, cpu_seconds: f
         os.killpg(child, signal.SIGKILL)  # the processes that it has started
     shutil.rmtree(scratch, ignore_errors=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended[1], after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return os.waitstatus_to_exitcode(ended[1]), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def draw(db, module: dict, tree: pathlib.Path, arguments: argparse.Namespace) -> None:

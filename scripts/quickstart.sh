@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained and evaluated language model in about five minutes on two CPU cores. It makes .venv,
 # installs the package, and prepares the Python sources of your interpreter as text. Then it trains a small model for three
-# to four minutes on two idle cores, and evaluates its perplexity.
+# to four minutes on two idle cores, evaluates its perplexity, and draws its loss.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -16,7 +16,7 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
 fi
 echo "== installing"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e .
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e '.[report]'
 # Huge pages of memory, where Linux gives them on request: a step on a CPU is a fifth shorter.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 lm=.venv/bin/lm
@@ -27,9 +27,15 @@ echo "== lm train: three to four minutes on two idle cores"
 "$lm" train "${gin[@]}" --run_dir "$run"
 echo "== lm evaluate: perplexity of text that the model has not seen"
 "$lm" evaluate --run_dir "$run"
+echo "== lm report: pictures, and a page for the browser"
+"$lm" report "$run" --out "$run-report"
 cat <<TEXT
 
 The prepared tokens lie in data/quickstart, the run in $run (config.gin, metrics.jsonl, checkpoints/, evaluations/).
 Expect a validation perplexity per token of 28 to 32; the sources differ a little between Python versions.
+The loss during the training is in $run-report/loss.png, the loss by position in $run-report/position.png.
+Open $run-report/report.html in a browser to read both with the pointer. These come from
+  $lm report $run --out $run-report
+which also compares several runs.
 Next: README.md, or  $lm train --help
 TEXT

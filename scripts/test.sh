@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them. Arguments go to pytest.
+# Installs what the tests need into .venv and runs them.
 #
-#   scripts/test.sh                 the whole default suite
+#   scripts/test.sh                 the short run: the quick tests of every folder, in a few minutes
+#   scripts/test.sh --all           everything but what the lines below run
+#   scripts/test.sh tests/attention one folder, whole; all other arguments go to pytest, too
 #   scripts/test.sh -m slow         the long tests (kill loops, learning tasks, TPU compilation)
 #   scripts/test.sh -m gpu          the tests that need an NVIDIA GPU
 #   scripts/test.sh -m interop      against PyTorch, transformers and lm-evaluation-harness (some GB of wheels)
@@ -34,4 +36,8 @@ fi
 VENV=$venv scripts/lint.sh ruff-check ruff-format shellcheck
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 workers=${WORKERS:-$("$venv/bin/python" -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')}
+case ${1:-} in
+  '') set -- --short -q --no-header ;;
+  --all) set -- -ra --durations=15 "${@:2}" ;;
+esac
 exec "$venv/bin/python" -m pytest -n "$workers" --dist loadfile "$@"

@@ -21,6 +21,7 @@ if threading.current_thread() is threading.main_thread():
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+import short_run
 import tiny
 
 if 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
@@ -43,6 +44,13 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 if sys.platform == 'linux':
     tiny.WARM.update(tiny.variables())
+
+
+pytest_addoption, pytest_configure = short_run.add_options, short_run.configure
+
+
+def pytest_collection_modifyitems(config, items):
+    short_run.leave_out(config, items)
 
 
 def pytest_collection_finish():

@@ -192,17 +192,3 @@ def test_wrong_types_of_sections_and_lists_are_refused(run):
     with pytest.raises(lm.errors.ConfigError, match=r"^step = '30': must be an int"):
         lm.load(str(run.directory.path), step='30')
     assert lm.load(str(run.directory.path), step=np.int64(30)).step == 30
-
-
-def test_the_notebook_of_thirty_lines(reference_run, tmp_path):
-    script = tiny.ROOT / 'scripts' / 'notebook.py'
-    text = tmp_path / 'text.py'
-    text.write_text('def main():\n    pass\n')
-    picture = tmp_path / 'loss.png'
-    command = [sys.executable, str(script), str(reference_run[0]), str(text), str(picture)]
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, cwd=tiny.ROOT)
-    assert done.returncode == 0, done.stderr
-    assert 'bits per byte' in done.stdout
-    assert picture.read_bytes().startswith(b'\x89PNG')
-    lines = [line for line in script.read_text().splitlines() if line.strip()]
-    assert len(lines) <= 36

@@ -86,3 +86,14 @@ def test_files_that_the_documentation_names_exist():
 def test_the_expected_perplexity_is_the_same_in_the_quickstart():
     expected = re.search(r'validation perplexity per token of (\d+ to \d+)', README)[1]
     assert f'of {expected}' in (tiny.ROOT / 'scripts' / 'quickstart.sh').read_text()
+
+
+def test_the_quickstart_ends_with_pictures_that_its_text_names(reference_run, tmp_path, capsys):
+    script = (tiny.ROOT / 'scripts' / 'quickstart.sh').read_text()
+    named = set(re.findall(r'\$run-report/(\w+\.\w+)', script))
+    assert named == {'loss.png', 'position.png', 'report.html'}
+    verbs = re.findall(r'^"\$lm" (\w+)', script, re.MULTILINE)
+    assert verbs == ['prepare', 'train', 'evaluate', 'report']
+    assert "-e '.[report]'" in script, 'pictures need matplotlib'
+    assert cli.main(['report', str(reference_run[0]), '--out', str(tmp_path / 'out')]) == 0
+    assert named <= {path.name for path in (tmp_path / 'out').iterdir()}

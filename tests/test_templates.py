@@ -64,8 +64,6 @@ def checkout(folder: pathlib.Path, templates: list[str]) -> pathlib.Path:
     for name in COPIED:
         shutil.copytree(tiny.ROOT / name, folder / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
     shutil.copy(tiny.ROOT / 'pyproject.toml', folder)
-    (folder / 'docs').mkdir()
-    shutil.copy(tiny.ROOT / 'docs' / 'architecture.md', folder / 'docs')  # the tests of the structure read it
     for template in templates:
         for path in files_of(template):
             assert not (folder / path).exists()

@@ -18,9 +18,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / 'README.md',
     ROOT / 'CONTRIBUTING.md',
-    *sorted(path for path in (ROOT / 'docs').rglob('*.md') if '_build' not in path.parts),
+    *sorted(
+        path
+        for path in (ROOT / 'docs').rglob('*.md')
+        if '_build' not in path.parts and not path.with_suffix('.ipynb').exists()
+    ),
 ]
-"""The README, the guide for contributors and the pages of the site."""
+"""The README, the guide for contributors and the pages of the site; notebooks are executed by tests of their own."""
 COMPILE_QUICKLY = '--xla_backend_optimization_level=0'
 """XLA_FLAGS of tests, whose programs compile far longer than they compute. XLA's own passes are unchanged."""
 if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):

@@ -81,7 +81,7 @@ def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
     options = with_model(options, is_cpu)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench precision', machine))
-    printer.line('errors against float32 without kernels, and beside each that of XLA alone in the same type')
+    printer.line('errors against float32 without kernels; beside each error, the error of XLA alone in the same type')
     rows = []
     for candidate in read_candidates(options):
         for context in options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):

@@ -15,7 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action='append',
         default=[],
         metavar='FILE',
-        help='a gin file whose lists are the axes of a grid; those of one scope zip/, zip_a/, … vary together',
+        help='a gin file whose lists are the axes of a grid; lists of one scope zip/, zip_a/, … vary together',
     )
     parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
     parser.add_argument('--count', action='store_true', help='print the number of points and stop')

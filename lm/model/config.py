@@ -52,7 +52,7 @@ class ModelConfig(Configurable):
     base_width: int | None = field(
         default=None,
         minimum=2,
-        help='the learning rate is that of a model of this d_model; others take it over (µP); None: no',
+        help='d_model for which the learning rate was chosen; other widths scale it (µP); None: no scaling',
     )
     n_heads: int = field(default=12, minimum=1, help='query heads of each layer')
     n_kv_heads: int | None = field(default=None, minimum=1, help='grouped-query attention; None: as many as n_heads')
@@ -80,7 +80,7 @@ class ModelConfig(Configurable):
         default=10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such'
     )
     learned_positions: int | None = field(
-        default=None, minimum=1, help='so many positions have embeddings of their own, added to those of tokens'
+        default=None, minimum=1, help='number of position embeddings, which are added to the token embeddings'
     )
     convolution: int | None = field(
         default=None,

@@ -70,7 +70,7 @@ def format_page(
 
     Args:
         tables: the first one stands before the curves.
-        pictures: those of curves are drawn; a row of dots says what the table says.
+        pictures: pictures of curves are drawn; a row of dots says what the table says.
         notes: sentences below the curves.
         files: names of the other files of the report.
         refresh: seconds after which the page reads itself again; None: never.

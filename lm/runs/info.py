@@ -25,7 +25,7 @@ from lm.files import GONE, reaching
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
 """Packages whose versions change the compiled programs."""
-OWN = ('when', 'first_step', 'version_changes')
+PER_START = ('when', 'first_step', 'version_changes')
 """Keys that belong to one start alone. All other keys hold until a later start has another value."""
 MOST_STARTS = 100
 """The most starts that run.json lists: it is written anew with each save."""
@@ -41,7 +41,7 @@ def read_info(path: epath.Path) -> dict[str, Any]:
     starts = info.get('starts')
     if not starts:
         return info
-    newest = {key: value for start in starts for key, value in start.items() if key not in OWN}
+    newest = {key: value for start in starts for key, value in start.items() if key not in PER_START}
     return {**newest, 'resumed': [start.get('when') for start in starts[1:]], **info}
 
 
@@ -88,7 +88,7 @@ def make_info(
     if old and not starts:  # of an older version
         machine = {key: old[key] for key in describe_machine() if key in old}
         starts = [{'when': old['started'], **machine}, *({'when': when} for when in old.get('resumed', []))]
-    known = {key: value for start in starts for key, value in start.items() if key not in OWN}
+    known = {key: value for start in starts for key, value in start.items() if key not in PER_START}
     start = {'when': now, 'first_step': first_step, **describe_machine()}
     if changes := find_version_changes(known.get('versions'), start['versions']):
         start['version_changes'] = changes
@@ -96,7 +96,7 @@ def make_info(
     left_out = starts_left_out(old)
     while len(starts) > MOST_STARTS:
         # Its values hold until a later start has others.
-        kept = {key: value for key, value in starts.pop(1).items() if key not in OWN}
+        kept = {key: value for key, value in starts.pop(1).items() if key not in PER_START}
         starts[1] = starts[1] | {key: value for key, value in kept.items() if key not in starts[1]}
         left_out += 1
     rewinds = list(old.get('rewinds', []))

@@ -123,7 +123,7 @@ class RunLock:
         """Removes the lock, if it is still this object's, and nobody renews it after that."""
         self._over.set()
         with self._writing, contextlib.suppress(ValueError):
-            if generation := self._own_generation():
+            if generation := self._read_generation():
                 self._store.write(NAME, None, if_equal=generation).result()
 
     def _take(self) -> bool:
@@ -132,7 +132,7 @@ class RunLock:
             self._store = ts.KvStore.open(self._spec).result()
             while True:
                 found = self._store.read(NAME).result()
-                if self._is_own(found):  # the write below had succeeded after all
+                if self._is_held(found):  # the write below had succeeded after all
                     self._generation = found.stamp.generation
                     return True
                 if found.state == 'value':
@@ -170,13 +170,13 @@ class RunLock:
         text = json.dumps(self._owner | {'inode': _inode(self.directory), 'renewed': time.time()}, indent=2) + '\n'
         return self._store.write(NAME, text.encode(), if_equal=generation).result().generation
 
-    def _is_own(self, found: ts.KvStore.ReadResult) -> bool:
+    def _is_held(self, found: ts.KvStore.ReadResult) -> bool:
         return found.state == 'value' and _parse(found.value).get('uuid') == self._owner['uuid']
 
-    def _own_generation(self) -> bytes:
+    def _read_generation(self) -> bytes:
         """Returns the generation of the lock in its place; b'' if it belongs to another object."""
         found = self._store.read(NAME).result()
-        return found.stamp.generation if self._is_own(found) else b''
+        return found.stamp.generation if self._is_held(found) else b''
 
     def _renew(self) -> None:
         warned = False
@@ -186,9 +186,9 @@ class RunLock:
                     if self._over.is_set():
                         return
                     generation = self._write(self._generation)
-                    if not generation and (generation := self._own_generation()):
+                    if not generation and (generation := self._read_generation()):
                         # This write had succeeded, or an earlier one, which is old by now: once more.
-                        generation = self._write(generation) or self._own_generation()
+                        generation = self._write(generation) or self._read_generation()
                     self._generation = generation or self._generation
             except ValueError as error:  # such as a full disk: others on this host still see that we live
                 if not warned:

@@ -177,7 +177,7 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
     for pattern in patterns:
         paths = _expand(pattern)
         named = paths if len(paths) == 1 else ()
-        runs = [run for p in find_run_paths(pattern) if (run := _read_if_own(p, p in named))]
+        runs = [run for p in find_run_paths(pattern) if (run := _read_run(p, p in named))]
         if not runs:
             raise ConfigError(f'{pattern}: no run is there; name run directories, sweeps or globs of them')
         found |= {str(run.directory.path): run for run in runs if str(run.directory.path) not in found}
@@ -191,7 +191,7 @@ def find_run_paths(pattern: str) -> list[epath.Path]:
     return [path for path in [*paths, *inside] if is_run(path)]
 
 
-def _read_if_own(path: epath.Path, named: bool) -> Run | None:
+def _read_run(path: epath.Path, named: bool) -> Run | None:
     """Returns the run, or None for another program's folder that was not named itself."""
     try:
         return Run.read(path)

@@ -30,7 +30,7 @@ class Needle(Task):
     eval_lengths: tuple[int, ...] = field(
         default=(),
         check=lambda lengths: None if all(n >= 4 for n in lengths) else 'must list contexts of at least 4 tokens',
-        help='contexts that are evaluated; none: that of the training',
+        help='contexts that are evaluated; none: the context of the training',
     )  # fmt: skip
 
     def shortest_context(self) -> int:

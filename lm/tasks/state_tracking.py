@@ -27,7 +27,7 @@ class StateTracking(AnswersApart):
     group: str = field(default='parity', choices=tuple(GROUPS), help='of two things, which is parity, up to five')
     eval_lengths: tuple[int, ...] = field(
         default=(), check=lambda lengths: None if all(n >= 1 for n in lengths) else 'must list lengths of at least 1',
-        help='lengths that are evaluated; none: that of the training',
+        help='lengths that are evaluated; none: the length of the training',
     )  # fmt: skip
 
     @property

@@ -68,7 +68,7 @@ def page(tmp_path_factory) -> pathlib.Path:
     root = tmp_path_factory.mktemp('runs')
     write_run(root / 'a', Softmax(), steps=1000, quality=0.2)
     write_run(root / 'b', Softmax(), steps=1000, seed=1)
-    write_run(root / '<c> <!--', Polynomial(), steps=200)
+    write_run(root / '<c> <!--', Polynomial(), steps=200, log_every=25)
     assert main(['report', str(root), '--out', str(root / 'out'), '--no_pictures']) == 0
     alone = root / 'alone' / 'out'
     alone.mkdir(parents=True)
@@ -126,6 +126,27 @@ def test_the_pointer_shows_the_values_of_each_curve(page):
     (shown,) = [text for text in after if 'Polynomial' in text]
     assert f'{expected:.5g} at 91.21' in shown
     assert drawn, 'the canvas is empty'
+
+
+def test_the_pointer_shows_the_nearest_point_where_runs_differ_in_their_points(page):
+    between, wrong = browse(
+        page,
+        """
+  const plot = plots.loss;
+  const [x, values] = [plot.data[0], plot.data[plot.series.findIndex(one => /Polynomial/.test(one.label))]];
+  const known = [...x.keys()].filter(i => values[i] != null);
+  const inner = [...x.keys()].filter(i => values[i] == null && i > known[0] && i < known.at(-1));
+  const place = i => plot.valToPos(x[i], 'x');
+  const wrong = inner.filter(i => {
+    plot.setCursor({left: place(i), top: 50});
+    const shown = plot.cursor.idxs[plot.data.indexOf(values)];
+    return known.some(k => Math.abs(place(k) - place(i)) < Math.abs(place(shown) - place(i)) - 1e-6);
+  });
+  return [inner.length, wrong.length];
+""",
+    )
+    assert between > 3
+    assert wrong == 0
 
 
 def test_short_and_long_runs_are_both_drawn(page):

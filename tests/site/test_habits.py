@@ -57,7 +57,9 @@ def test_the_workflow_runs_what_ci_runs():
 
 def test_ci_builds_the_site_runs_the_tests_and_checks_types():
     lines = (tiny.ROOT / '.ci' / 'run').read_text().splitlines()
-    assert lines.index('scripts/docs.sh') < lines.index('scripts/test.sh') < lines.index('scripts/lint.sh pyright')
+    assert (
+        lines.index('scripts/docs.sh') < lines.index('scripts/test.sh --all') < lines.index('scripts/lint.sh pyright')
+    )
 
 
 def test_hooks_run_the_checks_of_the_tests():

@@ -33,7 +33,7 @@ class Muon(Rule):
     rms: float = field(
         default=0.2,
         above=0,
-        help="root mean square of a matrix's step at a learning rate of 1; that of Adam's is 0.2 to 0.4",
+        help="root mean square of a matrix's step at a learning rate of 1; Adam's steps have 0.2 to 0.4",
     )
     rest: Rule = field(default=AdamW(), help='the rule of embeddings, gains and biases')
 

@@ -52,7 +52,7 @@ class Fasta(LinePatterns):
         yield from self._documents(record, max_bytes)
 
     def _documents(self, record: '_Record | None', max_bytes: int) -> Iterator[Document]:
-        if record is None or not record.is_wanted:
+        if record is None or not record.is_selected:
             return
         if record.error:
             yield Document(record.identifier, error=record.error)
@@ -72,13 +72,13 @@ class _Record:
     """A sequence while it is read; `pieces` is None once it is too long."""
 
     identifier: str
-    is_wanted: bool
+    is_selected: bool
     error: str | None = None
     pieces: list[bytes] | None = dataclasses.field(default_factory=list)
     size: int = 0
 
     def add(self, line: bytes | None, max_bytes: int) -> None:
-        if not self.is_wanted or self.pieces is None:
+        if not self.is_selected or self.pieces is None:
             return
         residues = None if line is None else _residues(line)
         self.size += max_bytes + 1 if residues is None else len(residues)
