@@ -55,7 +55,7 @@ class CheckpointRow:
 
 def bench_checkpoint(options: CheckpointOptions) -> None:
     """Measures in separate processes, prints a table and writes it to a file, if there is one."""
-    output = results.Output(options.json)
+    output = results.Output(options.save)
     if not RESET.exists():
         raise ConfigError('lm bench checkpoint: only Linux counts the peak of a process; run it there')
     parent = None if options.folder is None else local_path(options.folder, '--folder')

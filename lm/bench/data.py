@@ -70,7 +70,7 @@ class DataRow:
 
 def bench_data(options: DataOptions) -> None:
     """Prints a table and writes it to a file, if there is one."""
-    output = results.Output(options.json)
+    output = results.Output(options.save)
     printer, machine = results.Printer(), results.machine()
     packages = ('jax', 'sentencepiece', 'tensorstore')
     printer.line(results.heading('lm bench data', machine, packages))

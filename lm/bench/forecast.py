@@ -47,7 +47,7 @@ class ForecastRow:
 
 def forecast_steps(options: StepOptions) -> None:
     """Compiles the steps for the chips of `options.topology`, each for one device, and prints a table per chip."""
-    output = results.Output(options.json, options.out)
+    output = results.Output(options.save, options.out)
     jax.config.update('jax_platforms', 'cpu')  # nothing runs on devices here, and an accelerator may be busy
     options = with_model(options, on_cpu=False)
     found, chips = read_candidates(options), [generation(name) for name in options.topology or ()]

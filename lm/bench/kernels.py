@@ -9,7 +9,7 @@ from lm.errors import ConfigError
 
 def bench_kernels(options: KernelOptions) -> None:
     """Prints a table with a heading, and writes JSON that says with which versions it was made."""
-    output = results.Output(options.json)
+    output = results.Output(options.save)
     rows: list[KernelRow] = []
     refused: list[str] = []
     for topology in options.topology:

@@ -20,7 +20,7 @@ def option(help: str, metavar: str | None = None, default: Any = None, **setting
 class BenchOptions:
     """The option of all parts."""
 
-    json: str | None = option('also write everything to this file', 'FILE')
+    save: str | None = option('also write everything to this file, as JSON', 'FILE')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ COLUMNS = {
 
 def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
     """Prints a table and writes it to a file, if there is one; returns 1 if a kernel is wrong."""
-    output = results.Output(options.json)
+    output = results.Output(options.save)
     initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'
     options = with_model(options, is_cpu)

@@ -105,7 +105,7 @@ class Output:
     """
 
     def __init__(self, file: str | None, folder: str | None = None):
-        self.json = None if file is None else _check_file(local_path(file, '--json').absolute())
+        self.json = None if file is None else _check_file(local_path(file, '--save').absolute())
         self.pictures = None if folder is None else _check_folder(local_path(folder, '--out'))
 
     def write(self, part: str, found: dict[str, Any], settings: dict[str, Any], rows: Sequence[Any]) -> None:
@@ -117,16 +117,16 @@ class Output:
         try:
             self.json.write_text(json.dumps(content, indent=1) + '\n')
         except OSError as error:
-            raise ConfigError(f'--json {self.json}: {error.strerror}') from None
+            raise ConfigError(f'--save {self.json}: {error.strerror}') from None
 
 
 def _check_file(path: pathlib.Path) -> pathlib.Path:
     if not path.parent.is_dir():
-        raise ConfigError(f'--json {path}: the folder does not exist; make it')
+        raise ConfigError(f'--save {path}: the folder does not exist; make it')
     if path.is_dir():
-        raise ConfigError(f'--json {path}: is a folder; name a file in it')
+        raise ConfigError(f'--save {path}: is a folder; name a file in it')
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f'--json {path}: cannot be written; name another file')
+        raise ConfigError(f'--save {path}: cannot be written; name another file')
     return path
 
 

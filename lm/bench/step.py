@@ -144,7 +144,7 @@ class TimedStep:
 
 def bench_step(options: StepOptions, job: JobAddress) -> None:
     """Times the steps, prints a table, and writes and draws what the options ask for."""
-    output = results.Output(options.json, options.out)
+    output = results.Output(options.save, options.out)
     initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'
     options = with_model(options, is_cpu)

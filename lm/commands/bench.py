@@ -44,6 +44,8 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     for name, part in PARTS.items():
         sub = add_parser(parts, name, part.help, part.example)
         add_option_flags(sub, part.options)
+        # The name of --save in version 0.1. In all other verbs --json prints JSON in place of tables.
+        sub.add_argument('--json', dest='save', metavar='FILE', help=argparse.SUPPRESS)
         if issubclass(part.options, ModelOptions):
             add_gin_flags(sub)
         if part.has_job:
@@ -131,7 +133,7 @@ PARTS = {
     ),
     'step': BenchPart(
         'whole training steps per second at constant tokens per step, over context lengths',
-        'lm bench step --mechanisms softmax,polysketch --contexts 512,2048 --json step.json',
+        'lm bench step --mechanisms softmax,polysketch --contexts 512,2048 --save step.json',
         StepOptions,
         _call_step,
         has_job=True,

@@ -15,7 +15,7 @@ from lm.cost_model import kernels
 from lm.errors import ConfigError
 
 RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'kernels.json'
-"""`lm bench kernels --topology v5e,v6e --json tests/data/kernels.json` writes this record."""
+"""`lm bench kernels --topology v5e,v6e --save tests/data/kernels.json` writes this record."""
 
 GOALS = {
     ('polysketch r=32 block=256', 'v5e'): 10.5,

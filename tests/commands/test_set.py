@@ -72,6 +72,16 @@ def parsers():
                 pending += [(f'{name} {part}', sub) for part, sub in action.choices.items()]
 
 
+def test_json_has_one_meaning():
+    """It prints JSON in place of tables. A file of results has another flag, whose former name is not shown."""
+    for name, parser in parsers():
+        for action in parser._actions:
+            if '--json' in action.option_strings and action.help is not argparse.SUPPRESS:
+                assert (action.nargs, action.help.partition(' instead')[0]) == (0, 'print JSON'), name
+    new, old = (lm.cli.parse(['bench', 'kernels', flag, 'x.json']).save for flag in ('--save', '--json'))
+    assert new == old == 'x.json'
+
+
 def test_each_command_that_takes_bindings_takes_settings():
     flags = {name: {flag for a in parser._actions for flag in a.option_strings} for name, parser in parsers()}
     takers = {name for name, there in flags.items() if '--gin_param' in there}

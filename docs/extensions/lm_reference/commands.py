@@ -73,7 +73,8 @@ def _label(title: str) -> str:
 
 
 def _is_argument(action: argparse.Action) -> bool:
-    return not isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+    is_hidden = action.help is argparse.SUPPRESS  # a former name
+    return not is_hidden and not isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str, str]:

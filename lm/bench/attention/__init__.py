@@ -82,7 +82,7 @@ class Layer:
 
 def bench_attention(options: AttentionOptions) -> None:
     """Prints a table, and writes and draws what the options ask for."""
-    output = results.Output(options.json, options.out)
+    output = results.Output(options.save, options.out)
     found = read_candidates(options, computed_mechanisms())
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
