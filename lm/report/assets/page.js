@@ -66,6 +66,15 @@ function short(value, base) {
   return `${+value.toPrecision(4)}`;
 }
 
+// The marks of a logarithmic axis: 1, 2, 5, 10, 20, …, or the powers of 2.
+function roundMarks(low, high, base) {
+  const first = Math.floor(Math.log(low) / Math.log(base));
+  const powers = Array.from({ length: 64 }, (_, i) => base ** (first + i));
+  const marks = base === 2 ? powers : powers.flatMap(power => [power, 2 * power, 5 * power]);
+  const inside = marks.filter(mark => low <= mark && mark <= high);
+  return inside.length ? inside : [low];
+}
+
 // The point of a series that is nearest to the pointer: runs are not measured at the same places.
 function nearest(plot, series, index) {
   const [values, x] = [plot.data[series], plot.data[0]];
@@ -102,7 +111,7 @@ function drawChart(chart, place) {
   const axis = (label, log) => ({
     label, labelSize: 24, size: 52, values: (plot, marks) => marks.map(mark => mark === null ? '' : short(mark, log)),
     font: '12px system-ui, sans-serif', labelFont: '13px system-ui, sans-serif', grid: { stroke: '#ececec', width: 1 }, ticks: { stroke: '#ccc', width: 1 },
-    ...(log ? {} : { space: 36 }),
+    ...(log ? { splits: (plot, index, low, high) => roundMarks(low, high, log), filter: (plot, marks) => marks } : { space: 36 }),
   });
   const options = {
     width: figure.clientWidth || 480, height: 320, series, bands,
