@@ -15,7 +15,7 @@ from etils import epath
 
 from lm.errors import LmError
 from lm.runs.sweep_file import read_rows
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 COLUMNS = {'perplexity': '.2f', 'bits_per_byte': '.4f', 'accuracy': '.4f', 'tokens_per_second': ',.0f'}
 
@@ -38,7 +38,7 @@ def table(points: list[dict]) -> str:
         losses = [p['loss'] for p in done if isinstance(p['loss'], int | float)]
         rows.append((statistics.mean(losses) if losses else float('inf'), cells))
     headings = ['mechanism', 'seeds', *(name.replace('_', ' ') for name in columns)]
-    return markdown_table([cells for _, cells in sorted(rows, key=lambda row: row[0])], headings)
+    return make_markdown_table([cells for _, cells in sorted(rows, key=lambda row: row[0])], headings)
 
 
 if __name__ == '__main__':

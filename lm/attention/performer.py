@@ -40,7 +40,7 @@ class Performer(LinearAttention):
     )
     kernel_epsilon: float = field(default=1e-3, minimum=0, help='added to the features of generalized kernels')
     block: int | None = field(
-        default=1024, minimum=1, resume=True, help='tokens a block (changes speed, not results); None: the fastest'
+        default=1024, minimum=1, resume=True, help='tokens per block (changes speed, not results); None: the fastest'
     )
 
     def __post_init__(self):

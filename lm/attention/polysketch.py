@@ -36,7 +36,7 @@ class Polysketch(Gated, LinearAttention):
     )
     local: bool = field(default=True, help='exact weights inside a block')
     block: int = field(
-        default=1024, minimum=1, help='tokens a block of exact weights; without `local` it has no effect'
+        default=1024, minimum=1, help='tokens per block of exact weights; without `local` it has no effect'
     )
     network_width: int = field(
         default=8, minimum=1, help="hidden units of a learned sketch's networks, in multiples of sketch_size"

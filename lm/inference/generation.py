@@ -266,7 +266,8 @@ def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Samp
             print('-' * 20)
             print(decode(row[1 : len(prompt) + max_tokens]))
     size = state_bytes(model, 1 + sum(made))
-    print(f'[{_describe_speed(times, made, len(prompts))}; decoding state {size:,} bytes a sequence]', file=sys.stderr)
+    speed = _describe_speed(times, made, len(prompts))
+    print(f'[{speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
 
 
 def _describe_speed(times: list[float], made: list[int], batch: int) -> str:
@@ -281,5 +282,5 @@ def _describe_speed(times: list[float], made: list[int], batch: int) -> str:
         # The first dispatches include compilation.
         first, last = (times[n + 2] - times[2], times[-2] - times[-2 - n])
         ms = [interval / (n * CHUNK) * 1e3 for interval in (first, last)]
-        result += f'; {ms[0]:.3f} ms a token in the first {END:,}, {ms[1]:.3f} in the last'
+        result += f'; {ms[0]:.3f} ms per token in the first {END:,}, {ms[1]:.3f} in the last'
     return result

@@ -140,7 +140,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         if self.positions is not None:
             if input_ids.shape[1] > self.config.learned_positions:
                 raise ValueError(
-                    f'input_ids: {input_ids.shape[1]} tokens a row, and the model has learned_positions = '
+                    f'input_ids: {input_ids.shape[1]} tokens per row, and the model has learned_positions = '
                     f'{self.config.learned_positions}; give shorter rows'
                 )
             x_BxLxD = x_BxLxD + self.positions.weight[: input_ids.shape[1]]

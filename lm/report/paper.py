@@ -25,7 +25,7 @@ SETTINGS = {
     'model.d_model': 'width',
     'model.n_heads': 'heads',
     'train.context_length': 'context',
-    'train.tokens_per_step': 'tokens a step',
+    'train.tokens_per_step': 'tokens per step',
     'train.steps': 'steps',
 }
 """Binding of a table → its name in a report."""
@@ -247,7 +247,7 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
     text = ['## Beside the paper', '', *text]
     text += [
         'Each cell: the paper\'s number / ours, "–" where there is none. Ours are the runs above that have its '
-        'layers, width, data, tokens a step and steps; the others stand apart, with what differs. Where a table says '
+        'layers, width, data, tokens per step and steps; the others stand apart, with what differs. Where a table says '
         "nothing else, the paper's models have 110M to 120M parameters.",
         '',
     ]

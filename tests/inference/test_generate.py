@@ -180,7 +180,7 @@ def test_the_command_reports_speed_and_size_of_the_state(reference_run):
     again = tiny.lm('generate', '--run_dir', run, '--prompt', 'The', '--max_tokens', '40', '--temperature', '0')
     assert done.stdout.startswith('The')
     assert done.stdout == again.stdout
-    assert re.search(r'\[[\d.]+ tokens/s after the first; decoding state [\d,]+ bytes a sequence\]', done.stderr)
+    assert re.search(r'\[[\d.]+ tokens/s after the first; decoding state [\d,]+ bytes per sequence\]', done.stderr)
 
 
 def test_a_batch_of_prompts_from_a_file(reference_run, tmp_path):

@@ -152,5 +152,5 @@ def test_gpt2_is_imported_and_exported(tied, tmp_path, tokens):
     model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
     with torch.no_grad():
         check_equal(expected, model(torch.tensor(tokens)).logits.numpy())
-    with pytest.raises(ValueError, match=r'41 tokens a row, and the model has learned_positions = 32; give shorter'):
+    with pytest.raises(ValueError, match=r'41 tokens per row, and the model has learned_positions = 32; give shorter'):
         model(torch.zeros(1, 41, dtype=torch.long))

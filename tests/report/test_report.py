@@ -306,7 +306,7 @@ def test_runs_stand_beside_the_papers_numbers(tmp_path, capsys):
     [
         ({'model': {'n_layers': 1}}, 'layers 1 (paper: 12)'),
         ({'model': {'d_model': 64, 'n_heads': 1}}, 'width 64 (paper: 768)'),
-        ({'tokens_per_step': 2**17}, 'tokens a step 131,072 (paper: 1,048,576)'),
+        ({'tokens_per_step': 2**17}, 'tokens per step 131,072 (paper: 1,048,576)'),
         ({'steps': 400, 'log_every': 10}, 'steps 400 (paper: 125,000)'),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 from lm.cost_model.compiled_step import check
 from lm.experiment import Experiment, load
 from lm.hardware import parse
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 MAXTEXT = {
     'model.norm': 'rms',
@@ -159,7 +159,7 @@ def main() -> int:
         print(*rows[-1], sep='  ', file=sys.stderr, flush=True)
     if rows:
         columns = ['model', 'source', 'published', 'bound', 'predicted', 'predicted ÷ published', 'difference']
-        print(markdown_table(rows, columns))
+        print(make_markdown_table(rows, columns))
     return 0
 
 

@@ -68,7 +68,7 @@ def softmax_attention(
         log_decay_BxMxK: logs of the factors, at most 0, by which the token of each key multiplies the weights of all
             keys before it, for itself and the tokens after it; -inf and all below -104 hide them. Gradients flow to it.
             None: no decay.
-        block: tokens a block; None picks what is fast.
+        block: tokens per block; None picks what is fast.
         implementation: one of `SOFTMAX`; None picks the platform's.
 
     Returns:

@@ -17,7 +17,7 @@ import sys
 
 from lm.errors import ConfigError
 from lm.sweep.points import Point, make_points
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 
 def evaluate(run: pathlib.Path, point: Point, flags: list[str]) -> dict | None:
@@ -50,7 +50,9 @@ def table(points: list[Point], results: list[dict | None]) -> str:
             measured = [f'{result["perplexity"]:.3f}', f'{result["bits_per_byte"]:.4f}']
         rows.append([*(point.settings.get(key, '') for key in keys), *measured])
     splits = sorted({result['split'] for result in results if result})
-    return markdown_table(rows, [*keys, f'{", ".join(splits)} perplexity'.strip(), 'bits per byte'], left=len(keys))
+    return make_markdown_table(
+        rows, [*keys, f'{", ".join(splits)} perplexity'.strip(), 'bits per byte'], left=len(keys)
+    )
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from lm.attention.base import AttentionModule
 from lm.attention.llops import Llops
 from lm.errors import ConfigError, LmError
 from lm.ops.linear_attention import FeatureMap
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 LOSSES = ('frobenius', 'relative', 'rmae')
 
@@ -185,7 +185,7 @@ def table(rows: list[dict]) -> str:
         for kind in kinds:
             random, fitted = row[f'random_{kind}'], row[f'fitted_{kind}']
             cells[-1] += [f'{random:.4f}', f'{fitted:.4f}', f'{fitted / random:.3f}']
-    return markdown_table(cells, headings)
+    return make_markdown_table(cells, headings)
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from lm.inference.generation import state_bytes
 from lm.model import build
 from lm.runs.records import Run
 from lm.runs.sweep_file import read_rows
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 
 def bytes_of(run: Run, tokens: int) -> int:
@@ -64,7 +64,7 @@ def table(groups: dict[str, list[Run]], sizes: dict[str, int]) -> str:
             spread = f' ± {statistics.stdev(values):.1f}' if len(values) > 1 else ''
             cells.append(f'{statistics.mean(values):.1f}{spread}')
         rows.append(cells)
-    return markdown_table(rows, ['mechanism', 'state, bytes', 'seeds', *segments])
+    return make_markdown_table(rows, ['mechanism', 'state, bytes', 'seeds', *segments])
 
 
 def draw(path: str, groups: dict[str, list[Run]], sizes: dict[str, int], segment: str) -> None:

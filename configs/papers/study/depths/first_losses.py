@@ -17,7 +17,7 @@ import numpy as np
 
 from lm.experiment import load
 from lm.model import build
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[3]
 
@@ -50,7 +50,7 @@ def main() -> int:
             row.append(f'{loss:.3f} ({100 * (loss / logarithm - 1):+.1f} %)')
             print(mechanism, size, row[-1], file=sys.stderr, flush=True)
         rows.append(row)
-    print(markdown_table(rows, ['mechanism', *arguments.sizes]))
+    print(make_markdown_table(rows, ['mechanism', *arguments.sizes]))
     return 0
 
 

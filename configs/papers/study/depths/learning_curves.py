@@ -16,7 +16,7 @@ import tempfile
 
 import lm
 from lm.runs.records import Run
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[3]
 MEAN_OF = 10
@@ -59,7 +59,9 @@ def main() -> int:
             print(mechanism, layers, row[-1], file=sys.stderr, flush=True)
         rows.append(row)
     heading = ' and '.join(f'{step}' for step in arguments.steps)
-    print(markdown_table(rows, ['mechanism', *(f'{layers} layers, steps {heading}' for layers in arguments.layers)]))
+    print(
+        make_markdown_table(rows, ['mechanism', *(f'{layers} layers, steps {heading}' for layers in arguments.layers)])
+    )
     return 0
 
 

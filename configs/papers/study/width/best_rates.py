@@ -19,7 +19,7 @@ from etils import epath
 from lm.errors import ConfigError, LmError
 from lm.runs.records import Run
 from lm.runs.sweep_file import read_rows
-from lm.text import markdown_table
+from lm.text import make_markdown_table
 
 RATE = 'optimizer.peak_learning_rate'
 SHARE = 0.2
@@ -63,7 +63,7 @@ def table(folder: epath.Path) -> str:
         tried = ', '.join(f'{rate:g}: {losses[rate]:.3f}' for rate in sorted(losses))
         name = ', '.join(f'{key.rpartition(".")[2]} {value}' for key, value in settings)
         cells.append([name, *((f'{found[0]:.2g}', f'{found[1]:.3f}') if found else ('not between', '')), tried])
-    return markdown_table(cells, ['point', 'best rate', 'loss there', 'rates tried: losses'])
+    return make_markdown_table(cells, ['point', 'best rate', 'loss there', 'rates tried: losses'])
 
 
 if __name__ == '__main__':
