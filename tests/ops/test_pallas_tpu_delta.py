@@ -111,7 +111,7 @@ def test_inverse(split, tolerance, same, monkeypatch):
     k /= np.linalg.norm(k, axis=0)
     m = np.triu(2 * k.T @ k, 1)
 
-    monkeypatch.setattr(inverses, '_rolled', lambda x, by: jnp.roll(x, by, 1))
+    monkeypatch.setattr(inverses, '_roll', lambda x, by: jnp.roll(x, by, 1))
 
     def solved():
         turns = inverses.inverse(jnp.asarray(m, jnp.float32), split)

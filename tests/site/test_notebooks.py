@@ -39,8 +39,9 @@ def test_the_committed_notebook_is_its_text_form_with_outputs(name):
     assert not [output.text for output in outputs if 'text' in output and PLACE.search(output.text)]
 
 
-def test_the_notebooks_run(tmp_path):
+def test_the_notebooks_run(tmp_path, monkeypatch):
     """All run in one folder, so that one of them finds the run of another."""
+    monkeypatch.delenv('XLA_FLAGS')  # one device, as users have
     for name in NOTEBOOKS.TINY:
         notebook = NOTEBOOKS.execute(name, tmp_path, tiny=True)
         outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
