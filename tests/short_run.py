@@ -2,7 +2,7 @@
 
 A full run with `--record_long` writes that list. A test is long if it takes more than `LONG` seconds of wall time with
 the fixtures that it makes. The quickest test of each file stays in the short run. New tests are in it until somebody
-records again.
+records again. Tests with the mark `compiles` are never in it.
 """
 
 import os
@@ -83,6 +83,6 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption('short'):
         return
     long = read_long_tests()
-    left_out = [item for item in items if item.nodeid in long]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item.nodeid not in long]
+    left_out = {item for item in items if item.nodeid in long or item.get_closest_marker('compiles')}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]

@@ -123,6 +123,7 @@ def test_links_of_the_chip_in_the_corner(name, links):
     assert topology.ici_bytes == links * topology.chip.link_bytes
 
 
+@pytest.mark.compiles
 @needs_libtpu
 @pytest.mark.parametrize('chip', GENERATIONS.values(), ids=list(GENERATIONS))
 def test_libtpu_knows_every_topology_that_is_offered(chip):
@@ -133,6 +134,7 @@ def test_libtpu_knows_every_topology_that_is_offered(chip):
         assert chip_of(devices[0].device_kind) == chip
 
 
+@pytest.mark.compiles
 @needs_libtpu
 @pytest.mark.parametrize(('name', 'fsdp'), [('v5e:4x4', 8), ('v5e:4x8', 16), ('v4:2x4x4', 2)])
 def test_fsdp_need_not_be_an_axis_of_the_torus(name, fsdp):
@@ -141,6 +143,7 @@ def test_fsdp_need_not_be_an_axis_of_the_torus(name, fsdp):
     assert dict(mesh.shape) == {'data': topology.chips // fsdp, 'fsdp': fsdp}
 
 
+@pytest.mark.compiles
 @needs_libtpu
 def test_devices_that_share_parameters_are_of_one_slice():
     devices = describe_devices(parse('2*v5e:2x2'))

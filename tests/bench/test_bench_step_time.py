@@ -115,6 +115,7 @@ def test_the_fastest_remat_level_that_fits_is_taken(monkeypatch, tmp_path):
     assert json.loads((tmp_path / 's.json').read_text())['rows'][0]['remat'] == 'attention'
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 def test_the_step_computes_in_the_dtype_of_its_chip(monkeypatch):
     """It computes in bfloat16 although this machine is a CPU: the model is built for the described chip."""

@@ -65,6 +65,7 @@ def test_no_mechanism_exchanges_activations(mechanism):
     check_data_parallel(mechanism, 2)
 
 
+@pytest.mark.compiles
 def test_devices_that_share_matrices_gather_these_alone():
     shapes = gathered('softmax', train__tokens_per_step=4 * LENGTH, mesh__fsdp=4)
     assert shapes

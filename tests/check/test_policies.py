@@ -53,6 +53,7 @@ def check_calls(name: str, remat: str) -> None:
     assert kernels(name, remat) == {'forward': (1 + nodes) * FORWARD[remat], 'backward': 1 + nodes} | rotary
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize('remat', ['dots', 'dense'])
 def test_named_results_of_kernels_are_kept(remat):
     """`dense` keeps products alone, so the kernel runs again."""

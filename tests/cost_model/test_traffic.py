@@ -105,6 +105,7 @@ def every_other_row(x_RxN, y_1xN):
     return lax.fori_loop(0, x_RxN.shape[0] // 2, body, x_RxN)
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 @pytest.mark.parametrize(
     ('function', 'shapes', 'dtype', 'times'),

@@ -136,6 +136,7 @@ def test_windows_that_cannot_be_split_are_computed_whole():
     np.testing.assert_allclose(whole, alone, atol=1e-5)
 
 
+@pytest.mark.compiles
 @needs_libtpu
 @pytest.mark.parametrize('axes', [dict(sequence=4), dict(sequence=2, fsdp=2)])
 @pytest.mark.parametrize('attention', [Softmax(), Polysketch(sketch_size=8)])
