@@ -9,7 +9,7 @@ from typing import Any
 
 
 def option(help: str, metavar: str | None = None, default: Any = None, **settings: Any) -> Any:
-    """A field that is a flag. The type of the field decides what the flag takes; lists have commas between items.
+    """Returns a field that is a flag. The type of the field decides what the flag takes; lists have commas between items.
 
     `settings` are for argparse. With `nargs` the field is an argument without a flag.
     """
