@@ -9,9 +9,10 @@ from typing import Any
 
 
 def option(help: str, metavar: str | None = None, default: Any = None, **settings: Any) -> Any:
-    """Returns a field that is a flag. The type of the field decides what the flag takes; lists have commas between items.
+    """Returns a field that is a flag.
 
-    `settings` are for argparse. With `nargs` the field is an argument without a flag.
+    The type of the field decides which values the flag takes; lists have commas between items. `settings` are for
+    argparse. With `nargs` the field is an argument without a flag.
     """
     return dataclasses.field(default=default, metadata={'help': help, 'metavar': metavar} | settings)
 
