@@ -83,8 +83,8 @@ class OptimizerConfig(Configurable):
         )
 
     def _directions(self, declared, widening):
-        """Returns the directions of the rule, scaled per parameter if some parameters have a learning rate of their own,
-        or if the rate is given for another width."""
+        """Returns the directions of the rule, scaled per parameter if some kinds have a rate of their own, or if the rate
+        is given for another width."""
         rule = self.rule.build(declared)
 
         def scale(declaration: Declaration) -> float:

@@ -1,9 +1,9 @@
 """Trains the points of a sweep on one GPU, several at a time, and writes each result as soon as it is there.
 
-    scripts/gpu/recipes.py --sweep_file configs/sweeps/options.gin --out results.jsonl --store STORE.tar.xz --cache FOLDER
+    scripts/gpu/recipes.py --sweep_file configs/sweeps/options.gin --out OUT --store STORE.tar.xz --cache CACHE
 
 Each line of the results has the settings of a point, its perplexity, its losses while training, and its seconds. Points
-that are in the file already are not trained again. A process trains one point after another, so that it starts JAX once.
+in the file are not trained again. A process trains one point after another, so it starts JAX once.
 """
 
 import argparse
@@ -20,6 +20,8 @@ import time
 from typing import Any
 
 GIN = 'configs/experiments/quickstart.gin'
+Job = tuple[int, int | None]
+"""The number of a point, and its seed; None: the seed of the file."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,17 +40,12 @@ def main(arguments: list[str] | None = None) -> None:
     params = [*given.gin_param]
     if given.store:
         params.append(f'data.path = {str(unpack(pathlib.Path(given.store), cache))!r}')
-    jobs = [(index, seed) for seed in given.seeds or [None] for index in range(count_points(given, params))]
-    out = pathlib.Path(given.out)
-    done = read_done(out)
-    jobs = [job for job in jobs if job not in done][: given.points]
-    context = multiprocessing.get_context('spawn')
-    tasks = [(given.sweep_file, params, str(cache), *job) for job in jobs]
-    with out.open('a') as file, context.Pool(min(given.jobs, max(1, len(tasks))), set_up) as pool:
-        for row in pool.imap_unordered(train_point, tasks):
-            file.write(json.dumps(row) + '\n')
-            file.flush()
-            print(row.get('perplexity'), row['settings'], row.get('error', ''), flush=True)
+    out = pathlib.Path(given.out).absolute()
+    jobs = list_jobs(given, params, read_done(out))[: given.points]
+    tasks = [(given.sweep_file, params, str(cache), str(out), job) for job in jobs]
+    with multiprocessing.get_context('spawn').Pool(min(given.jobs, max(1, len(tasks))), set_up) as pool:
+        for _ in pool.imap_unordered(train_alike, tasks):
+            pass
 
 
 def unpack(archive: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
@@ -77,21 +74,45 @@ def make_points(sweep_file: str, params: list[str]) -> list[Any]:
     return make_points([GIN], [sweep_file], ["model.dtype = 'float32'", 'train.tensorboard = False', *params])
 
 
-def count_points(given: argparse.Namespace, params: list[str]) -> int:
-    """Counts the points in a process of its own: this one shall not start JAX."""
+def list_jobs(given: argparse.Namespace, params: list[str], done: set[Job]) -> list[list[Job]]:
+    """Returns the points and seeds to train. Those that differ in the seed alone stand together: they share a program.
+
+    A process of its own reads the points, because this one shall not start JAX.
+    """
     with multiprocessing.get_context('spawn').Pool(1) as pool:
-        return len(pool.apply(make_points, (given.sweep_file, params)))
+        settings = pool.apply(read_settings, (given.sweep_file, params))
+    alike: dict[str, list[Job]] = {}
+    for index, others in enumerate(settings):
+        alike.setdefault(others, []).extend((index, seed) for seed in given.seeds or [None])
+    return [left for jobs in alike.values() if (left := [job for job in jobs if job not in done])]
 
 
-def read_done(out: pathlib.Path) -> set[tuple[int, int | None]]:
+def read_settings(sweep_file: str, params: list[str]) -> list[str]:
+    """Returns the settings of each point but for its seed."""
+    points = make_points(sweep_file, params)
+    return [str({name: value for name, value in point.settings.items() if name != 'train.seed'}) for point in points]
+
+
+def read_done(out: pathlib.Path) -> set[Job]:
     """Returns (index, seed) of the results in the file."""
     rows = [json.loads(line) for line in out.read_text().splitlines() if line.endswith('}')] if out.exists() else []
     return {(row['index'], row['seed']) for row in rows if 'error' not in row}
 
 
-def train_point(task: tuple[str, list[str], str, int, int | None]) -> dict[str, Any]:
+def train_alike(task: tuple[str, list[str], str, str, list[Job]]) -> None:
+    """Trains points with one program, and adds a line to the results after each of them."""
+    sweep_file, params, cache, out, jobs = task
+    for job in jobs:
+        row = train_point(sweep_file, params, cache, job)
+        with open(out, 'a') as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps(row) + '\n')
+        print(row.get('perplexity'), row['settings'], row.get('error', ''), file=sys.stderr, flush=True)
+
+
+def train_point(sweep_file: str, params: list[str], cache: str, job: Job) -> dict[str, Any]:
     """Trains one point, and returns its settings and results; an error becomes a part of the result."""
-    sweep_file, params, cache, index, seed = task
+    index, seed = job
     seeded = [] if seed is None else [f'train.seed = {seed}']
     point = make_points(sweep_file, [*params, *seeded])[index]
     row: dict[str, Any] = {'index': index, 'seed': seed, 'settings': point.settings | dict.fromkeys(seeded, '')}
