@@ -162,9 +162,10 @@ class Network(nnx.Module):
 class MeanSketch(nnx.Module):
     """√(1/m) [ψ₁, …, ψ_m]: its inner products are the means of m independent sketches' inner products.
 
-    Their variance is m times smaller. Gaussian sketches with P = 2 are then one sketch of m r numbers. Means of m
-    squares would need m r² features in place of (m r)², but their expected weights have the variance of one sketch,
-    whatever m is. This excess is the fault of random sketches, and only wider sketches lower it.
+    Their variance is m times smaller. Gaussian sketches with P = 2 are then one sketch of m r numbers.
+
+    Means of m squares would need m r² features in place of (m r)². Their expected weights have the variance of one
+    sketch, whatever m is. This excess is the fault of random sketches, and only wider sketches lower it.
     """
 
     def __init__(self, sketches: Sequence[Sketch]):
