@@ -323,10 +323,11 @@ def run_day(arguments: argparse.Namespace) -> int:
             if missing := set(row.needs) - packed - {'wheels'}:
                 print(f'{row.name}: left out, it needs {pack}/{min(missing)}', flush=True)
         rows = [row for row in rows if set(row.needs) <= packed | {'wheels'}]
+        gib = machine['gib'] - 2 if machine['gib'] else float('inf')  # without a GPU there is nothing to share
         day = Day(pathlib.Path(arguments.out), seconds, machine, variables, pathlib.Path(folder))
         try:
-            left_out = day.run([row for row in rows if not row.alone], arguments.jobs, machine['gib'] - 2)
-            left_out += day.run([row for row in rows if row.alone], 1, machine['gib'])
+            left_out = day.run([row for row in rows if not row.alone], arguments.jobs, gib)
+            left_out += day.run([row for row in rows if row.alone], 1, gib)
         finally:
             day.kill()
     print('\nrow | outcome')

@@ -1,5 +1,6 @@
 """The queue of GPU measurements: order, time limits, results, tables; the rows of the project in their tiny form."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -11,8 +12,9 @@ import pytest
 import tiny
 
 DAY = tiny.ROOT / 'scripts' / 'gpu' / 'day.py'
-sys.path.append(str(DAY.parent))
-import day
+SPEC = importlib.util.spec_from_file_location('gpu_day', DAY)
+day = sys.modules['gpu_day'] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(day)
 
 PACK = tiny.ROOT / '.gpu_pack'
 ROWS = day.read_rows(day.ROWS)
