@@ -197,7 +197,7 @@ class Day:
 
     def __init__(self, out: pathlib.Path, seconds: float, machine: dict, variables: dict, folder: pathlib.Path):
         self.out, self.machine, self.variables, self.folder = out, machine, variables, folder
-        self.deadline = time.monotonic() + seconds
+        self.deadline, self.reserve = time.monotonic() + seconds, 0.0
         self.running: list[Running] = []
         self.results: list[dict] = []
         out.mkdir(parents=True, exist_ok=True)
@@ -207,19 +207,22 @@ class Day:
         """Seconds until the end."""
         return self.deadline - time.monotonic()
 
-    def run(self, rows: Sequence[Row], jobs: int, gib: float) -> list[Row]:
-        """Runs rows in their order, at most `jobs` side by side; returns those for which no time was left."""
-        waiting, left_out = list(rows), []
+    def run(self, rows: Sequence[Row], jobs: int, gib: float, reserve: float = 0) -> list[Row]:
+        """Runs rows in their order, at most `jobs` side by side; returns those for which no time was left.
+
+        `reserve`: the seconds that they leave to others.
+        """
+        waiting, left_out, self.reserve = list(rows), [], reserve
         while waiting or self.running:
             for row in list(waiting):
                 used = sum(one.row.gpu_gib for one in self.running)
-                if row.seconds > self.left:
+                if row.seconds > self.left - reserve:
                     waiting.remove(row)
                     left_out.append(row)
                 elif len(self.running) < jobs and (not self.running or used + row.gpu_gib <= gib):
                     waiting.remove(row)
                     self.start(row)
-            if self.left <= 0:
+            if self.left <= reserve:
                 self.kill()
             self.collect()
             time.sleep(0.05)
@@ -227,7 +230,7 @@ class Day:
 
     def start(self, row: Row) -> None:
         result, log = self.folder / f'{row.name}.json', self.folder / f'{row.name}.log'
-        variables = self.variables | {'RESULT': str(result), 'SECONDS_LEFT': str(int(self.left))}
+        variables = self.variables | {'RESULT': str(result), 'SECONDS_LEFT': str(int(self.left - self.reserve))}
         with log.open('wb') as output:
             process = subprocess.Popen(
                 ['bash', '-c', row.command],
@@ -315,6 +318,8 @@ def run_day(arguments: argparse.Namespace) -> int:
     pack = pathlib.Path(arguments.pack or PACK).absolute()
     packed = {path.name.partition('.')[0] for path in pack.iterdir()} if pack.exists() else set()
     rows = choose(read_rows(arguments.rows), read_results(arguments.results), arguments.only)
+    if arguments.tiny:
+        rows = [dataclasses.replace(row, command=row.tiny, gpu_gib=0) for row in rows]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         variables = unpack(pack, pathlib.Path(folder))
         machine = find_machine(pack)
@@ -326,7 +331,7 @@ def run_day(arguments: argparse.Namespace) -> int:
         gib = machine['gib'] - 2 if machine['gib'] else float('inf')  # without a GPU there is nothing to share
         day = Day(pathlib.Path(arguments.out), seconds, machine, variables, pathlib.Path(folder))
         try:
-            left_out = day.run([row for row in rows if not row.alone], arguments.jobs, gib)
+            left_out = day.run([row for row in rows if not row.alone], arguments.jobs, gib, 60 * arguments.reserve)
             left_out += day.run([row for row in rows if row.alone], 1, gib)
         finally:
             day.kill()
@@ -418,6 +423,8 @@ def main() -> int:
     parser.add_argument('--out', help='the folder for results.jsonl and log.txt')
     parser.add_argument('--only', type=lambda text: text.split(','), help='names of rows, with commas')
     parser.add_argument('--jobs', type=int, default=8, help='rows side by side; default: 8')
+    parser.add_argument('--reserve', type=float, default=0, help='minutes kept for rows that run alone; default: 0')
+    parser.add_argument('--tiny', action='store_true', help='the tiny command of each row, for a CPU')
     parser.add_argument('--pack', help=f'fetch wheels into this folder, or with --minutes use it; default: {PACK}')
     parser.add_argument('--merge', type=pathlib.Path, metavar='FILE', help='add these results to the project')
     parser.add_argument('--list', action='store_true', help='show the queue')
