@@ -33,7 +33,9 @@ class OptimizerConfig(Configurable):
     )
     peak_learning_rate: float = field(default=7e-4, above=0, help='the learning rate at the end of the warm-up')
     warmup_steps: int = field(default=10_000, minimum=0, help='steps over which the learning rate rises linearly')
-    weight_decay: float = field(default=0.1, minimum=0, help='applied to matrices, not to biases, norms or embeddings')
+    weight_decay: float = field(
+        default=0.1, minimum=0, maximum=1000, help='applied to matrices, not to biases, norms or embeddings'
+    )
     cautious: bool = field(
         default=False, help='weight decay applies only to numbers that the step of the rule moves towards zero as well'
     )
@@ -46,7 +48,7 @@ class OptimizerConfig(Configurable):
         help='evaluation, generation and export use the mean of the weights after about the last so many steps; '
         'None: the last weights',
     )
-    clip_norm: float | None = field(default=1.0, above=0, help='global gradient norm; None: no clipping')
+    clip_norm: float | None = field(default=1.0, minimum=1e-8, help='global gradient norm; None: no clipping')
     z_loss: float = field(
         default=0.0,
         minimum=0,
@@ -83,8 +85,8 @@ class OptimizerConfig(Configurable):
         )
 
     def _directions(self, declared, widening):
-        """Returns the directions of the rule, scaled per parameter if some kinds have a rate of their own, or if the rate
-        is given for another width."""
+        """Returns the directions of the rule, scaled per parameter if some kinds have a rate of their own,
+        or if the rate is given for another width."""
         rule = self.rule.build(declared)
 
         def scale(declaration: Declaration) -> float:
