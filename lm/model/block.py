@@ -54,8 +54,8 @@ class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.config = config
         self.dims = dims = config.dims
-        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         norm = NORMS[config.norm]
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
@@ -96,8 +96,6 @@ class Block(nnx.Module):
         )
         to_gate = (config.gate_dim, (heads,), 'embed', 'all_heads')
         self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
-        self.gate_form = GATES[config.output_gate_form]
-        self.key_offset = config.key_offset
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
@@ -114,7 +112,7 @@ class Block(nnx.Module):
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
         state = self.attention.init_state(batch, max_length, dtype, documents)
         convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
-        key = jnp.zeros((batch, 1, self.dims.n_kv_heads, self.dims.head_dim), dtype) if self.key_offset else None
+        key = jnp.zeros((batch, 1, self.dims.n_kv_heads, self.dims.head_dim), dtype) if self.config.key_offset else None
         return state, EarlierTokens(convolved, key)
 
     def decode_step(
@@ -154,12 +152,12 @@ class Block(nnx.Module):
         if self.convolution:
             products, convolved = self.convolution(products, convolved, starts_BxL)
         *qk, v_BxLxKxC = (product.reshape(*product.shape[:2], -1, C) for product in products)
-        if is_joined and self.q_norm is None and not self.key_offset:
+        if is_joined and self.q_norm is None and not self.config.key_offset:
             return Projections(*prepare(qk[0], rotation), v_BxLxKxC, EarlierTokens(convolved))
         q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [H], axis=2) if is_joined else qk
-        if self.key_offset:
+        if self.config.key_offset:
             key = k_BxLxKxC[:, -1:]
-            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.key_offset), kept.key, starts_BxL)
+            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.config.key_offset), kept.key, starts_BxL)
         q_BxLxHxC, k_BxLxKxC = self._normalize(q_BxLxHxC, k_BxLxKxC)
         if is_joined:
             q_BxLxHxC, k_BxLxKxC = prepare(jnp.concatenate([q_BxLxHxC, k_BxLxKxC], axis=2), rotation)
@@ -188,7 +186,8 @@ class Block(nnx.Module):
         with jax.named_scope('attention_out'):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
             if self.output_gate is not None:
-                y_BxLxN *= self.gate_form(self.output_gate(normed_BxLxD[..., : self.output_gate.in_features]))
+                form = GATES[self.config.output_gate_form]
+                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., : self.output_gate.in_features]))
             x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
@@ -197,11 +196,13 @@ class Block(nnx.Module):
         with jax.named_scope('norms'):
             normed_TxD = self.glu_norm(x_TxD)
         with jax.named_scope('glu'):
-            if not self.gated:
-                return x_TxD + self.glu_out(self.activation(tokens_on_lanes(self.glu_in(normed_TxD))))
+            if not self.config.gated:
+                return x_TxD + self.glu_out(
+                    ACTIVATIONS[self.config.activation](tokens_on_lanes(self.glu_in(normed_TxD)))
+                )
             products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
             value_TxF, gate_TxF = map(tokens_on_lanes, products)
-            return x_TxD + self.glu_out(value_TxF * self.activation(gate_TxF))
+            return x_TxD + self.glu_out(value_TxF * ACTIVATIONS[self.config.activation](gate_TxF))
 
 
 def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:
