@@ -13,6 +13,7 @@ import os
 import pathlib
 import statistics
 import sys
+import threading
 import time
 from typing import Any
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument('--seconds', type=float, default=25.0, help='the time for all turns')
     parser.add_argument('--rounds', type=int, default=7, help='the most turns of each step')
     parser.add_argument('--steps', type=int, default=2, help='timed steps per turn; one more comes before them')
+    parser.add_argument('--limit', type=float, default=150.0, help='seconds after which a hanging run ends')
     parser.add_argument('--build_only', action='store_true', help='only fill the compilers’ caches')
     parser.add_argument('--torch_python', help='the interpreter that has PyTorch; default: this one')
     parser.add_argument('--save', required=True, help='a file for the results, JSON')
@@ -99,6 +101,15 @@ def run(options: argparse.Namespace, columns: dict[str, Column]) -> None:
     begun = time.perf_counter()
     batch = Batch(options.context, options.tokens_per_step)
     workers = start_workers(options, {column.framework for column in columns.values()})
+
+    def stop() -> None:
+        for worker in workers.values():
+            worker.close()
+        os._exit(3)  # the results of the rounds before are written
+
+    watch = threading.Timer(options.limit, stop)
+    watch.daemon = True
+    watch.start()
     facts: dict[str, dict[str, Any]] = {}
     machine: dict[str, Any] = {}
     for name, worker in workers.items():
