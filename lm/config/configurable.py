@@ -61,7 +61,7 @@ def field(
 
     Args:
         default: the default; without one the field is required. Type checkers read it only by name.
-        minimum, maximum: inclusive bounds.
+        minimum, maximum: inclusive bounds. Without a `maximum` an int is at most `MOST`.
         above, below: exclusive bounds.
         even: the value must be divisible by 2.
         choices: the permitted values.
@@ -198,9 +198,29 @@ def describe(annotation: Any) -> str:
     return f'one of {", ".join("@" + o + "()" for o in sorted(options))}' if options else name
 
 
+SMALLEST, LARGEST = 1.2e-38, 3.4e38
+"""The bounds of the magnitude of a float: float32 rounds less to zero, and more to infinity."""
+MOST = 2**31 - 1
+"""The bound of the magnitude of an int whose field has no `maximum`: programs count in int32."""
+
+
+def _check_magnitude(label: str, value: Any, most: float | None) -> None:
+    """Raises ConfigError for a number, also one inside a tuple, that a run cannot compute with."""
+    if isinstance(value, tuple):
+        for item in value:
+            _check_magnitude(label, item, most)
+    elif isinstance(value, float) and value != 0 and not SMALLEST <= abs(value) <= LARGEST:
+        raise ConfigError(
+            f'{label} = {value!r}: must be 0 or between {SMALLEST:g} and {LARGEST:g}, which float32 holds'
+        )
+    elif isinstance(value, int) and most is None and abs(value) > MOST:
+        raise ConfigError(f'{label} = {value!r}: must be at most {MOST}')
+
+
 def _check_range(label: str, value: Any, rules: dict[str, Any]) -> None:
     if value is None:
         return
+    _check_magnitude(label, value, rules.get('maximum'))
     problems = (
         (rules.get('minimum') is not None and not value >= rules['minimum'], f'at least {rules.get("minimum")}'),
         (rules.get('maximum') is not None and not value <= rules['maximum'], f'at most {rules.get("maximum")}'),

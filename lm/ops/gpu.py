@@ -94,6 +94,26 @@ def repeat_per_column(vector: jax.Array, rows: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,))
 
 
+def slice_head(array, number, heads: int, segments: int = 1, chunk: Any = 0, chunks: int = 1):
+    """Returns 64 columns of one head over the tokens of one segment, a matrix in memory, [L / segments, 64].
+
+    Copies reach it where it is, with a stride between tokens. So arrays keep the order in which layers have them.
+
+    Args:
+        array: a reference to [B, L, K · chunks · 64] in memory; each of the K heads serves the same number of heads.
+        number: the number of the segment of a head, among B · heads · segments.
+        heads: the number of heads that thread blocks compute.
+        segments: the number of segments per sequence.
+        chunk: the number of the 64 columns, among those of a head.
+        chunks: the number of such columns per head.
+    """
+    head, segment = lax.div(number, segments), lax.rem(number, segments)
+    batch, head = lax.div(head, heads), lax.rem(head, heads)
+    length, group = array.shape[1] // segments, heads * chunks * TILE // array.shape[2]
+    column = lax.div(head, group) * chunks + chunk
+    return array.at[batch, pl.ds(segment * length, length), pl.ds(column * TILE, TILE)]
+
+
 def load_matrix(ref) -> jax.Array:
     """Loads a matrix in the registers' layout of a product."""
     return _load(ref, plgpu.Layout.WGMMA)

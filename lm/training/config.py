@@ -34,6 +34,7 @@ class TrainConfig(Configurable):
     eval_tokens: int | None = field(
         default=None,
         minimum=1,
+        maximum=2**62,
         resume=True,
         help='only so many of each text are scored while training; None: all of them',
     )
@@ -42,7 +43,7 @@ class TrainConfig(Configurable):
     )
     hang_minutes: float | None = field(
         default=10.0,
-        above=0,
+        minimum=0.01,
         resume=True,
         help='a step that takes so long, and 20 median steps, ends with 42; None: never',
     )

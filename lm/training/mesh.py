@@ -45,10 +45,13 @@ class MeshConfig(Configurable):
         help='refuse to start on any other number of slices; CPU devices, which are of none, form so many',
     )
     heartbeat_seconds: float = field(
-        default=60.0, above=0, help='a process that is silent for so long ends the job with 42'
+        default=60.0, above=0, maximum=86_400, help='a process that is silent for so long ends the job with 42'
     )
     join_seconds: float = field(
-        default=300.0, above=0, help='what a process waits for the others when the job starts, before it ends with 42'
+        default=300.0,
+        above=0,
+        maximum=86_400,
+        help='what a process waits for the others when the job starts, before it ends with 42',
     )
 
     def plan(self, target: Target) -> 'MeshShape':

@@ -31,8 +31,10 @@ class OptimizerConfig(Configurable):
     )
     peak_learning_rate: float = field(default=7e-4, above=0, help='the learning rate at the end of the warm-up')
     warmup_steps: int = field(default=10_000, minimum=0, help='steps over which the learning rate rises linearly')
-    weight_decay: float = field(default=0.1, minimum=0, help='applied to matrices, not to biases, norms or embeddings')
-    clip_norm: float | None = field(default=1.0, above=0, help='global gradient norm; None: no clipping')
+    weight_decay: float = field(
+        default=0.1, minimum=0, maximum=1000, help='applied to matrices, not to biases, norms or embeddings'
+    )
+    clip_norm: float | None = field(default=1.0, minimum=1e-8, help='global gradient norm; None: no clipping')
     z_loss: float = field(
         default=0.0,
         minimum=0,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.cli import VERBS, parse
-from lm.config.configurable import REGISTRY, Configurable, configurable, field
+from lm.config.configurable import LARGEST, MOST, REGISTRY, SMALLEST, Configurable, configurable, field
 from lm.config.load import load as load_into
 from lm.config.names import may_change
 from lm.config.read import read
@@ -99,18 +99,16 @@ def refused(*params: str, files: tuple = (), **options) -> str:
 # ---------------------------------------------------------------------------------------------------------- dump, load
 
 shapes = st.deferred(lambda: discs | pairs)
-discs = st.builds(
-    Disc, radius=st.floats(min_value=0, exclude_min=True, allow_nan=False), label=st.none() | st.text(max_size=8)
-)
+discs = st.builds(Disc, radius=st.floats(SMALLEST, LARGEST), label=st.none() | st.text(max_size=8))
 pairs = st.builds(Pair, first=shapes, others=st.lists(shapes, max_size=3).map(tuple))
 shape_sections = st.builds(
     Shapes, shape=shapes | st.none() | st.lists(shapes, max_size=4).map(tuple), spare=shapes | st.none()
 )
-small = st.integers(-(2**40), 2**40)
+small = st.integers(-MOST, MOST)
 value_sections = st.builds(
     Values,
-    steps=st.integers(1, 2**63),
-    rate=st.floats(allow_nan=False),
+    steps=st.integers(1, MOST),
+    rate=st.just(0.0) | st.floats(SMALLEST, LARGEST) | st.floats(-LARGEST, -SMALLEST),
     flag=st.booleans(),
     name=st.text(st.characters(), max_size=20),
     maybe=st.none() | small,
@@ -136,7 +134,7 @@ def test_dump_is_sorted_complete_and_scopes_only_what_differs(tmp_path):
     assert 'test_pair.first = @b/test_disc()' in text
     assert '# a/test_disc\na/test_disc.label = None\na/test_disc.radius = 2.0\n' in text
     assert 'test_shapes.shape = @test_disc()' in dump(Root())
-    assert 'test_values.rate = 1e999' in dump(Root(values=Values(rate=math.inf)))
+    assert 'test_values.rate = 1e+30' in dump(Root(values=Values(rate=1e30)))
     (tmp_path / 'config.gin').write_text(text)
     assert resolve(files=(tmp_path / 'config.gin',)) == root
 

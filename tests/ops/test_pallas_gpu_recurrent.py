@@ -1,6 +1,7 @@
 """The recurrent GPU kernels of linear attention, without a GPU; `test_pallas_gpu` explains how."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class Case:
         head_dim: the size of values.
         rows: the rows of a random projection, whose features the kernels compute.
         segment: the fewest tokens per segment; None: one segment.
+        batch: the number of sequences.
     """
 
     options: Options
@@ -42,6 +44,7 @@ class Case:
     head_dim: int = 64
     rows: int | None = None
     segment: int | None = None
+    batch: int = 1
 
 
 PERFORMER = Options(PLAIN, Positive(scale=0.125, epsilon=1e-6), denominator_bias=0.0)
@@ -51,11 +54,15 @@ CASES = {
     'odd sizes, grouped': Case(Options(PLAIN, normalize=False), 130, size=40, heads=(4, 2), head_dim=48),
     'with denominators': Case(Options(PLAIN), 100),
     'with denominators and decay, in segments': Case(Options(PLAIN), 200, decay=True, heads=(2, 1), segment=64),
+    'two sequences of grouped heads, in segments': Case(
+        Options(PLAIN, normalize=False), 200, decay=True, heads=(4, 2), segment=64, batch=2
+    ),
     'two chunks': Case(POSITIVE, 150, size=128),
     'two slices, in segments': Case(POSITIVE, 200, size=128, segment=64),
     'Taylor': Case(TAYLOR, 100, size=16, decay=True),
     'Performer': Case(PERFORMER, 150, rows=128),
     'Performer, in segments': Case(PERFORMER, 150, rows=128, segment=64),
+    'Performer, grouped': Case(PERFORMER, 150, rows=128, segment=64, heads=(2, 1), batch=2),
     'Performer, not rescaled': Case(
         dataclasses.replace(PERFORMER, feature_map=Positive(0.125, rescale=False), normalize=False), 100, rows=128
     ),
@@ -71,14 +78,14 @@ def example(case: Case) -> tuple[list[jax.Array], jax.Array]:
     heads, kv_heads = case.heads
     shapes = [(heads, case.size), (kv_heads, case.size), (kv_heads, case.head_dim), (heads, case.head_dim)]
     q, k, v, do = (
-        jax.random.normal(key, (1, case.length, *shape)) for key, shape in zip(keys[:4], shapes, strict=True)
+        jax.random.normal(key, (case.batch, case.length, *shape)) for key, shape in zip(keys[:4], shapes, strict=True)
     )
     q, k = q / case.size**0.25, k / case.size**0.25
     if case.options.normalize and case.options.powers == PLAIN and case.rows is None:
         q, k = jnp.abs(q), jnp.abs(k)
     arrays = [a.astype(jnp.bfloat16) for a in (q, k, v)]
     if case.decay:
-        log_decay = -jax.nn.softplus(jax.random.normal(keys[4], (1, case.length, kv_heads)))
+        log_decay = -jax.nn.softplus(jax.random.normal(keys[4], (case.batch, case.length, kv_heads)))
         arrays.append(log_decay.at[:, 37].set(-jnp.inf).at[:, 80:82].set(-jnp.inf))
     return arrays, do.astype(jnp.bfloat16)
 
@@ -210,3 +217,6 @@ def test_compiles_for_an_h200(name):
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss)).trace(arrays, parameters).lower().compile()
     assert compiled.memory_analysis().output_size_in_bytes > 0
+    # Kernels read and write arrays as layers have them: XLA transposes none of them.
+    transposed = re.findall(r'= bf16\[[\d,]*\]\S* transpose\(', compiled.as_text())
+    assert not transposed, transposed

@@ -19,7 +19,9 @@ class PrepareConfig(Configurable):
         default='none', choices=tuple(CLEANINGS), help='what is done to the text before it is tokenised'
     )
     tokenizer: TokenizerChoice = field(default=TokenizerConfig(), help='@tokenizer(), or @amino_acids() for proteins')
-    max_document_bytes: int = field(default=100_000_000, minimum=1, help='longer documents are bad records')
+    max_document_bytes: int = field(
+        default=100_000_000, minimum=1, maximum=2**62, help='longer documents are bad records'
+    )
     strict: bool = field(default=False, help='stop at the first bad record instead of listing it in bad_records.jsonl')
     processes: int | None = field(default=None, minimum=1, help='worker processes; None: one per CPU core')
 

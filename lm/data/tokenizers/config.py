@@ -29,7 +29,7 @@ class TokenizerConfig(TokenizerChoice):
         default=32_000, minimum=261, maximum=2**31 - 1, help='pieces, with 256 bytes and 4 special ones'
     )
     model_type: str = field(default='bpe', choices=('bpe', 'unigram'), help='of SentencePiece')
-    sample_bytes: int = field(default=200_000_000, minimum=1, help='train on at most so many bytes')
+    sample_bytes: int = field(default=200_000_000, minimum=1, maximum=2**62, help='train on at most so many bytes')
     model_path: str | None = field(
         default=None, help='use this SentencePiece model, tokenizer.json or rank file; vocab_size is then taken from it'
     )

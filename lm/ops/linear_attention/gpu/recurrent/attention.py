@@ -38,8 +38,10 @@ def linear_attention(call: LinearCall) -> LinearResult:
     feature_map = cast(ElementwiseMap, options.feature_map) if features > MOST_GIVEN else None
     pieces = choose_pieces(features, batch // platform.batch_shards() * heads, length, decay)
     plan = RecurrentPlan(
+        heads=heads,
         **pieces._asdict(),
         normalize=options.normalize,
+        denominator_bias=options.denominator_bias,
         decay=decay,
         feature_map=feature_map,
         interpreted=platform.target_platform() != 'gpu',
@@ -53,7 +55,7 @@ def linear_attention(call: LinearCall) -> LinearResult:
         k = _compute_features(options, call.k_parameters, call.k_BxLxKxE, queries=False).astype(dtype)
         call = dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k)
     call = dataclasses.replace(call, q_parameters=None, k_parameters=None)
-    function = platform.per_device(functools.partial(_attend_by_head, plan), split=(True, False))
+    function = platform.per_device(functools.partial(_attend_on_device, plan), split=(True, False))
     return LinearResult(function(call, rows), None)
 
 
@@ -124,40 +126,47 @@ def _compute_features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, q
     return jnp.concatenate(pieces, axis=2).transpose(0, 3, 1, 2)
 
 
-def _attend_by_head(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array | None) -> jax.Array:
+def _attend_on_device(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array | None) -> jax.Array:
     """Computes a call whose queries and keys are features, or inputs of the feature map."""
     batch, length, heads, _ = call.q_BxLxHxE.shape
     step = TILE * plan.segments
     padded = -(-length // step) * step
     size = WIDEST if plan.feature_map is not None else plan.slices * plan.chunks * CHUNK
 
-    def split_heads(a_BxLxNxF, size):
+    def pad(a_BxLxKxF, size):
         # Zero tokens after the last are exact: no query sees them. So are zero features.
-        pad = ((0, 0), (0, padded - length), (0, 0), (0, size - a_BxLxNxF.shape[3]))
-        a_BxHxLxF = jnp.repeat(jnp.pad(a_BxLxNxF, pad).swapaxes(1, 2), heads // a_BxLxNxF.shape[2], axis=1)
-        return a_BxHxLxF.reshape(batch * heads * plan.segments, padded // plan.segments, size)
+        return jnp.pad(a_BxLxKxF, ((0, 0), (0, padded - length), (0, 0), (0, size - a_BxLxKxF.shape[3])))
+
+    def join_heads(a_BxLxKxF):
+        return a_BxLxKxF.reshape(batch, padded, -1)
+
+    def split_heads(a_BxKxL):
+        a_BxHxL = jnp.repeat(a_BxKxL, heads // a_BxKxL.shape[1], axis=1)
+        return a_BxHxL.reshape(batch * heads * plan.segments, padded // plan.segments)
 
     rows = None
     if rows_MxE is not None:
         rows = _split_rows(jnp.pad(rows_MxE, ((0, 0), (0, WIDEST - rows_MxE.shape[1]))))
 
-    def arrange(x_BxLxNxF, queries) -> SideArrays[jax.Array]:
-        x_NxLxF = split_heads(x_BxLxNxF, size)
+    def arrange(x_BxLxKxF, queries) -> SideArrays[jax.Array]:
+        x_BxLxKxF = pad(x_BxLxKxF, size)
         if plan.feature_map is None or rows is None:
-            return SideArrays(features=x_NxLxF.reshape(*x_NxLxF.shape[:2], -1, CHUNK).swapaxes(1, 2))
-        shift_NxL = plan.feature_map.shift(x_NxLxF.astype(jnp.float32), queries)
-        if shift_NxL is None:
-            shift_NxL = save_residual(_find_largest(x_NxLxF, rows.high))
-        return SideArrays(vectors=x_NxLxF, shifts=shift_NxL)
+            return SideArrays(features=join_heads(x_BxLxKxF))
+        shift_BxLxK = plan.feature_map.shift(x_BxLxKxF.astype(jnp.float32), queries)
+        if shift_BxLxK is not None:
+            shift_BxKxL = shift_BxLxK.swapaxes(1, 2)
+        else:
+            shift_BxKxL = save_residual(_find_largest(join_heads(x_BxLxKxF), rows.high)).reshape(batch, -1, padded)
+        return SideArrays(vectors=join_heads(x_BxLxKxF), shifts=split_heads(shift_BxKxL))
 
     queries, keys = arrange(call.q_BxLxHxE, True), arrange(call.k_BxLxKxE, False)
     log_decay = call.log_decay_BxLxK
-    log_decay = None if log_decay is None else split_heads(log_decay[..., None], 1)[..., 0]
+    log_decay = None if log_decay is None else split_heads(pad(log_decay[..., None], 1)[..., 0].swapaxes(1, 2))
     rows = jax.tree.map(lambda w: w.reshape(-1, CHUNK, WIDEST), rows)
-    inputs = RecurrentInputs(queries, keys, rows, split_heads(call.v_BxLxKxD, WIDEST), log_decay)
-    o_NxLxD = _attend(plan, call.options.denominator_bias, inputs)
-    o_BxHxLxD = o_NxLxD.reshape(batch, heads, padded, WIDEST)[:, :, :length, : call.v_BxLxKxD.shape[-1]]
-    return o_BxHxLxD.swapaxes(1, 2)
+    v_BxLxKD = join_heads(pad(call.v_BxLxKxD, WIDEST))
+    o_BxLxHD = _attend(plan, RecurrentInputs(queries, keys, rows, v_BxLxKD, log_decay))
+    o_BxLxHxD = o_BxLxHD.reshape(batch, padded, heads, WIDEST)
+    return o_BxLxHxD[:, :length, :, : call.v_BxLxKxD.shape[-1]]
 
 
 def _split_rows(w: jax.Array) -> MapRows[jax.Array]:
@@ -168,10 +177,10 @@ def _split_rows(w: jax.Array) -> MapRows[jax.Array]:
 
 
 @jax.jit
-def _find_largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
+def _find_largest(x_BxLxKE: jax.Array, w_MxE: jax.Array) -> jax.Array:
     from lm.ops.linear_attention.gpu.recurrent.largest import find_largest
 
-    return find_largest(*jax.lax.stop_gradient((x_NxLxE, w_MxE)))
+    return find_largest(*jax.lax.stop_gradient((x_BxLxKE, w_MxE)))
 
 
 def _sum_in_tiles(log_decay_NxL: jax.Array) -> jax.Array:
@@ -180,20 +189,20 @@ def _sum_in_tiles(log_decay_NxL: jax.Array) -> jax.Array:
 
 
 class RecurrentInputs(NamedTuple):
-    """The arrays of a call, with separate heads and segments."""
+    """The arrays of a call; N are all segments of all heads of all sequences, of T tokens each."""
 
     queries: SideArrays[jax.Array]
     keys: SideArrays[jax.Array]
     rows: MapRows[jax.Array] | None
-    v_NxLxD: jax.Array
-    log_decay_NxL: jax.Array | None
+    v_BxLxKD: jax.Array
+    log_decay_NxT: jax.Array | None
 
 
 class RecurrentForward(NamedTuple):
     """Outputs, inverse denominators, and the sums before each segment; None where the plan has none."""
 
-    o_NxLxD: jax.Array
-    inverse_NxL: jax.Array | None
+    o_BxLxHD: jax.Array
+    inverse_NxT: jax.Array | None
     before: SegmentSums[jax.Array] | None
 
 
@@ -201,34 +210,46 @@ class RecurrentResiduals(NamedTuple):
     """The residuals of the backward pass; outputs and denominators are None where the plan has no denominators."""
 
     inputs: RecurrentInputs
-    o_NxLxD: jax.Array | None
-    inverse_NxL: jax.Array | None
+    o_BxLxHD: jax.Array | None
+    inverse_NxT: jax.Array | None
     before: SegmentSums[jax.Array] | None
 
 
-@custom_vjp(0, 1)
-def _attend(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> jax.Array:
-    return _forward(plan, bias, inputs).o_NxLxD
+@custom_vjp(0)
+def _attend(plan: RecurrentPlan, inputs: RecurrentInputs) -> jax.Array:
+    return _forward(plan, inputs).o_BxLxHD
 
 
 # It is compiled as one function, which all layers share: lowering the kernels takes seconds.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> RecurrentForward:
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(plan: RecurrentPlan, inputs: RecurrentInputs) -> RecurrentForward:
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
-    from lm.ops.linear_attention.gpu.recurrent.forward import OutputInputs, SumInputs, outputs, sum_segments
+    from lm.ops.linear_attention.gpu.recurrent.forward import (
+        OutputInputs,
+        SumInputs,
+        invert_denominators,
+        outputs,
+        sum_segments,
+    )
 
     queries, keys, rows, v, log_decay = inputs
     t, before = None if log_decay is None else _sum_in_tiles(log_decay), None
     if plan.segments > 1:
         before = _sum_outside(plan, sum_segments(plan, SumInputs(keys, rows, v, None, t)), t)
     results = outputs(plan, OutputInputs(queries, keys, rows, v, t, before))
-    num, den = jax.tree.map(lambda a: a.sum(axis=0), results)
-    if den is None:
-        return RecurrentForward(num.astype(v.dtype), None, before)
-    total = den + bias
-    # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
-    inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-    return RecurrentForward((num * inverse[..., None]).astype(v.dtype), inverse, before)
+    num, inverse = jax.tree.map(lambda a: a.sum(axis=0), results)
+    if inverse is not None and plan.slices > 1:
+        inverse = invert_denominators(plan, inverse)
+        num = _scale_vectors(plan, num, inverse)
+    return RecurrentForward(num.astype(v.dtype), inverse, before)
+
+
+def _scale_vectors(plan: RecurrentPlan, x_BxLxHD: jax.Array, scale_NxT: jax.Array) -> jax.Array:
+    """Multiplies the vector of each token and head by a number; float32."""
+    batch, length, _ = x_BxLxHD.shape
+    x_BxLxHxD = x_BxLxHD.reshape(batch, length, plan.heads, -1).astype(jnp.float32)
+    scale_BxLxH = scale_NxT.reshape(batch, plan.heads, length).swapaxes(1, 2)
+    return (x_BxLxHxD * scale_BxLxH[..., None]).reshape(x_BxLxHD.shape)
 
 
 def _sum_outside(
@@ -254,8 +275,8 @@ def _sum_outside(
     return jax.tree.map(add_up, sums)
 
 
-def _attend_forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -> tuple[jax.Array, RecurrentResiduals]:
-    o, inverse, before = _forward(plan, bias, inputs)
+def _attend_forward(plan: RecurrentPlan, inputs: RecurrentInputs) -> tuple[jax.Array, RecurrentResiduals]:
+    o, inverse, before = _forward(plan, inputs)
     # The layer's backward pass reads outputs, too.
     o, before = save_residual(o), jax.tree.map(save_residual, before)
     if inverse is None:
@@ -263,10 +284,8 @@ def _attend_forward(plan: RecurrentPlan, bias: float, inputs: RecurrentInputs) -
     return o, RecurrentResiduals(inputs, o, save_residual(inverse), before)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend_backward(
-    plan: RecurrentPlan, bias: float, residuals: RecurrentResiduals, do: jax.Array
-) -> tuple[RecurrentInputs]:
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_backward(plan: RecurrentPlan, residuals: RecurrentResiduals, do: jax.Array) -> tuple[RecurrentInputs]:
     from lm.ops.linear_attention.gpu.recurrent.backward import (
         GradientInputs,
         differentiate_keys,
@@ -277,9 +296,10 @@ def _attend_backward(
     (queries, keys, rows, v, log_decay), o, inverse, before = residuals
     e, g, after = None, do, None
     if o is not None and inverse is not None:
-        do = do.astype(jnp.float32)
-        e = -inverse * jnp.sum(do * o.astype(jnp.float32), axis=-1)
-        g = do * inverse[..., None]
+        batch, length, _ = do.shape
+        products = (do.astype(jnp.float32) * o.astype(jnp.float32)).reshape(batch, length, plan.heads, -1)
+        e = -inverse * products.sum(axis=-1).swapaxes(1, 2).reshape(inverse.shape)
+        g = _scale_vectors(plan, do, inverse)
     t = None if log_decay is None else _sum_in_tiles(log_decay)
     g = g.astype(v.dtype)
     if plan.segments > 1:
@@ -289,19 +309,28 @@ def _attend_backward(
     dkeys = differentiate_keys(plan, GradientInputs(keys, queries, rows, v, g, e, t, after))
     dlog_decay = None
     if log_decay is not None and dqueries.decay is not None and dkeys.decay is not None:
-        whole = (-1, plan.segments * v.shape[1])
+        whole = (-1, v.shape[1])
         resets = (log_decay < decays.RESET).reshape(1, *whole)
         dtotal = (dqueries.decay - dkeys.decay).sum(axis=0).reshape(1, *whole)
         dlog_decay = decays.backwards(dtotal, resets).reshape(log_decay.shape)
 
-    def sum_slices(side) -> SideArrays[jax.Array]:
-        if side.features is not None:
-            return SideArrays(features=side.features)
-        return SideArrays(vectors=side.vectors.sum(axis=0).astype(v.dtype), shifts=side.shifts.sum(axis=0))
+    def sum_slices(results, side: SideArrays[jax.Array]) -> SideArrays[jax.Array]:
+        if side.vectors is None:
+            return SideArrays(features=_sum_groups(results.features, cast(jax.Array, side.features), plan.heads))
+        vectors = _sum_groups(results.vectors.sum(axis=0), side.vectors, plan.heads)
+        return SideArrays(vectors=vectors, shifts=results.shifts.sum(axis=0))
 
-    dv = cast(jax.Array, dkeys.values).sum(axis=0).astype(v.dtype)
+    dv = _sum_groups(cast(jax.Array, dkeys.values).sum(axis=0), v, plan.heads)
     drows = jax.tree.map(jnp.zeros_like, rows)
-    return (RecurrentInputs(sum_slices(dqueries), sum_slices(dkeys), drows, dv, dlog_decay),)
+    return (RecurrentInputs(sum_slices(dqueries, queries), sum_slices(dkeys, keys), drows, dv, dlog_decay),)
+
+
+def _sum_groups(dx_BxLxHF: jax.Array, x_BxLxKF: jax.Array, heads: int) -> jax.Array:
+    """Sums gradients over the heads that share a head of `x`, whose type the result has."""
+    batch, length, size = x_BxLxKF.shape
+    group = dx_BxLxHF.shape[2] // size
+    parts = dx_BxLxHF.reshape(batch, length, heads // group, group, -1)
+    return parts.sum(axis=3).reshape(x_BxLxKF.shape).astype(x_BxLxKF.dtype)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -51,10 +51,10 @@ class GradientInputs(NamedTuple, Generic[A]):
         own: features of the own side.
         other: features of the other side.
         rows: rows of the feature map; None without one.
-        v: values, [N, L, D].
-        g: gradients of numerators, [N, L, D].
-        e: gradients of denominators, [N, L] float32; None without denominators.
-        t: running sums of log factors, [N, L] float32; None without decay.
+        v: values, [B, L, K D].
+        g: gradients of numerators, [B, L, H D].
+        e: gradients of denominators, [N, L / segments] float32; None without denominators.
+        t: running sums of log factors, [N, L / segments] float32; None without decay.
         sums: for queries the sums before each segment, for keys the sums after it; None with a single segment.
     """
 
@@ -161,10 +161,10 @@ def _call(
                 total_T = None if tiles.e_T is None else load_rows(tiles.e_T)
                 return sums.advance(carry, features, tiles.g_TxD, factors, factors and factors.since_start, total_T)
 
-            arrays = (inputs.v, inputs.g, inputs.e, inputs.t)
-            v, g, e, t = jax.tree.map(lambda a: a.at[lax.axis_index('head')], arrays)
+            v, g = plan.slice_head(inputs.v), plan.slice_head(inputs.g)
+            e, t = jax.tree.map(lambda a: a.at[lax.axis_index('head')], (inputs.e, inputs.t))
             sources = _GradientTiles(own.sources, other.sources, v, g, e, t)
-            walk(sources, 0, 0, inputs.v.shape[1] // TILE, step, sums.start(inputs.sums), is_key, SLOTS)
+            walk(sources, 0, 0, v.shape[0] // TILE, step, sums.start(inputs.sums), is_key, SLOTS)
 
         RunningSums.run(plan, memory.sums, run)
         plgpu.wait_smem_to_gmem(0)
@@ -172,8 +172,8 @@ def _call(
     body.__name__ = f'linear_attention_recurrent_{name}_gradients'
     return plgpu.kernel(
         body,
-        out_type=(SideResults.describe(plan, inputs.v.shape, with_values=is_key),),
-        grid=(plan.slices, inputs.v.shape[0]),
+        out_type=(SideResults.describe(plan, inputs.g.shape, with_values=is_key),),
+        grid=(plan.slices, inputs.g.shape[0] * plan.heads * plan.segments),
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types=[

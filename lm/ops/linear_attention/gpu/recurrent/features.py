@@ -22,9 +22,9 @@ class SideSources(NamedTuple):
     """The arrays from which the tiles of a side are copied, or such a tile in shared memory.
 
     Attributes:
-        chunks: given features, [L, 64] each; empty where the kernel makes them.
-        vectors: inputs of the feature map, [L, E]; None unless the kernel makes features.
-        shifts: shifts of the feature map, [L]; None unless the kernel makes features.
+        chunks: given features, [T, 64] each; empty where the kernel makes them.
+        vectors: inputs of the feature map, [T, E]; None unless the kernel makes features.
+        shifts: shifts of the feature map, [T]; None unless the kernel makes features.
     """
 
     chunks: list[Ref]
@@ -83,7 +83,7 @@ class Features:
         if memory is None or rows is None:
             given = [cast(Ref, side.features) for side in sides]
             return [
-                Features(plan, SideSources([x.at[head, first + c] for c in chunks], None, None), [], []) for x in given
+                Features(plan, SideSources([plan.slice_head(x, c) for c in chunks], None, None), [], []) for x in given
             ]
         for array, parts in zip(rows, memory.rows, strict=True):
             for c in chunks:
@@ -92,7 +92,7 @@ class Features:
         return [
             Features(
                 plan,
-                SideSources([], cast(Ref, side.vectors).at[head], cast(Ref, side.shifts).at[head]),
+                SideSources([], plan.slice_head(side.vectors), cast(Ref, side.shifts).at[head]),
                 made,
                 memory.rows,
             )

@@ -1,6 +1,6 @@
 """The forward kernel of recurrent linear attention on Hopper GPUs.
 
-Letters: N heads of all sequences, S slices of C chunks of 64 features, T tokens of a tile, D head size. x and y are the
+Letters are explained in the plan; here T are the tokens of a tile. x and y are the
 features of queries and keys. A thread block walks over the tiles of one head with the sums of its slice in registers:
 
      num_i = a_i ⟨x_i, Z⟩ + Σ_{j ≤ i} w_ij v_j     Z ← a_T Z + Σ_j b_j y_j v_jᵀ     a_i = exp(t_i), b_j = exp(t_T - t_j)
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_rows, matrix, send, sum_products, wait_for_copies, walk
+from lm.ops.gpu import TILE, load_rows, matrix, repeat_per_row, send, sum_products, wait_for_copies, walk
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
 from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, SideSources
@@ -40,8 +40,8 @@ class OutputInputs(NamedTuple, Generic[A]):
         queries: features of queries.
         keys: features of keys.
         rows: rows of the feature map; None without one.
-        v: values, [N, L, D] bfloat16.
-        t: running sums of log factors, [N, L] float32; None without decay.
+        v: values, [B, L, K D] bfloat16.
+        t: running sums of log factors, [N, L / segments] float32; None without decay.
         before: the sums before each segment; None with a single segment.
     """
 
@@ -54,7 +54,12 @@ class OutputInputs(NamedTuple, Generic[A]):
 
 
 class SliceOutputs(NamedTuple, Generic[A]):
-    """The parts of each slice: numerators float32 [S, N, L, D], and denominators [S, N, L] where plan.normalize."""
+    """The parts of each slice. If there is one slice only, they are outputs and the inverse of denominators.
+
+    Attributes:
+        numerators: [S, B, L, H D].
+        denominators: float32 [S, N, L / segments]; None without denominators.
+    """
 
     numerators: A
     denominators: A | None
@@ -81,11 +86,11 @@ class _OutputMemory(NamedTuple):
 
 def outputs(plan: RecurrentPlan, inputs: OutputInputs[jax.Array]) -> SliceOutputs[jax.Array]:
     """Computes the part of each slice of numerators and denominators."""
-    n, length, size = inputs.v.shape
-    tokens = jax.ShapeDtypeStruct((plan.slices, n, length), jnp.float32)
-    results = SliceOutputs(
-        jax.ShapeDtypeStruct((plan.slices, n, length, size), jnp.float32), tokens if plan.normalize else None
-    )
+    batch, length, _ = inputs.v.shape
+    n = batch * plan.heads * plan.segments
+    tokens = jax.ShapeDtypeStruct((plan.slices, n, length // plan.segments), jnp.float32)
+    numerators = jax.ShapeDtypeStruct((plan.slices, batch, length, plan.heads * TILE), plan.part_type)
+    results = SliceOutputs(numerators, tokens if plan.normalize else None)
 
     def linear_attention_recurrent_outputs(*refs):
         _outputs(plan, *refs)
@@ -100,7 +105,7 @@ def outputs(plan: RecurrentPlan, inputs: OutputInputs[jax.Array]) -> SliceOutput
             _OutputMemory(
                 FeaturesMemory.allocate(plan, placed=(True, True)),
                 SumsMemory.allocate(plan),
-                matrix(TILE, size, dtype=jnp.float32),
+                matrix(TILE, TILE, dtype=plan.part_type),
                 plgpu.SMEM((TILE,), jnp.float32),
                 allocate_operand(plan.interpreted),
             )
@@ -130,16 +135,28 @@ def _outputs(plan: RecurrentPlan, inputs: OutputInputs[Ref], results: SliceOutpu
                 before_T = sums.multiply_totals(carry, x_TxF)
                 before_T = before_T if since_start is None else before_T * since_start
                 den_T = before_T + jnp.sum(w_TxK, axis=1)
+                if plan.slices == 1:
+                    den_T = invert_denominators(plan, den_T)
+                    num_TxD = num_TxD * repeat_per_row(den_T, TILE)
                 send(den_T, memory.denominator_T, results.denominators.at[part, head, tokens])
-            send(num_TxD, memory.numerator_TxD, results.numerators.at[part, head, tokens])
+            send(num_TxD, memory.numerator_TxD, plan.slice_part(results.numerators).at[tokens])
             return sums.advance(carry, y_TxF, tiles.v_TxD, factors, factors and factors.until_end)
 
-        v, t = inputs.v.at[head], None if inputs.t is None else inputs.t.at[head]
+        v, t = plan.slice_head(inputs.v), None if inputs.t is None else inputs.t.at[head]
         sources = _OutputTiles(x.sources, y.sources, v, t)
-        walk(sources, 0, 0, inputs.v.shape[1] // TILE, step, sums.start(inputs.before), slots=SLOTS)
+        walk(sources, 0, 0, v.shape[0] // TILE, step, sums.start(inputs.before), slots=SLOTS)
 
     RunningSums.run(plan, memory.sums, run)
     plgpu.wait_smem_to_gmem(0)
+
+
+def invert_denominators(plan: RecurrentPlan, den: jax.Array) -> jax.Array:
+    """Computes 1 / (den + bias), and 0 for tokens after the last.
+
+    These have no keys and, with a bias of 0, no denominators either.
+    """
+    total = den + plan.denominator_bias
+    return jnp.where(total == 0.0, 0.0, 1.0 / total)
 
 
 class SumInputs(NamedTuple, Generic[A]):
@@ -148,9 +165,9 @@ class SumInputs(NamedTuple, Generic[A]):
     Attributes:
         side: features of keys; in the backward pass features of queries.
         rows: rows of the feature map; None without one.
-        v: values, [N, L, D] bfloat16; in the backward pass g of queries.
-        e: [N, L] float32 in the backward pass with plan.normalize; else None.
-        t: running sums of log factors, [N, L] float32; None without decay.
+        v: values, [B, L, K D] bfloat16; in the backward pass g of queries.
+        e: [N, L / segments] float32 in the backward pass with plan.normalize; else None.
+        t: running sums of log factors, [N, L / segments] float32; None without decay.
     """
 
     side: SideArrays[A]
@@ -180,10 +197,10 @@ class _SumMemory(NamedTuple):
 
 def sum_segments(plan: RecurrentPlan, inputs: SumInputs[jax.Array], backwards: bool = False) -> SegmentSums[jax.Array]:
     """Computes the sums over the tokens of each segment, decayed up to its end; `backwards` up to its start."""
-    (n, _, size), chunks = inputs.v.shape, plan.slices * plan.chunks
+    n, chunks = inputs.v.shape[0] * plan.heads * plan.segments, plan.slices * plan.chunks
     totals = jax.ShapeDtypeStruct((n, chunks, CHUNK), jnp.float32)
     results = SegmentSums(
-        jax.ShapeDtypeStruct((n, chunks, CHUNK, size), jnp.float32), totals if plan.normalize else None
+        jax.ShapeDtypeStruct((n, chunks, CHUNK, TILE), jnp.float32), totals if plan.normalize else None
     )
 
     def linear_attention_recurrent_sums(*refs):
@@ -199,7 +216,7 @@ def sum_segments(plan: RecurrentPlan, inputs: SumInputs[jax.Array], backwards: b
             _SumMemory(
                 FeaturesMemory.allocate(plan, placed=(True,)),
                 SumsMemory.allocate(plan),
-                matrix(CHUNK, size, dtype=jnp.float32),
+                matrix(CHUNK, TILE, dtype=jnp.float32),
                 plgpu.SMEM((CHUNK,), jnp.float32),
             )
         ],
@@ -219,8 +236,8 @@ def _sum_segments(
             more_T = None if tiles.e_T is None else load_rows(tiles.e_T)
             return sums.advance(carry, y.make(tiles.side), tiles.v_TxD, factors, weight_T, more_T)
 
-        v, e, t = jax.tree.map(lambda a: a.at[head], (inputs.v, inputs.e, inputs.t))
-        sources, count = _SumTiles(y.sources, v, e, t), inputs.v.shape[1] // TILE
+        v, (e, t) = plan.slice_head(inputs.v), jax.tree.map(lambda a: a.at[head], (inputs.e, inputs.t))
+        sources, count = _SumTiles(y.sources, v, e, t), v.shape[0] // TILE
         carry = walk(sources, 0, 0, count, step, sums.start(None), backwards, SLOTS)
         for c in range(plan.chunks):
             wait_for_copies()

@@ -6,16 +6,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, product, walk, write, zeros
+from lm.ops.gpu import TILE, matrix, product, slice_head, walk, write, zeros
 
 
-def find_largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
-    """Computes max_m ⟨w_m, x⟩, float32 [N, L], one thread block per tile of tokens."""
-    n, length, size = x_NxLxE.shape
+def find_largest(x_BxLxKE: jax.Array, w_MxE: jax.Array) -> jax.Array:
+    """Computes max_m ⟨w_m, x⟩, float32 [B K, L], one thread block per tile of tokens of a head."""
+    batch, length, _ = x_BxLxKE.shape
+    heads = x_BxLxKE.shape[2] // TILE
+    n = batch * heads
 
     def linear_attention_recurrent_largest(x, w, result, x_smem, ready):
         head, tokens = lax.axis_index('head'), pl.ds(lax.axis_index('tile') * TILE, TILE)
-        plgpu.copy_gmem_to_smem(x.at[head, tokens], x_smem, ready)
+        plgpu.copy_gmem_to_smem(slice_head(x, head, heads).at[tokens], x_smem, ready)
         plgpu.barrier_wait(ready)
 
         def rows(number, tiles, most_T):
@@ -29,5 +31,5 @@ def find_largest(x_NxLxE: jax.Array, w_MxE: jax.Array) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((n, length), jnp.float32),
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
-        scratch_types=[matrix(TILE, size), plgpu.Barrier()],
-    )(x_NxLxE, w_MxE)
+        scratch_types=[matrix(TILE, TILE), plgpu.Barrier()],
+    )(x_BxLxKE, w_MxE)

@@ -1,12 +1,20 @@
 """The plan and the arrays of the recurrent GPU kernels.
 
-Letters: N heads of all sequences (of all segments, where there are several), L tokens, M features. E is the size of the
-vectors that a feature map takes, D the head size, and S the number of slices.
+Letters: B sequences, L tokens, M features. N are all segments of all heads of all sequences, of T = L / segments tokens
+each. E is the size of the vectors that a feature map takes, D the head size, both 64, and S the number of slices.
+
+Matrices have the order in which layers have them: tokens, then heads, [B, L, K E]. `slice_head` finds the part of a
+thread block. Keys and values may have fewer heads than queries. Numbers per token are small, and ordered by head.
 """
 
 import dataclasses
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from lm.ops.gpu import slice_head
 from lm.ops.linear_attention.types import ElementwiseMap
 
 CHUNK = 64
@@ -25,9 +33,9 @@ class SideArrays(NamedTuple, Generic[A]):
     """The features of queries or keys, or the arrays from which kernels make them.
 
     Attributes:
-        features: given features in chunks, [N, M / 64, L, 64]; None where kernels make them.
-        vectors: inputs of the feature map, [N, L, E]; None without one.
-        shifts: shifts of the feature map, float32 [N, L]; None without one.
+        features: given features, [B, L, K M]; None where kernels make them.
+        vectors: inputs of the feature map, [B, L, K E]; None without one.
+        shifts: shifts of the feature map, float32 [N, T]; None without one.
     """
 
     features: A | None = None
@@ -59,19 +67,23 @@ class RecurrentPlan:
     """One call of the kernels.
 
     Attributes:
+        heads: heads of queries.
         segments: segments of a sequence, each with separate thread blocks.
         slices: thread blocks per segment of a head, each with its features.
         chunks: chunks of `CHUNK` features per slice.
         normalize: True where there are denominators.
+        denominator_bias: added to denominators.
         decay: True where there are log factors.
         feature_map: makes features of the vectors in memory; None: the arrays are features.
         interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
+    heads: int
     segments: int
     slices: int
     chunks: int
     normalize: bool
+    denominator_bias: float
     decay: bool
     feature_map: ElementwiseMap | None
     interpreted: bool
@@ -83,3 +95,23 @@ class RecurrentPlan:
         Only products change an accumulator, which starts from 0.
         """
         return self.decay or self.segments > 1
+
+    @property
+    def part_type(self) -> DTypeLike:
+        """The type of what a slice adds to outputs and gradients; bfloat16 where one slice has all features."""
+        return jnp.bfloat16 if self.slices == 1 else jnp.float32
+
+    def slice_head(self, array: Ref, c: int | None = None) -> Ref:
+        """Returns the tokens of the thread block's head and segment as a matrix in memory, [T, 64].
+
+        `c` is the chunk of its slice where `array` holds features.
+        """
+        number = lax.axis_index('head')
+        if c is None:
+            return slice_head(array, number, self.heads, self.segments)
+        chunk = lax.axis_index('slice') * self.chunks + c
+        return slice_head(array, number, self.heads, self.segments, chunk, self.slices * self.chunks)
+
+    def slice_part(self, array: Ref) -> Ref:
+        """Returns the part of the thread block's slice, a matrix as of `slice_head`, of an array [S, B, L, H D]."""
+        return self.slice_head(array.at[lax.axis_index('slice')])

@@ -1,7 +1,7 @@
 """The gradients that the recurrent GPU kernels write, tile by tile."""
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ class SideResults(NamedTuple, Generic[A]):
     """The gradients of one side; gradients per slice are to be summed over S.
 
     Attributes:
-        features: gradients of given features, bfloat16 [N, M / 64, L, 64]; None where the kernel makes them.
-        vectors: the part of each slice, float32 [S, N, L, E]; None where features are given.
-        shifts: the part of each slice, float32 [S, N, L]; None where features are given.
-        decay: ⟨φ, dφ⟩ of each slice, float32 [S, N, L]; None without decay.
-        values: the part of each slice, float32 [S, N, L, D]; None for queries.
+        features: gradients of given features, bfloat16 [B, L, H M]; None where the kernel makes them.
+        vectors: the part of each slice, [S, B, L, H E]; None where features are given.
+        shifts: the part of each slice, float32 [S, N, T]; None where features are given.
+        decay: ⟨φ, dφ⟩ of each slice, float32 [S, N, T]; None without decay.
+        values: the part of each slice, [S, B, L, H D]; None for queries.
     """
 
     features: A | None
@@ -33,19 +33,19 @@ class SideResults(NamedTuple, Generic[A]):
 
     @staticmethod
     def describe(plan: RecurrentPlan, shape: tuple[int, ...], with_values: bool) -> 'SideResults[jax.ShapeDtypeStruct]':
-        """Returns the types of the arrays; `shape` is the shape of the values."""
-        n, length, size = shape
-        tokens = jax.ShapeDtypeStruct((plan.slices, n, length), jnp.float32)
-        given = jax.ShapeDtypeStruct((n, plan.slices * plan.chunks, length, CHUNK), jnp.bfloat16)
-        made = jax.ShapeDtypeStruct((plan.slices, n, length, TILE), jnp.float32)
-        values = jax.ShapeDtypeStruct((plan.slices, n, length, size), jnp.float32)
+        """Returns the types of the arrays; `shape` is the shape of the outputs."""
+        batch, length, size = shape
+        n = batch * plan.heads * plan.segments
+        tokens = jax.ShapeDtypeStruct((plan.slices, n, length // plan.segments), jnp.float32)
+        given = jax.ShapeDtypeStruct((batch, length, plan.heads * plan.slices * plan.chunks * CHUNK), jnp.bfloat16)
+        part = jax.ShapeDtypeStruct((plan.slices, batch, length, size), plan.part_type)
         makes = plan.feature_map is not None
         return SideResults(
             features=None if makes else given,
-            vectors=made if makes else None,
+            vectors=part if makes else None,
             shifts=tokens if makes else None,
             decay=tokens if plan.decay else None,
-            values=values if with_values else None,
+            values=part if with_values else None,
         )
 
 
@@ -69,7 +69,7 @@ class ResultsMemory(NamedTuple):
         tokens, makes = plgpu.SMEM((TILE,), jnp.float32), plan.feature_map is not None
         return cls(
             [] if makes else [matrix(TILE, CHUNK) for _ in range(plan.chunks)],
-            matrix(TILE, TILE, dtype=jnp.float32) if with_values or makes else None,
+            matrix(TILE, TILE, dtype=plan.part_type) if with_values or makes else None,
             tokens if makes else None,
             tokens if plan.decay else None,
         )
@@ -91,7 +91,7 @@ class Results:
 
     def send_values(self, number: jax.Array, dv_TxD: jax.Array) -> None:
         """Sends the gradient of a tile's values, after earlier copies have ended."""
-        send(dv_TxD, self.memory.vectors, _find_tile(self.outputs.values, number))
+        send(dv_TxD, self.memory.vectors, self.plan.slice_part(self.outputs.values).at[pl.ds(number * TILE, TILE)])
 
     def send_features(
         self,
@@ -109,7 +109,7 @@ class Results:
             differentiate: returns the gradient of the features of chunk c, float32 [T, 64].
         """
         outputs, memory = self.outputs, self.memory
-        part, head = lax.axis_index('slice'), lax.axis_index('head')
+        tokens = pl.ds(number * TILE, TILE)
         phi_TxF = make() if outputs.decay is not None else []
         decay_T: jax.Array | float = 0.0
         dshift_T: jax.Array | float = 0.0
@@ -119,8 +119,7 @@ class Results:
             if outputs.decay is not None:
                 decay_T += jnp.sum(widen(phi_TxF[c]) * dphi_TxF, axis=1)
             if outputs.features is not None:
-                place = outputs.features.at[head, part * self.plan.chunks + c, pl.ds(number * TILE, TILE)]
-                send(dphi_TxF, memory.chunks[c], place)
+                send(dphi_TxF, memory.chunks[c], self.plan.slice_head(outputs.features, c).at[tokens])
                 continue
             dz_TxF = self.features.differentiate(tile, c, dphi_TxF)
             dshift_T -= jnp.sum(dz_TxF, axis=1)
@@ -129,11 +128,11 @@ class Results:
             products = [(d, w) for rows in self.features.rows for d, w in zip(dz, rows, strict=True)]
             dx_TxE = sum_products(products, scratch=self.register)[0]
             wait_for_copies()
-            send(dx_TxE, memory.vectors, _find_tile(outputs.vectors, number))
-            send(cast(jax.Array, dshift_T), memory.shifts, _find_tile(outputs.shifts, number))
+            send(dx_TxE, memory.vectors, self.plan.slice_part(outputs.vectors).at[tokens])
+            send(cast(jax.Array, dshift_T), memory.shifts, _find_tokens(outputs.shifts, tokens))
         if outputs.decay is not None:
-            send(cast(jax.Array, decay_T), memory.decay, _find_tile(outputs.decay, number))
+            send(cast(jax.Array, decay_T), memory.decay, _find_tokens(outputs.decay, tokens))
 
 
-def _find_tile(array: Ref, number: jax.Array) -> Ref:
-    return array.at[lax.axis_index('slice'), lax.axis_index('head'), pl.ds(number * TILE, TILE)]
+def _find_tokens(array: Ref, tokens: Any) -> Ref:
+    return array.at[lax.axis_index('slice'), lax.axis_index('head'), tokens]
