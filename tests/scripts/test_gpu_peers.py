@@ -13,7 +13,8 @@ def test_a_column_travels_as_a_dict():
     found = {'name': 'a', 'framework': 'jax', 'kind': 'by_hand', 'shape': {}, 'gin_params': ['x']}
     shape = {'layers': 1, 'width': 8, 'heads': 2, 'head_dim': 4, 'hidden': 16, 'vocabulary': 32}
     column = Column.read(found | {'shape': shape})
-    assert column.shape == Shape(**shape) and column.gin_params == ('x',)
+    assert column.shape == Shape(**shape)
+    assert column.gin_params == ('x',)
 
 
 def test_kernels_are_told_apart():
