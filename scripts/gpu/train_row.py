@@ -1,12 +1,11 @@
 #!/usr/bin/env python
 """Trains the points of sweeps on one GPU, several at a time, and writes each result as soon as it is there.
 
-    python scripts/gpu/train_row.py --gin_file configs/papers/study/mechanisms/study.gin \
-        --sweep_file configs/papers/study/mechanisms/sweep_sketches.gin --out results.jsonl --cache FOLDER --jobs 4
+    train_row.py --gin_file GIN_FILE --sweep_file SWEEP_FILE --out results.jsonl --cache FOLDER --jobs 4
 
-Each line of the results has the settings of a point, its loss, perplexity, losses by position and while training, what
-its small parameters became, and its seconds. Points that are in the file already are not trained again. A process
-trains one point after another, so that it starts JAX once.
+Each line of the results has the settings of a point, its loss by position and while training, and its seconds. It also
+has what the biases of the norms and the factors of far weights became. Points that are in the file are not trained
+again. A process trains one point after another, so that it starts JAX once.
 """
 
 import argparse
