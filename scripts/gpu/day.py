@@ -39,8 +39,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GPU = ROOT / 'scripts' / 'gpu'
 ROWS, RESULTS, WHEELS, PAGE = GPU / 'rows', GPU / 'results.jsonl', GPU / 'wheels.txt', ROOT / 'docs' / 'hardware.md'
 PACK = '.gpu_pack'
-MOST_MIB = 45
-"""The limit of a pack; with the tree, 64 MiB travel at once."""
+MOST_MIB = 52
+"""The limit of a pack: 64 MiB travel at once, and the tree has up to 12."""
 GRACE = 5.0
 """Seconds from the signal to end until the signal that ends."""
 TAIL, MOST_LOG, MOST_LOGS = 4096, 2**20, 14 * 2**20
