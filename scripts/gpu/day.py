@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Runs the queue of measurements for one day with a GPU, `scripts/gpu/rows/*.toml`; `scripts/gpu/day.sh` starts it.
 
-A row runs by bash in the repository's root. RESULT is a file that it writes: JSON, or a JSON object per line. CACHE is
-a folder that all rows share, with JAX's and Triton's compiled programs. PACK is the folder that travelled with the
-tree. SECONDS_LEFT is the time until the end.
+A row runs by bash in the repository's root and ends at the first command that fails. RESULT is a file that it writes:
+JSON, or a JSON object per line. CACHE is a folder that all rows share, with JAX's and Triton's compiled programs. PACK
+is the folder that travelled with the tree. SECONDS_LEFT is the time until the end.
 
 Rows with `alone = false` run first and side by side, then the others run one after the other; both by falling value.
 A row starts only if its `minutes` (or `least`, if it has that) fit into the time that is left. Rows that have a good
@@ -39,8 +39,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GPU = ROOT / 'scripts' / 'gpu'
 ROWS, RESULTS, WHEELS, PAGE = GPU / 'rows', GPU / 'results.jsonl', GPU / 'wheels.txt', ROOT / 'docs' / 'hardware.md'
 PACK = '.gpu_pack'
-MOST_MIB = 45
-"""The limit of a pack; with the tree, 64 MiB travel at once."""
+MOST_MIB = 52
+"""The limit of a pack: 64 MiB travel at once, and the tree has up to 12."""
 GRACE = 5.0
 """Seconds from the signal to end until the signal that ends."""
 TAIL, MOST_LOG, MOST_LOGS = 4096, 2**20, 14 * 2**20
@@ -233,7 +233,7 @@ class Day:
         variables = self.variables | {'RESULT': str(result), 'SECONDS_LEFT': str(int(self.left - self.reserve))}
         with log.open('wb') as output:
             process = subprocess.Popen(
-                ['bash', '-c', row.command],
+                ['bash', '-eo', 'pipefail', '-c', row.command],
                 cwd=ROOT,
                 env=variables,
                 stdin=subprocess.DEVNULL,

@@ -54,7 +54,7 @@ def test_rows_run_by_value_and_those_that_measure_times_run_last(tmp_path):
         timed={'command': 'echo \'{"x": 1}\' > $RESULT', 'alone': True, 'value': 9},
         low={'command': 'printf \'{"x": 1}\\n{"x": 2}\\n{"x"\' > $RESULT', 'value': 1},
         high={'command': 'sleep 0.3', 'value': 5},
-        fails={'command': 'echo broken; exit 3', 'value': 3},
+        fails={'command': 'echo broken; (exit 3); echo not reached', 'value': 3},
     )
     assert done.returncode == 1, done.stderr
     assert list(results)[-1] == 'timed'
@@ -147,13 +147,14 @@ def test_the_page_shows_the_queue():
 def test_rows_in_tiny_form(row, tmp_path):
     if not all(name == 'wheels' or list(PACK.glob(f'{name}.*')) for name in row.needs):
         pytest.skip('needs a pack that is not here')
-    (tmp_path / 'wheels').mkdir()
     variables = day.unpack(tmp_path, tmp_path) | {
         'JAX_PLATFORMS': 'cpu',
         'RESULT': str(tmp_path / 'result.json'),
         'SECONDS_LEFT': '60',
         'PACK': str(PACK),
     }
-    done = subprocess.run(['bash', '-c', row.tiny], cwd=tiny.ROOT, env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        ['bash', '-eo', 'pipefail', '-c', row.tiny], cwd=tiny.ROOT, env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     assert day.read_result(tmp_path / 'result.json')
