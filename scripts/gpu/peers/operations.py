@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from scripts.gpu.peers.operation_case import ARRAYS, OperationCase
-from scripts.gpu.peers.pipes import PipeWorker, WorkerFailed
+from scripts.gpu.peers.turns import Worker
 
 JAX, TORCH = 'scripts.gpu.peers.operations_jax', 'scripts.gpu.peers.operations_torch'
 JAX_MEMORY = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
@@ -49,17 +49,17 @@ def list_cases(options: argparse.Namespace) -> list[OperationCase]:
 def warm(options: argparse.Namespace) -> dict[str, Any]:
     """Compiles for both libraries; returns what each process needed."""
     cases = [dataclasses.asdict(case) for case in list_cases(options)]
-    workers = {'jax': PipeWorker(sys.executable, JAX, **JAX_MEMORY)}
+    workers = {'jax': Worker(sys.executable, JAX, JAX_MEMORY)}
     for part in range(options.warm):
         part_of = {'TUNED_PART': f'{part}/{options.warm}', 'FLA_CACHE_RESULTS': '0'}
-        workers[f'torch {part}'] = PipeWorker(options.peer_python, TORCH, **part_of)
+        workers[f'torch {part}'] = Worker(options.peer_python, TORCH, part_of)
     for worker in workers.values():
         worker.send('prepare', cases=cases)
     found: dict[str, Any] = {}
     for name, worker in workers.items():
         try:
             found[name] = worker.receive()
-        except WorkerFailed as error:
+        except RuntimeError as error:
             found[name] = {'error': str(error)}
         worker.close()
     return found
@@ -77,8 +77,8 @@ class Measurement:
         self.result: dict[str, Any] = {'errors': {}, 'seconds': {}}
         # The tuner measures here, alone on the GPU; only the compiled programs come from the cache.
         self.workers = {
-            'lm': PipeWorker(sys.executable, JAX, **JAX_MEMORY),
-            'torch': PipeWorker(options.peer_python, TORCH, FLA_CACHE_RESULTS='0'),
+            'lm': Worker(sys.executable, JAX, JAX_MEMORY),
+            'torch': Worker(options.peer_python, TORCH, {'FLA_CACHE_RESULTS': '0'}),
         }
         self._start = time.perf_counter()
 
@@ -97,7 +97,7 @@ class Measurement:
         """Returns the reply, or None; the result then has the error."""
         try:
             return self.workers['lm' if side == 'lm' else 'torch'].ask(do, **arguments)
-        except WorkerFailed as error:
+        except RuntimeError as error:
             self.result['errors'][f'{do} {arguments.get("key", "")} {side}'] = str(error)
             return None
 

@@ -20,7 +20,7 @@ from lm.ops.delta_rule import delta_rule
 from lm.ops.exact_attention import softmax_attention
 from lm.ops.linear_attention import SQUARE, PolynomialKernel, linear_attention
 from scripts.gpu.peers.operation_case import ARRAYS, FLOAT32, SCALE, OperationCase
-from scripts.gpu.peers.pipes import describe, serve
+from scripts.gpu.peers.turns import describe, serve
 
 THREADS = 8
 """Programs that are compiled at a time."""

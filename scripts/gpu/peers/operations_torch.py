@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.gpu.peers.operation_case import ARRAYS, FLOAT32, SCALE, OperationCase
-from scripts.gpu.peers.pipes import describe, serve
+from scripts.gpu.peers.turns import describe, serve
 
 GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if GPU else 'cpu'
