@@ -78,7 +78,7 @@ class Attention(Configurable, abc.ABC):
         """
         return {}
 
-    def portable(self) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
         """Returns its fields as plain values, and values derived from them, for programs that do not read gin.
 
         `implementation` is left out, because such programs choose how they compute.
@@ -185,12 +185,12 @@ class NormedModule(AttentionModule):
 
     @property
     def norms(self) -> HeadNorms | None:
-        (q_gain, q_bias), (k_gain, k_bias) = _arrays(self.q_norm), _arrays(self.k_norm)
+        (q_gain, q_bias), (k_gain, k_bias) = arrays_of(self.q_norm), arrays_of(self.k_norm)
         return HeadNorms(q_gain, q_bias, k_gain, k_bias, self.normed_dtype)
 
 
-def _arrays(norm: nnx.LayerNorm) -> tuple[jax.Array, jax.Array]:
-    """Returns gain and bias."""
+def arrays_of(norm: nnx.LayerNorm) -> tuple[jax.Array, jax.Array]:
+    """Returns gain and bias of a layer normalization."""
     assert norm.scale is not None
     assert norm.bias is not None
     return norm.scale[...], norm.bias[...]

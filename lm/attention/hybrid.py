@@ -71,8 +71,8 @@ class Hybrid(LinearAttention):
         """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""
         return {}
 
-    def portable(self) -> dict[str, Any]:
-        return super().portable() | {'coefficients': self.coefficients.tolist()}
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        return super().portable(dims) | {'coefficients': self.coefficients.tolist()}
 
     @property
     def direct(self) -> bool:

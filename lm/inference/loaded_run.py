@@ -22,7 +22,7 @@ from lm.evaluation.scoring import Scorer, Scores
 from lm.experiment import Experiment, load_of_run
 from lm.hardware import Target
 from lm.model import Transformer
-from lm.model.functions import ModelFunctions, Weights
+from lm.model.functions import AVERAGE, ModelFunctions, Weights
 from lm.runs.config_diff import compare_texts
 from lm.runs.run_dir import RunDir
 from lm.training.mesh import place
@@ -98,11 +98,15 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     experiment.model.check_parts(shape.sequence)
     mesh = shape.arrange(jax.devices())
     functions = ModelFunctions(experiment.model, experiment.model.resolve_dtype(target.platform))
+    # The arrays of a checkpoint that become the parameters: the mean of the last ones, if the run keeps one.
+    name = AVERAGE if experiment.optimizer.average_steps else 'params'
     abstract = place(functions.abstract, mesh, functions.declared)
+    abstract = {name: abstract['params'], 'buffers': abstract['buffers']}
     # The data may differ from the run's, but their tokenizer must be the same.
     tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
     with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:
         restored = saved.restore(abstract, step=step)
     if restored is None:
         raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')
-    return LoadedRun(experiment, directory, store, mesh, functions, restored[0], restored[1])
+    weights = {'params': restored[0][name], 'buffers': restored[0]['buffers']}
+    return LoadedRun(experiment, directory, store, mesh, functions, weights, restored[1])

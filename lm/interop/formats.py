@@ -123,7 +123,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
         'num_key_value_heads': model.dims.n_kv_heads,
         'intermediate_size': model.glu_dim,
-        'attention': [{'name': attention.gin_name, **attention.portable()} for attention in model.pattern],
+        'attention': [{'name': attention.gin_name, **attention.portable(model.dims)} for attention in model.pattern],
         'max_position_embeddings': train.context_length,
         'bos_token_id': eod,
         'eos_token_id': eod,

@@ -14,11 +14,24 @@ from jax.typing import DTypeLike
 
 from lm.attention import Attention
 from lm.attention.recurrent.convolution import ShortConvolution
-from lm.model.config import ACTIVATIONS, ModelConfig
+from lm.model.config import ACTIVATIONS, GATES, ModelConfig
 from lm.model.dense import Dense
+from lm.model.key_offset import offset_keys, select_channels
 from lm.ops.rotary import Rotation, rotate
 from lm.ops.tpu import lone_windows, tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
+
+
+class EarlierTokens(NamedTuple):
+    """The arrays of earlier tokens that a layer needs besides the state of its mechanism.
+
+    Attributes:
+        convolved: the last tokens that reached the convolution; None without a convolution.
+        key: the last key [B, 1, K, C], where keys are offset; else None.
+    """
+
+    convolved: jax.Array | None = None
+    key: jax.Array | None = None
 
 
 class Projections(NamedTuple):
@@ -28,21 +41,21 @@ class Projections(NamedTuple):
         queries: [B, L, H, C].
         keys: [B, L, K, C].
         values: [B, L, K, C].
-        kept: the last tokens, which the convolution keeps for later ones; None without a convolution.
+        kept: what later tokens need of these.
     """
 
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
-    kept: Any
+    kept: EarlierTokens
 
 
 class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.config = config
         self.dims = dims = config.dims
-        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         norm = NORMS[config.norm]
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
@@ -81,7 +94,7 @@ class Block(nnx.Module):
             rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if config.qk_norm else None
             for _ in range(2)
         )
-        to_gate = (config.d_model, (heads,), 'embed', 'all_heads')
+        to_gate = (config.gate_dim, (heads,), 'embed', 'all_heads')
         self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
@@ -96,10 +109,11 @@ class Block(nnx.Module):
         return self._finish(x_BxLxD, normed_BxLxD, y_BxLxHxC)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
-        """Returns the decoding state of empty sequences: the mechanism's state, and the convolution's if
-        there is one."""
+        """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
         state = self.attention.init_state(batch, max_length, dtype, documents)
-        return (state, self.convolution.init_state(batch, dtype)) if self.convolution else state
+        convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
+        key = jnp.zeros((batch, 1, self.dims.n_kv_heads, self.dims.head_dim), dtype) if self.config.key_offset else None
+        return state, EarlierTokens(convolved, key)
 
     def decode_step(
         self, state: Any, x_BxTxD: jax.Array, rotation: Rotation | None, starts_BxT: jax.Array | None = None
@@ -107,11 +121,11 @@ class Block(nnx.Module):
         """Computes T tokens that follow those in `state`, like `__call__`; `starts_BxT` counts from the first of the T
         tokens."""
         normed_BxTxD = self.attention_norm(x_BxTxD)
-        state, before = state if self.convolution else (state, None)
-        *qkv, before = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, before)
+        state, kept = state
+        *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
         inputs = self._project_for_mechanism(normed_BxTxD)
         state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
-        return (state, before) if self.convolution else state, self._finish(x_BxTxD, normed_BxTxD, y_BxTxHxC)
+        return (state, kept), self._finish(x_BxTxD, normed_BxTxD, y_BxTxHxC)
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
@@ -124,9 +138,9 @@ class Block(nnx.Module):
         rotation: Rotation | None,
         prepare: Callable[[jax.Array, Rotation | None], tuple[jax.Array, jax.Array]],
         starts_BxL: jax.Array | None = None,
-        before: Any = None,
+        kept: EarlierTokens = EarlierTokens(),  # noqa: B008
     ) -> Projections:
-        """Computes queries, keys and values. `before` holds the tokens that the convolution kept.
+        """Computes queries, keys and values. `kept` is of the tokens before.
 
         `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. If nothing is applied
         to both at once, queries and keys are separate products.
@@ -134,16 +148,20 @@ class Block(nnx.Module):
         H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
         is_joined = rotation is not None or self.attention.norms is not None
         products = self.qkv.pieces(normed_BxLxD, [n * C for n in ((H + K, K) if is_joined else (H, K, K))])
+        convolved, key = kept
         if self.convolution:
-            products, before = self.convolution(products, before, starts_BxL)
-        heads = [product.reshape(*product.shape[:2], -1, C) for product in products]
-        if not is_joined:
-            q_BxLxHxC, k_BxLxKxC, v_BxLxKxC = heads
-            return Projections(*self._normalize(q_BxLxHxC, k_BxLxKxC), v_BxLxKxC, before)
-        qk_BxLxNxC, v_BxLxKxC = heads
-        if self.q_norm is not None:
-            qk_BxLxNxC = jnp.concatenate(self._normalize(*jnp.split(qk_BxLxNxC, [H], axis=2)), axis=2)
-        return Projections(*prepare(qk_BxLxNxC, rotation), v_BxLxKxC, before)
+            products, convolved = self.convolution(products, convolved, starts_BxL)
+        *qk, v_BxLxKxC = (product.reshape(*product.shape[:2], -1, C) for product in products)
+        if is_joined and self.q_norm is None and not self.config.key_offset:
+            return Projections(*prepare(qk[0], rotation), v_BxLxKxC, EarlierTokens(convolved))
+        q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [H], axis=2) if is_joined else qk
+        if self.config.key_offset:
+            key = k_BxLxKxC[:, -1:]
+            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.config.key_offset), kept.key, starts_BxL)
+        q_BxLxHxC, k_BxLxKxC = self._normalize(q_BxLxHxC, k_BxLxKxC)
+        if is_joined:
+            q_BxLxHxC, k_BxLxKxC = prepare(jnp.concatenate([q_BxLxHxC, k_BxLxKxC], axis=2), rotation)
+        return Projections(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, EarlierTokens(convolved, key))
 
     def _normalize(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Applies `model.qk_norm`."""
@@ -168,7 +186,8 @@ class Block(nnx.Module):
         with jax.named_scope('attention_out'):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
             if self.output_gate is not None:
-                y_BxLxN *= jax.nn.silu(self.output_gate(normed_BxLxD))
+                form = GATES[self.config.output_gate_form]
+                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., : self.output_gate.in_features]))
             x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
@@ -177,11 +196,13 @@ class Block(nnx.Module):
         with jax.named_scope('norms'):
             normed_TxD = self.glu_norm(x_TxD)
         with jax.named_scope('glu'):
-            if not self.gated:
-                return x_TxD + self.glu_out(self.activation(tokens_on_lanes(self.glu_in(normed_TxD))))
+            if not self.config.gated:
+                return x_TxD + self.glu_out(
+                    ACTIVATIONS[self.config.activation](tokens_on_lanes(self.glu_in(normed_TxD)))
+                )
             products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
             value_TxF, gate_TxF = map(tokens_on_lanes, products)
-            return x_TxD + self.glu_out(value_TxF * self.activation(gate_TxF))
+            return x_TxD + self.glu_out(value_TxF * ACTIVATIONS[self.config.activation](gate_TxF))
 
 
 def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:

@@ -38,6 +38,8 @@ output, so no other part needs to keep it.
 
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
+GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
+"""Forms of the output gate."""
 
 
 @configurable('model')
@@ -79,6 +81,15 @@ class ModelConfig(Configurable):
     rotary_base: float | None = field(
         default=10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such'
     )
+    rotary_fraction: float = field(
+        default=1.0, above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
+    )
+    key_offset: float = field(
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        help='share of the channels of each key that come from the token before; those without positions first',
+    )
     learned_positions: int | None = field(
         default=None, minimum=1, help='number of position embeddings, which are added to the token embeddings'
     )
@@ -91,6 +102,12 @@ class ModelConfig(Configurable):
     qk_norm: bool = field(default=False, help='RMSNorm of the queries and keys of each head, before they are rotated')
     output_gate: bool = field(
         default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
+    )
+    output_gate_form: str = field(
+        default='silu', choices=tuple(GATES), help='of the output gate; sigmoid: as in Qwen3-Next and Kimi Linear'
+    )
+    output_gate_inputs: float = field(
+        default=1.0, above=0, maximum=1, help='share of the channels of x, the first ones, that the output gate reads'
     )
     tied: bool = field(
         default=True, help='the output matrix is the input embedding; False: it has parameters of its own'
@@ -145,6 +162,11 @@ class ModelConfig(Configurable):
         return self.d_model / (self.base_width or self.d_model)
 
     @property
+    def gate_dim(self) -> int:
+        """The number of channels that the output gate reads."""
+        return max(1, round(self.output_gate_inputs * self.d_model))
+
+    @property
     def glu_dim(self) -> int:
         return self.hidden_dim or (max(8, 8 * self.d_model // 3 // 8 * 8) if self.gated else 4 * self.d_model)
 
@@ -181,7 +203,7 @@ class ModelConfig(Configurable):
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
         qkvo = self.d_model * self.head_dim * 2 * (self.n_heads + self.dims.n_kv_heads)
-        qkvo += self.output_gate * self.d_model * self.n_heads * self.head_dim
+        qkvo += self.output_gate * self.gate_dim * self.n_heads * self.head_dim
         glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
         mechanism = self.d_model * sum(sum(a.projections(self.dims).values()) for a in self.pattern) / len(self.pattern)
         dense = 2 * (self.n_layers * (qkvo + glu + mechanism) + self.d_model * self.vocab_size)

@@ -20,6 +20,8 @@ from lm.ops.sequence import over_tokens
 from lm.parameters import PARTS, declarations
 
 Weights = dict[str, Any]
+AVERAGE = 'average'
+"""The mean of the last parameters in a training state, if the run keeps one."""
 
 
 class Scored(NamedTuple):
@@ -144,6 +146,12 @@ def split(model: Transformer) -> tuple[Any, dict, dict]:
 def select_weights(state: Mapping[str, Any]) -> Weights:
     """Returns the weights in a training state."""
     return {name: state[name] for name in ('params', 'buffers')}
+
+
+def select_final(state: Mapping[str, Any]) -> Weights:
+    """Returns the weights in a training state that the run is judged by: the mean of the last ones, if there is
+    one."""
+    return {'params': state.get(AVERAGE, state['params']), 'buffers': state['buffers']}
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:

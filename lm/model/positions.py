@@ -18,12 +18,17 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
-def rotary(positions: jax.Array, width: int, base: float = 10_000.0) -> Rotation:
+def rotary(positions: jax.Array, width: int, base: float = 10_000.0, fraction: float = 1.0) -> Rotation:
     """Returns cosine and sine of the rotary angles (Su et al. 2021, eq. 15).
 
-    Positions [L] give two arrays [L, 1, width/2]; positions [B, L] give [B, L, 1, width/2].
+    Positions [L] give two arrays [L, 1, width/2]; positions [B, L] give [B, L, 1, width/2]. Only the first `fraction`
+    of the pairs turns, with the angles of a head of that size; the angles of the others are 0.
     """
-    angle = _angles(positions, width, base)[..., None, :]
+    pairs = width // 2
+    turned = max(1, round(fraction * pairs))
+    angle = _angles(positions, 2 * turned, base)[..., None, :]
+    if turned < pairs:
+        angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, pairs - turned)])
     return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 

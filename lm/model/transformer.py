@@ -227,7 +227,10 @@ class Transformer(nnx.Module):
         x_BxLxD *= math.sqrt(config.d_model)
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
-        return x_BxLxD, config.rotary_base and rotary(positions, config.head_dim, config.rotary_base)
+        rotation = None
+        if config.rotary_base:
+            rotation = rotary(positions, config.head_dim, config.rotary_base, config.rotary_fraction)
+        return x_BxLxD, rotation
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """Computes the logits of the normalised outputs of the last layer, [B, L, V] float32."""

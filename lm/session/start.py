@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.model.functions import select_weights
+from lm.model.functions import AVERAGE, select_weights
 from lm.plan import RunPlan
 from lm.runs.branch import Branch, find_branch
 from lm.runs.goodput import Goodput
@@ -96,6 +97,8 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
             if plan.initial:
                 weights, line = plan.initial.take(select_weights(start.state), select_weights(abstract))
                 start.state.update(weights)
+                if AVERAGE in start.state:
+                    start.state[AVERAGE] = jax.tree.map(jnp.copy, weights['params'])
                 if jax.process_index() == 0:
                     print(line, flush=True)
     goodput.count_lost(start.saved.get('step_seconds') if start.saved is not None else 0.0)

@@ -17,7 +17,7 @@ from lm.data.batches import Batches
 from lm.errors import Diverged, LmError, Preempted
 from lm.evaluation.evaluator import AnyEvaluator
 from lm.evaluation.sets import flatten_result
-from lm.model.functions import select_weights
+from lm.model.functions import select_final, select_weights
 from lm.runs.goodput import Goodput, describe
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
@@ -203,7 +203,7 @@ class Trainer:
         records, evaluator, preemption = self.records, self.computation.evaluator, self.services.preemption
         try:
             with records.throughput.pause(), self.pause('evaluation'):
-                result = evaluator(select_weights(self.state), step, lambda: preemption.is_requested(step))
+                result = evaluator(select_final(self.state), step, lambda: preemption.is_requested(step))
         except Exception:
             if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
                 with contextlib.suppress(LmError):  # the first error is the one to report

@@ -7,11 +7,13 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.width import compute_rate_scale
+from lm.parameters import Declaration
 from lm.training.rules import Declared, Rule
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules import Schedule
@@ -33,6 +35,18 @@ class OptimizerConfig(Configurable):
     warmup_steps: int = field(default=10_000, minimum=0, help='steps over which the learning rate rises linearly')
     weight_decay: float = field(
         default=0.1, minimum=0, maximum=1000, help='applied to matrices, not to biases, norms or embeddings'
+    )
+    cautious: bool = field(
+        default=False, help='weight decay applies only to numbers that the step of the rule moves towards zero as well'
+    )
+    embedding_rate: float = field(default=1.0, minimum=0, help='factor of the steps of embeddings')
+    head_rate: float = field(default=1.0, minimum=0, help='factor of the steps of an untied output matrix')
+    gain_rate: float = field(default=1.0, minimum=0, help='factor of the steps of gains and biases')
+    average_steps: int | None = field(
+        default=None,
+        minimum=1,
+        help='evaluation, generation and export use the mean of the weights after about the last so many steps; '
+        'None: the last weights',
     )
     clip_norm: float | None = field(default=1.0, minimum=1e-8, help='global gradient norm; None: no clipping')
     z_loss: float = field(
@@ -64,21 +78,62 @@ class OptimizerConfig(Configurable):
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
             self._directions(declared, widening),
-            optax.add_decayed_weights(self.weight_decay, mask=decayed),
+            optax.masked(_decay_cautiously(self.weight_decay), decayed)
+            if self.cautious
+            else optax.add_decayed_weights(self.weight_decay, mask=decayed),
             optax.scale_by_learning_rate(self.build_schedule(steps)),
         )
 
     def _directions(self, declared, widening):
-        """Returns the directions of the rule, scaled per parameter if the learning rate is given for another width."""
+        """Returns the directions of the rule, scaled per parameter if some kinds have a rate of their own,
+        or if the rate is given for another width."""
         rule = self.rule.build(declared)
-        if widening == 1:
+
+        def scale(declaration: Declaration) -> float:
+            width = compute_rate_scale(declaration, widening, self.rule.growth(declaration)) if widening != 1 else 1.0
+            return width * self._factor(declaration)
+
+        scales = jax.tree.map(scale, declared)
+        if all(scale == 1 for scale in jax.tree.leaves(scales)):
             return rule
-        scales = jax.tree.map(
-            lambda declaration: compute_rate_scale(declaration, widening, self.rule.growth(declaration)), declared
-        )
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             directions, state = rule.update(updates, state, params)
             return jax.tree.map(operator.mul, directions, scales), state
 
         return optax.GradientTransformation(rule.init, update)
+
+    def _factor(self, declaration: Declaration) -> float:
+        """Returns the factor of a parameter's steps that the configuration gives its kind."""
+        if declaration.kind == 'embedding':
+            return self.embedding_rate
+        if declaration.kind == 'matrix':
+            return self.head_rate if declaration.output else 1.0
+        return self.gain_rate
+
+    def average(self, mean: Any, params: Any, updates: jax.Array) -> Any:
+        """Returns the running mean of the parameters after one more update.
+
+        mean ← mean + (params − mean) / min(average_steps, 1 + updates / 10). So early means cover the last tenth of
+        the training, and later ones have the weights (1 − 1/average_steps)^age.
+
+        Args:
+            mean: of the parameters after earlier updates.
+            params: after the new update.
+            updates: the number of updates, the new one included.
+        """
+        share = 1 / jnp.minimum(self.average_steps or 1, 1 + updates.astype(jnp.float32) / 10)
+        return jax.tree.map(lambda mean, new: mean + (new - mean) * share, mean, params)
+
+
+def _decay_cautiously(rate: float) -> optax.GradientTransformation:
+    """Returns the transformation that adds `rate` times the weight where direction and weight have one sign.
+
+    The optimizer subtracts the result: elsewhere the direction moves the weight away from zero, and decay would work
+    against it (modded-nanogpt's cautious weight decay; Chen et al. 2025, "Cautious Weight Decay").
+    """
+
+    def update(updates: Any, params: Any) -> Any:
+        return jax.tree.map(lambda u, w: u + rate * w * (u * w > 0), updates, params)
+
+    return optax.stateless(update)

@@ -4,6 +4,7 @@ A state is a dict of arrays:
       params      nested dict, float32
       buffers     nested dict of non-trainable arrays (random projections)
       optimizer   the optax state
+      average     the mean of the last parameters, like params; only with `optimizer.average_steps`
       step        int32, batches consumed
       skipped     int32, updates skipped because loss, gradient or learning rate were not finite
       in_a_row    int32, of these, how many since the last good one
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from lm.model.functions import ModelFunctions, Weights
+from lm.model.functions import AVERAGE, ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import SHARED_AXIS, batch_axes
 from lm.training.objectives import Hiding, Unpack
@@ -51,7 +52,7 @@ class TrainStep:
         """`unpack` None: every token predicts the next one (`Task.unpack` and `Objective.unpack` give others)."""
         self.functions, self.unpack = functions, unpack or next_token
         self.by_window, self.documents = by_window, documents
-        self.schedule, self.z_loss = optimizer.build_schedule(steps), optimizer.z_loss
+        self.optimizer, self.schedule, self.z_loss = optimizer, optimizer.build_schedule(steps), optimizer.z_loss
         self.transform = optimizer.build(steps, functions.declared, functions.widening)
 
     def init(self, seed: int) -> State:
@@ -65,8 +66,10 @@ class TrainStep:
 
     def _extend(self, weights: Weights) -> State:
         zero = jnp.zeros((), jnp.int32)
+        average = {AVERAGE: jax.tree.map(jnp.copy, weights['params'])} if self.optimizer.average_steps else {}
         return {
             **weights,
+            **average,
             'optimizer': self.transform.init(weights['params']),
             'step': zero,
             'skipped': zero,
@@ -93,6 +96,9 @@ class TrainStep:
         norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
         proposal = {'params': optax.apply_updates(state['params'], updates), 'optimizer': optimizer}
+        if self.optimizer.average_steps:
+            done = state['step'] - state['skipped'] + 1
+            proposal[AVERAGE] = self.optimizer.average(state[AVERAGE], proposal['params'], done)
         rate = jnp.asarray(self.schedule(state['step'] - state['skipped']))
         finite_N = jnp.isfinite(jnp.stack(list(_checked(loss, squares, norm, rate).values())))
         finite = finite_N.all()

@@ -65,7 +65,7 @@ def test_formulas_take_the_options_of_the_mechanisms(form):
         if mechanism.gin_name in formulated():
             formula = formula_of(mechanism.gin_name)
             init = next(node for node in formula.body if isinstance(node, ast.FunctionDef) and node.name == '__init__')
-            assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable().keys(), mechanism
+            assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable(HeadDims(1, 1, 16)).keys(), mechanism
 
 
 def test_formulas_fit_into_one_module():

@@ -28,6 +28,14 @@ MORE = {
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
     'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),
     'polysketch 2': Polysketch(degree=2, block=8),
+    'polysketch published': Polysketch(
+        sketch='gaussian', sketch_size=8, block=8, far_factor='published', sketch_norm='tied'
+    ),
+    'polysketch own norm': Polysketch(sketch_size=8, block=8, sketch_norm='tied', far_factor=0.1),
+    'polysketch mean': Polysketch(
+        sketch='gaussian', sketch_size=4, block=8, sketches=2, sketch_norm='separate', far_factor='mean',
+        learn_far_factor=True,
+    ),
     'polysketch 16': Polysketch(degree=16, sketch_size=4, block=8),
     'polynomial 16': Polynomial(degree=16),
     'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=8),

@@ -16,6 +16,8 @@ from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.functions import count_parameters
+from lm.model.key_offset import offset_keys, select_channels
+from lm.model.positions import rotary
 from lm.ops import tpu
 from lm.parameters import declarations
 
@@ -115,8 +117,12 @@ def check_decoding(model):
 BLOCK = dict(convolution=4, qk_norm=True, output_gate=True)
 
 
-def test_block_options_decode_and_do_not_look_ahead():
-    model = tiny((Polysketch(gate=True, sketch_size=8, block=8), Softmax()), n_kv_heads=2, **BLOCK)
+HEADS = dict(key_offset=0.5, rotary_fraction=0.5, output_gate=True, output_gate_form='sigmoid', output_gate_inputs=0.25)
+
+
+@pytest.mark.parametrize('options', [BLOCK, HEADS, BLOCK | HEADS, HEADS | dict(rotary_base=None)], ids=str)
+def test_block_options_decode_and_do_not_look_ahead(options):
+    model = tiny((Polysketch(gate=True, sketch_size=8, block=8), Softmax()), n_kv_heads=2, **options)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 20))
     graph, arrays = nnx.split(model)
     expected = logits(model, tokens)
@@ -128,6 +134,48 @@ def test_block_options_decode_and_do_not_look_ahead():
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=2e-5, rtol=2e-5)
     after = logits(model, np.where(np.arange(20) == 13, (tokens + 1) % 97, tokens))
     np.testing.assert_array_equal(expected[:, :13], after[:, :13])
+
+
+def test_a_quarter_of_the_channels_decides_the_output_gate():
+    """The gate has a matrix of a quarter, and its form is what the formula says."""
+    whole, quarter = (ModelConfig(**TINY, output_gate=True, output_gate_inputs=share) for share in (1.0, 0.25))
+    assert sum(count_parameters(whole).values()) - sum(count_parameters(quarter).values()) == 2 * 24 * 32
+    assert whole.flops_per_token(64) - quarter.flops_per_token(64) == 3 * 2 * 2 * 24 * 32
+    tokens = jnp.arange(10)[None]
+    half = tiny(Softmax(), output_gate=True, output_gate_form='sigmoid')
+    graph, params, rest = nnx.split(half, nnx.Param, ...)
+    for path, kernel in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params)):
+        if 'output_gate' in jax.tree_util.keystr(path):
+            params['blocks'][0]['output_gate']['kernel'][...] = jnp.zeros_like(kernel)
+        if 'attention_out' in jax.tree_util.keystr(path):
+            params['blocks'][0]['attention_out']['kernel'][...] = 2 * kernel
+    open_gate = nnx.merge(graph, params, rest)  # a gate of ½ and twice the output are a model without a gate
+    np.testing.assert_allclose(logits(open_gate, tokens), logits(tiny(Softmax()), tokens), rtol=0, atol=1e-5)
+
+
+def test_key_offset():
+    """The chosen channels, those without positions first, come from the token before; a document begins with zeros."""
+    assert select_channels(8, 0.5).tolist() == [False, False, True, True] * 2
+    assert not select_channels(8, 0.0).any()
+    assert select_channels(8, 1.0).all()
+    k = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
+    expected = np.array(k)
+    expected[:, 1:, :, [2, 3, 6, 7]] = k[:, :-1, :, [2, 3, 6, 7]]
+    expected[:, 0, :, [2, 3, 6, 7]] = 0.0
+    np.testing.assert_array_equal(offset_keys(k, select_channels(8, 0.5)), expected)
+    expected[:, 3, :, [2, 3, 6, 7]] = 0.0
+    starts = jnp.asarray([[0, 0, 0, 3, 3]])
+    np.testing.assert_array_equal(offset_keys(k, select_channels(8, 0.5), starts_BxL=starts), expected)
+
+
+def test_rotary_fraction():
+    """The first pairs turn as in a head of that size; the others keep their values at every position."""
+    positions = jnp.arange(7)
+    part, small = rotary(positions, 16, 100.0, 0.25), rotary(positions, 4, 100.0)
+    np.testing.assert_array_equal(part.cos_AxLx1xP[..., :2], small.cos_AxLx1xP)
+    np.testing.assert_array_equal(part.sin_AxLx1xP[..., :2], small.sin_AxLx1xP)
+    assert (part.cos_AxLx1xP[..., 2:] == 1).all()
+    assert (part.sin_AxLx1xP[..., 2:] == 0).all()
 
 
 def test_block_options_count():

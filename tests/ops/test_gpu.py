@@ -2,6 +2,7 @@
 formulas."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +142,33 @@ def test_linear_attention_in_float32():
     with jax.default_matmul_precision('highest'):
         found = errors(jax.jit(outputs_and_gradients)(*inputs, do=do), by_definition(options, *inputs, do))
     assert all(error <= 1e-5 for error in found.values()), found
+
+
+CALLS = 20
+
+
+def arguments_of(name: str):
+    """Returns a compiled function and its arguments."""
+    if name == 'polysketch':
+        options = Options(powers=SQUARE, local=PolynomialKernel(4), block=256)
+        *inputs, do = example(length=2500, heads=2, features=32, **FULL, dtype=jnp.bfloat16)
+
+        def outputs_and_gradients(*inputs, do):
+            o, vjp = jax.vjp(attend(options), *inputs)
+            return [o, *vjp(do)]
+
+        return jax.jit(functools.partial(outputs_and_gradients, do=do)), inputs
+    if name in RECURRENT:
+        return jax.jit(recurrent.outputs_and_gradients(RECURRENT[name], 'pallas_gpu_recurrent')), recurrent.example(
+            RECURRENT[name]
+        )
+    return jax.jit(delta.results('pallas_gpu')), delta.example(**DELTA[name])
+
+
+@pytest.mark.parametrize('name', ['polysketch', *RECURRENT, *DELTA])
+def test_kernels_give_the_same_bits(name):
+    function, arguments = arguments_of(name)
+    first = jax.device_get(jax.tree.leaves(function(*arguments)))
+    for _ in range(CALLS - 1):
+        for a, b in zip(first, jax.device_get(jax.tree.leaves(function(*arguments))), strict=True):
+            np.testing.assert_array_equal(a, b)

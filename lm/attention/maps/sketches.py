@@ -8,6 +8,8 @@ One sketch may serve all heads of a layer, or there is one per key head and its 
 is the size of a vector, r the size of a sketch.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,9 @@ class Sketch(nnx.Module):
 
     The nodes of the level above the leaves come first, the root last: P - 1 of them.
     """
+
+    normalizes = False
+    """The maps normalize their inputs, with gains and biases of their own."""
 
     def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
         """n sketches of `power` copies of vectors of `size` numbers, whose networks, if they are learned, have
@@ -73,7 +78,7 @@ class Sketch(nnx.Module):
 
 class Gaussian(Sketch):
     """√(1/r) [(M₁ G₁) ∗ (M₂ G₂)] with Gaussian G₁, G₂ (Algorithm 1). The published code divides both matrices by √r,
-    which makes these weights r² times smaller than the exact ones beside them; Algorithm 1 does not."""
+    which makes these weights r² times smaller than the exact ones beside them (`polysketch.far_factor`)."""
 
     def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
         super().__init__(n, size, r, power, width, rngs)
@@ -116,6 +121,8 @@ class Srht(Sketch):
 class Learned(Sketch):
     """√r tanh(√(1/r) [f₁(M₁) ∗ f₂(M₂)]) with a small network for each f (Algorithm 2, App. D)."""
 
+    normalizes = True
+
     def __init__(self, n: int, size: int, r: int, power: int, width: int, rngs: nnx.Rngs):
         super().__init__(n, size, r, power, width, rngs)
         sizes = _node_inputs(size, r, power)
@@ -150,6 +157,34 @@ class Network(nnx.Module):
         kernels = networks.NetworkKernels(*(kernel[...] for kernel in self.kernels))
         scales, biases = (networks.NormParameters(*(p[...] for p in pair)) for pair in (self.scales, self.biases))
         return networks.NetworkWeights(kernels, scales, biases)
+
+
+class MeanSketch(nnx.Module):
+    """√(1/m) [ψ₁, …, ψ_m]: its inner products are the means of m independent sketches' inner products.
+
+    Their variance is m times smaller. Gaussian sketches with P = 2 are then one sketch of m r numbers.
+
+    Means of m squares would need m r² features in place of (m r)². Their expected weights have the variance of one
+    sketch, whatever m is. This excess is the fault of random sketches, and only wider sketches lower it.
+    """
+
+    def __init__(self, sketches: Sequence[Sketch]):
+        self.members = nnx.List(sketches)
+
+    def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
+        """Computes [ψ₁, …, ψ_m] / √m of the vectors of each array, and returns the arrays for their other readers.
+
+        For P = 1, ψ is the vector itself, and so is the mean.
+        """
+        if self.members[0].power == 1:
+            return self.members[0].of_each(*xs_BxLxNxGxM)
+        found = []
+        for member in self.members:
+            sketches, xs_BxLxNxGxM = member.of_each(*xs_BxLxNxGxM)
+            found.append(sketches)
+        factor = len(self.members) ** -0.5
+        joined = (jnp.concatenate(parts, axis=-1) * factor for parts in zip(*found, strict=True))
+        return Sketched(tuple(joined), xs_BxLxNxGxM)
 
 
 SKETCHES: dict[str, type[Sketch]] = {'learned': Learned, 'gaussian': Gaussian, 'srht': Srht}

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import EPSILON, NormedMechanism, gelu, score_scale, scores
+from lm.interop.formulas.base import EPSILON, NormedMechanism, gelu, layer_norm, score_scale, scores
 
 
 class SketchNetwork(nn.Module):
@@ -85,6 +85,19 @@ class HadamardTree(RandomTree):
         return [x @ base * self.r**-0.5 for base in self.base]
 
 
+class MeanTree(nn.Module):
+    """√(1/m) [ψ₁, …, ψ_m], whose inner products are means of m trees' inner products."""
+
+    def __init__(self, trees):
+        super().__init__()
+        self.members = nn.ModuleList(trees)
+
+    def forward(self, x):
+        if self.members[0].power == 1:
+            return x
+        return torch.cat([tree(x) for tree in self.members], -1) * len(self.members) ** -0.5
+
+
 TREES = {'learned': LearnedTree, 'gaussian': RandomTree, 'srht': HadamardTree}
 
 
@@ -98,23 +111,44 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
 
     def __init__(
         self, heads, kv_heads, size, *, sketch, sketch_size, degree, local, block, per_head, denominator_bias,
-        network_width=8, gate=False, offset=None,
+        network_width=8, gate=False, offset=None, sketches=1, sketch_norm=None, far_factor=1.0,
+        learn_far_factor=False,
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)
         self.degree, self.block, self.scale = degree, block if local else None, score_scale(degree, size)
         self.bias = denominator_bias * self.scale**degree
         self.n = kv_heads if per_head else 1
-        self.sketch = TREES[sketch](self.n, size, sketch_size, degree // 2, network_width)
+        trees = [TREES[sketch](self.n, size, sketch_size, degree // 2, network_width) for _ in range(sketches)]
+        self.sketch = trees[0] if sketches == 1 else MeanTree(trees)
+        self.sketch_norm, self.far_factor = sketch_norm, far_factor
+        if sketch_norm and sketch != 'learned':
+            self.sketch_norms = nn.ModuleList(layer_norm(size) for _ in range(1 if sketch_norm == 'tied' else 2))
+        if learn_far_factor:
+            self.log_far_factor = nn.Parameter(torch.zeros(heads))
+
+    def far_inputs(self, q, k):
+        """Returns what the sketch sees of queries and keys; learned sketches with a norm of their own begin with it."""
+        if self.sketch_norm is None:
+            return self.normalize(q, k)
+        if not hasattr(self, 'sketch_norms'):
+            return (F.layer_norm(x, x.shape[-1:], eps=EPSILON) for x in (q, k))
+        return self.sketch_norms[0](q), self.sketch_norms[-1](k)
+
+    def factor(self):
+        """Returns the factor of far weights, which one number or each head has."""
+        if hasattr(self, 'log_far_factor'):
+            return self.log_far_factor.exp()[:, None, None]
+        return self.far_factor
 
     def features(self, x_BxLxHxC):
         grouped = x_BxLxHxC.reshape(*x_BxLxHxC.shape[:2], self.n, -1, x_BxLxHxC.shape[-1])
         return self.sketch(grouped).reshape(*x_BxLxHxC.shape[:3], -1)
 
     def weights(self, q, k):
-        q, k = self.normalize(q, k)
         part = self.scale ** (self.degree // 4)  # sketches are multiplied up to the scores' power degree / 2
-        far = scores(part * self.features(q), part * self.features(k)) ** 2
+        far = self.factor() * scores(*(part * self.features(x) for x in self.far_inputs(q, k))) ** 2
+        q, k = self.normalize(q, k)
         if self.block is None:
             return far
         block = torch.arange(k.shape[1], device=k.device) // self.block

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs the queue of GPU measurements, scripts/gpu/rows/*.toml: scripts/gpu/day.py explains it.
+#
+#   scripts/gpu/day.sh --list                                  the queue, with times and results
+#   scripts/gpu/day.sh --pack .gpu_pack                        here: fetches the wheels that the GPU machine lacks
+#   scripts/gpu/day.sh --minutes 9 --out OUT                   there: runs rows by value until the time is up
+#   scripts/gpu/day.sh --minutes 9 --out OUT --only a,b        these rows alone, also if they have results
+#   scripts/gpu/day.sh --merge OUT/results.jsonl               here: into scripts/gpu/results.jsonl, docs/hardware.md
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  python=python3
+  [ ! -x .venv/bin/python ] || python=.venv/bin/python
+fi
+exec "$python" scripts/gpu/day.py "$@"

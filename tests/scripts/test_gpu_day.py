@@ -1,0 +1,160 @@
+"""The queue of GPU measurements: order, time limits, results, tables; the rows of the project in their tiny form."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+DAY = tiny.ROOT / 'scripts' / 'gpu' / 'day.py'
+SPEC = importlib.util.spec_from_file_location('gpu_day', DAY)
+day = sys.modules['gpu_day'] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(day)
+
+PACK = tiny.ROOT / '.gpu_pack'
+ROWS = day.read_rows(day.ROWS)
+
+
+def write_rows(folder: pathlib.Path, **rows: dict) -> pathlib.Path:
+    """Writes rows, each with defaults for the fields that it leaves out."""
+    defaults = {
+        'purpose': 'A test', 'part': 'tests', 'minutes': 0.01, 'gpu_gib': 0, 'alone': False, 'value': 1, 'needs': [],
+        'tiny': 'true',
+    }  # fmt: skip
+    lines = []
+    for name, fields in rows.items():
+        lines.append(f'[{name}]')
+        lines += [f'{key} = {json.dumps(value)}' for key, value in (defaults | fields).items()]
+    folder.mkdir(exist_ok=True)
+    (folder / 'rows.toml').write_text('\n'.join(lines))
+    return folder
+
+
+def run(tmp_path: pathlib.Path, *arguments: str, minutes: float = 0.5, **rows: dict):
+    """Runs a day of rows; returns (the finished process, row → result in the order of their ends)."""
+    folder, out = write_rows(tmp_path / 'rows', **rows), tmp_path / 'out'
+    places = ['--rows', str(folder), '--results', str(tmp_path / 'kept.jsonl'), '--pack', str(tmp_path / 'pack')]
+    done = subprocess.run(
+        [sys.executable, str(DAY), '--minutes', str(minutes), '--out', str(out), *places, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    )
+    return done, {result['row']: result for result in day.read_results(out / 'results.jsonl')}
+
+
+def test_rows_run_by_value_and_those_that_measure_times_run_last(tmp_path):
+    done, results = run(
+        tmp_path,
+        timed={'command': 'echo \'{"x": 1}\' > $RESULT', 'alone': True, 'value': 9},
+        low={'command': 'printf \'{"x": 1}\\n{"x": 2}\\n{"x"\' > $RESULT', 'value': 1},
+        high={'command': 'sleep 0.3', 'value': 5},
+        fails={'command': 'echo broken; (exit 3); echo not reached', 'value': 3},
+    )
+    assert done.returncode == 1, done.stderr
+    assert list(results)[-1] == 'timed'
+    assert results['timed']['beside'] == []
+    assert results['timed']['result'] == {'x': 1}
+    assert results['low']['result'] == [{'x': 1}, {'x': 2}]
+    assert 'high' in results['low']['beside']
+    assert results['fails']['code'] == 3
+    assert results['fails']['tail'] == 'broken\n'
+    assert 'broken' in (tmp_path / 'out' / 'log.txt').read_text()
+    assert {'device', 'driver', 'versions', 'commit', 'date', 'seconds', 'command'} <= set(results['high'])
+
+
+def test_rows_end_with_the_time_and_their_children_too(tmp_path):
+    begun, mark = time.monotonic(), tmp_path / 'mark'
+    done, results = run(
+        tmp_path,
+        minutes=0.05,
+        long={'command': f'(sleep 9; touch {mark}) & echo \'{{"a": 1}}\' >> $RESULT; sleep 9', 'value': 2},
+        too_long={'command': 'true', 'minutes': 5},
+        least={'command': 'true', 'minutes': 5, 'least': 0.01},
+    )
+    assert time.monotonic() - begun < 8
+    assert results['long']['killed']
+    assert results['long']['result'] == {'a': 1}
+    assert 'too_long' not in results
+    assert 'too_long | no time left' in done.stdout
+    assert results['least']['code'] == 0
+    time.sleep(max(0, begun + 11 - time.monotonic()))
+    assert not mark.exists()
+
+
+def test_a_row_with_a_good_result_waits_for_its_next_version(tmp_path):
+    good = {'row': 'a', 'version': 1, 'code': 0, 'device': 'H'}
+    (tmp_path / 'kept.jsonl').write_text('\n'.join(json.dumps(good | more) for more in ({}, {'row': 'c', 'code': 1})))
+    rows = {name: {'command': 'true'} for name in 'abc'}
+    assert set(run(tmp_path, **rows)[1]) == {'b', 'c'}
+    again = day.choose(day.read_rows(write_rows(tmp_path / 'rows', a={'command': 'true', 'version': 2})), [good], None)
+    assert [row.name for row in again] == ['a']
+    assert [row.name for row in day.choose(day.read_rows(write_rows(tmp_path / 'rows', **rows)), [good], ['a'])] == [
+        'a'
+    ]
+
+
+def test_a_row_without_its_pack_is_left_out(tmp_path):
+    done, results = run(tmp_path, a={'command': 'true', 'needs': ['wheels', 'text']})
+    assert not results
+    assert 'a: left out, it needs' in done.stdout
+
+
+def test_results_are_merged_once(tmp_path):
+    page, kept, rows = tmp_path / 'page.md', tmp_path / 'kept.jsonl', write_rows(tmp_path / 'rows', a={'command': 'x'})
+    page.write_text('<!-- queue -->\n<!-- end of queue -->\ntext\n<!-- occasions -->\nold\n<!-- end of occasions -->\n')
+    result = {
+        'row': 'a', 'version': 1, 'part': 'tests', 'date': '2026-11-27 06:00:00', 'device': 'H100', 'driver': '580',
+        'commit': 'c', 'versions': {'jax': '0.11.2'}, 'code': 0, 'killed': False, 'seconds': 2.0,
+    }  # fmt: skip
+    (tmp_path / 'new.jsonl').write_text(json.dumps(result) + '\n')
+    for _ in range(2):
+        assert day.merge(tmp_path / 'new.jsonl', kept, page, day.read_rows(rows)) == 0
+        assert day.read_results(kept) == [result]
+        assert '| a | tests | A test | 0.01 | no | 2026-11-27, H100: good, 2.0 s |' in page.read_text()
+        assert '| 2026-11-27 | H100 | 580 | c | jax 0.11.2 | 1 | 0 |' in page.read_text()
+        assert 'old' not in page.read_text()
+
+
+def test_a_mistake_in_a_row_is_one_line(tmp_path):
+    folder = write_rows(tmp_path / 'rows', a={'command': 'x', 'minute': 3})
+    with pytest.raises(SystemExit, match=r"rows.toml: \[a\]: .*'minute'"):
+        day.read_rows(folder)
+
+
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
+def test_rows_are_complete(row):
+    assert row.command
+    assert row.tiny
+    assert row.purpose
+    assert 0 < row.minutes <= 9
+    assert 0 < row.gpu_gib <= 76
+    assert '/tmp/' not in row.command
+
+
+def test_the_page_shows_the_queue():
+    table = day.make_queue(ROWS, day.read_results(day.RESULTS))
+    assert table in day.PAGE.read_text(), 'run scripts/gpu/day.sh --merge /dev/null'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
+def test_rows_in_tiny_form(row, tmp_path):
+    if not all(name == 'wheels' or list(PACK.glob(f'{name}.*')) for name in row.needs):
+        pytest.skip('needs a pack that is not here')
+    variables = day.unpack(tmp_path, tmp_path) | {
+        'JAX_PLATFORMS': 'cpu',
+        'RESULT': str(tmp_path / 'result.json'),
+        'SECONDS_LEFT': '60',
+        'PACK': str(PACK),
+    }
+    done = subprocess.run(
+        ['bash', '-eo', 'pipefail', '-c', row.tiny], cwd=tiny.ROOT, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert day.read_result(tmp_path / 'result.json')
