@@ -11,6 +11,7 @@ from mechanisms_list import QUICK_FIRST
 from tiny import train_step
 
 from lm import model as model_lib
+from lm.attention.softmax import Softmax
 from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.model import ModelConfig
@@ -49,10 +50,18 @@ def test_a_document_begins_with_the_token_that_ended_the_previous_one():
     assert restarted.positions(starts).tolist() == [[0, 0, 1, 2, 0, 0, 1], list(range(7))]
 
 
+def test_offset_keys_come_from_the_own_document():
+    check_alone(tiny(Softmax(), key_offset=0.5, rotary_fraction=0.5))
+
+
 @pytest.mark.parametrize('attention', QUICK_FIRST)
 def test_a_document_in_a_window_equals_the_document_alone(attention):
+    check_alone(tiny(attention))
+
+
+def check_alone(model):
     """The other documents change no bit of it. Here, blocks of mechanisms with a grid begin with the document."""
-    model, tokens, others = tiny(attention), window(8, 8, 8), window(8, 8, 8, seed=1)
+    tokens, others = window(8, 8, 8), window(8, 8, 8, seed=1)
     others[:, 8:16] = tokens[:, 8:16]
     whole, other = (logits(model, jnp.asarray(t), Documents(EOD, restart=True)) for t in (tokens, others))
     np.testing.assert_array_equal(whole[:, 8:16], other[:, 8:16])

@@ -117,6 +117,16 @@ def test_windows_are_shared_beside_other_axes_and_without_documents(attention, a
     assert_same(gradients(attention, documents, devices, **mesh), gradients(attention, documents, 1))
 
 
+def test_parts_of_a_window_take_keys_from_the_part_before():
+    step = train_step(ModelConfig(**TINY, attention=SKETCH, key_offset=0.5), OptimizerConfig(warmup_steps=1), 10)
+    state, rows = jax.jit(step.init)(0), jnp.asarray(tokens()[0])
+    score = jax.jit(lambda *arrays: step.functions.score_targets(*arrays, Documents(EOD)).nats)
+    alone = score(state, rows[:, :-1], rows[:, 1:])
+    with jax.set_mesh(mesh_of(4, sequence=4)):
+        shared = score(state, rows[:, :-1], rows[:, 1:])
+    np.testing.assert_allclose(shared, alone, rtol=0, atol=1e-5)
+
+
 def test_microbatches_of_parts_of_windows():
     step = step_of(Softmax(), Documents(EOD))
     rows = tokens(rows=4).reshape(2, 2, -1)

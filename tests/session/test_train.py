@@ -186,6 +186,28 @@ assert int(state['step']) == 2
     subprocess.run([sys.executable, '-c', code], env=tiny.environment(), check=True, cwd=tiny.ROOT)
 
 
+def test_the_mean_of_the_weights_resumes_exactly_and_is_evaluated(tokens, tmp_path):
+    changes = {'data.path': str(tokens), 'train.steps': 10, 'train.eval_every': 5, 'checkpoint.save_every_steps': 5}
+    changes |= {'optimizer.warmup_steps': 2, 'optimizer.average_steps': 4}
+    flags = tiny.params(tiny.MODEL | changes)
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    assert tiny.lm('train', '--run_dir', str(whole), *flags).returncode == 0
+    process = tiny.start('train', '--run_dir', str(parts), *flags)
+    tiny.wait_for_step(parts, 6, process)
+    tiny.stop(process, signal.SIGKILL)
+    assert tiny.lm('train', '--run_dir', str(parts), *flags).returncode == 0
+    assert tiny.checksums(parts, 10) == tiny.checksums(whole, 10)
+    assert tiny.losses(parts, 'eval') == tiny.losses(whole, 'eval')
+    assert any(name.startswith('average.') for name in tiny.checksums(whole, 10))
+    losses = []
+    for more in ([], tiny.params({'optimizer.average_steps': None})):
+        assert cli.main(['evaluate', '--run_dir', str(whole), *more]) == 0
+        newest = max((whole / 'evaluations').glob('*.json'), key=lambda path: path.stat().st_mtime_ns)
+        losses.append(json.loads(newest.read_text())['loss'])
+    assert losses[0] == pytest.approx(tiny.losses(whole, 'eval')[10], rel=1e-6)
+    assert losses[-1] != losses[0]
+
+
 def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     bindings = {'model.attention': '@performer()', 'performer.n_features': 16, 'performer.redraw_every': 7}
     changes = {'data.path': str(tokens), 'train.steps': 10, 'train.eval_every': None, 'checkpoint.save_every_steps': 5}

@@ -222,6 +222,48 @@ def test_weight_decay_changes_only_declared_parameters():
     assert not np.any(update['gain'])
 
 
+def test_cautious_decay_never_works_against_the_step():
+    params = {'matrix': jnp.array([3.0, -3.0, 3.0, -3.0, 3.0]), 'gain': jnp.array([3.0])}
+    gradients = {'matrix': jnp.array([1.0, -1.0, -1.0, 1.0, 0.0]), 'gain': jnp.array([1.0])}
+    plain = {'peak_learning_rate': 0.5, 'warmup_steps': 0, 'weight_decay': 0.25, 'clip_norm': None}
+    config = OptimizerConfig(**plain, schedule=Constant(), rule=Identity(), cautious=True)
+    update = direction(config, params, gradients, {'matrix': True, 'gain': False})
+    decay = 0.25 * 3.0
+    np.testing.assert_allclose(update['matrix'], -0.5 * np.array([1 + decay, -1 - decay, -1, 1, 0]), rtol=1e-6)
+    np.testing.assert_allclose(update['gain'], [-0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize('widening', [1.0, 4.0])
+def test_rates_of_embeddings_head_and_gains(widening):
+    declared = {
+        'embedding': Declaration('embedding', ('vocabulary', 'embed')),
+        'head': Declaration('matrix', ('vocabulary', 'embed'), output=True),
+        'gain': Declaration('gain', ('embed',)),
+        'bias': Declaration('bias', ('embed',)),
+        'matrix': Declaration('matrix', ('embed', 'mlp')),
+    }
+    ones = {name: jnp.ones([2] * len(one.axes)) for name, one in declared.items()}
+    plain = {'warmup_steps': 0, 'schedule': Constant(), 'rule': Identity(), 'weight_decay': 0.0, 'clip_norm': None}
+
+    def updates(**rates):
+        transform = OptimizerConfig(**plain, **rates).build(10, declared, widening)
+        return transform.update(ones, transform.init(ones), ones)[0]
+
+    new, old = updates(embedding_rate=2.0, head_rate=0.5, gain_rate=0.25), updates()
+    factors = {name: float(new[name].ravel()[0] / old[name].ravel()[0]) for name in declared}
+    assert factors == {'embedding': 2.0, 'head': 0.5, 'gain': 0.25, 'bias': 0.25, 'matrix': 1.0}
+
+
+def test_the_mean_covers_the_last_tenth_and_then_the_last_steps():
+    config, mean, weights = OptimizerConfig(average_steps=5), jnp.zeros(()), np.zeros(0)
+    for step in range(1, 101):
+        mean = config.average(mean, jnp.float32(step), jnp.int32(step))
+        share = 1 / min(5, 1 + step / 10)
+        weights = np.append(weights * (1 - share), share)
+        assert float(mean) == pytest.approx(weights @ np.arange(1, step + 1), rel=1e-5)
+    assert 100 - float(mean) == pytest.approx(4, abs=0.1)
+
+
 def test_gradients_are_clipped_to_a_global_norm_or_not_at_all():
     params = {'a': jnp.zeros(2), 'b': jnp.zeros(2)}
     gradients, decayed = {'a': jnp.array([3.0, 0.0]), 'b': jnp.array([0.0, 4.0])}, {'a': True, 'b': True}

@@ -16,7 +16,7 @@ from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
-from lm.model.functions import count_parameters, select_weights
+from lm.model.functions import count_parameters, select_final, select_weights
 from lm.parameters import declarations
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
@@ -119,6 +119,24 @@ def test_a_learning_rate_that_is_not_finite_changes_nothing():
     assert (int(new['skipped']), int(new['in_a_row'])) == (1, 1)
     assert bits(new['params']) == bits(state['params'])
     assert step.name_first_bad(int(metrics['first_bad'])) == 'learning rate'
+
+
+def test_a_mean_of_the_weights_changes_no_step_and_skips_with_it():
+    step, (_, init, train) = make(average_steps=3), plain()
+    state, usual = jax.jit(step.init)(0), init(0)
+    advance, mean = jax.jit(step.train), state['params']
+    for i in range(4):
+        (state, _), (usual, _) = advance(state, batch(seed=i)), train(usual, batch(seed=i))
+        mean = step.optimizer.average(mean, state['params'], jnp.int32(i + 1))
+    for got, expected in ((state['params'], usual['params']), (state['average'], mean)):  # up to rounding
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got, expected)
+    assert bits(select_final(state)['params']) == bits(state['average']) != bits(state['params'])
+    assert select_final(usual)['params'] is usual['params']
+    broken = state | {'params': jax.tree.map(lambda x: x * jnp.nan, state['params'])}
+    assert bits(advance(broken, batch())[0]['average']) == bits(state['average'])
+    placed = place(step.abstract, make_mesh(MeshConfig(fsdp=4)), step.functions.declared)
+    shardings = [jax.tree.map(lambda leaf: leaf.sharding, placed[name]) for name in ('average', 'params')]
+    assert shardings[0] == shardings[1]
 
 
 def test_a_number_that_an_update_would_make_infinite_keeps_its_value():
