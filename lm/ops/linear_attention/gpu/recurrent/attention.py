@@ -310,9 +310,9 @@ def _attend_backward(plan: RecurrentPlan, residuals: RecurrentResiduals, do: jax
     dlog_decay = None
     if log_decay is not None and dqueries.decay is not None and dkeys.decay is not None:
         whole = (-1, v.shape[1])
-        resets = (log_decay < decays.RESET).reshape(1, *whole)
-        dtotal = (dqueries.decay - dkeys.decay).sum(axis=0).reshape(1, *whole)
-        dlog_decay = decays.backwards(dtotal, resets).reshape(log_decay.shape)
+        resets = (log_decay < decays.RESET).reshape(whole)
+        dtotal = (dqueries.decay - dkeys.decay).sum(axis=0).reshape(whole)
+        dlog_decay = decays.backwards_in_tiles(dtotal, resets, TILE).reshape(log_decay.shape)
 
     def sum_slices(results, side: SideArrays[jax.Array]) -> SideArrays[jax.Array]:
         if side.vectors is None:
