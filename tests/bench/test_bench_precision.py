@@ -67,6 +67,8 @@ def test_runs_that_differ_are_reported(kernels):
     (candidate,) = candidates(['softmax'], [], MODEL)
     row = dataclasses.replace(precision.compared(candidate, 40), repeats=False)
     assert precision.failure(row) == 'softmax, 40 tokens: two runs differ; report it, with the table above'
+    in_xla_too = dataclasses.replace(row, portable_repeats=False)
+    assert (row.is_good, in_xla_too.is_good, in_xla_too.repetition) == (False, True, 'no, as XLA')
 
 
 def test_models_that_are_not_causal_are_refused(capsys):

@@ -19,6 +19,7 @@ from lm.ops import exact_attention
 from lm.ops.linear_attention import linear_attention
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
 from lm.ops.linear_attention.types import Options, PolynomialKernel
+from lm.ops.sketch_networks import SketchCall
 from lm.ops.sketch_networks.gpu import networks as gpu_networks
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +93,7 @@ NODES = NETWORKS | LONG_NETWORKS
 @pytest.mark.parametrize('case', NODES)
 def test_kernels_of_sketch_networks(case):
     arrays = sketches.example(**NODES[case], dtype=jnp.bfloat16)
-    if reason := gpu_networks.unsupported(*arrays[:2]):
+    if reason := gpu_networks.unsupported(SketchCall(*arrays[:2])):
         pytest.skip(reason)
     got = sketches.outputs_and_gradients(gpu_networks.sketch_networks, *arrays)
     found = sketches.errors(got, sketches.by_definition(*arrays))
