@@ -155,7 +155,8 @@ def list_candidates(experiment: Experiment, topology: Topology, everything: bool
     windows_at_once = topology.chips * topology.chip.devices // mesh.sequence
     near = windows_at_once // topology.slices
     shared = max(mesh.fsdp, max(n for n in range(1, min(near, MAX_FSDP) + 1) if near % n == 0))
-    each = BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
+    arrays = 2 if experiment.optimizer.average_steps else 1
+    each = arrays * BYTES_A_PARAMETER + experiment.optimizer.rule.state_bytes()
     state_gib = each * sum(count_parameters(model).values()) / mesh.fsdp / 2**30
     sharing = [shared] if state_gib > LARGE_STATE * topology.chip.limits.hbm_gib else [mesh.fsdp, shared]
     given = _read_values(experiment)
