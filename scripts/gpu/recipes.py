@@ -1,6 +1,6 @@
 """Trains the points of a sweep on one GPU, several at a time, and writes each result as soon as it is there.
 
-    scripts/gpu/recipes.py --sweep_file configs/sweeps/options.gin --out OUT --store STORE.tar.xz --cache CACHE
+    scripts/gpu/recipes.py --sweep_file configs/sweeps/training_options.gin --out OUT --store STORE.tar.xz --cache CACHE
 
 Each line of the results has the settings of a point, its perplexity, its losses while training, and its seconds. Points
 in the file are not trained again. A process trains one point after another, so it starts JAX once.
