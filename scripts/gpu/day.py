@@ -129,9 +129,8 @@ def find_machine(pack: pathlib.Path) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    commit = run_quietly(['git', 'rev-parse', '--short=12', 'HEAD'])
-    if not commit and (pack / 'commit').exists():
-        commit = (pack / 'commit').read_text().strip()
+    noted = pack / 'commit'  # a copy of the tree may have an older .git
+    commit = noted.read_text().strip() if noted.exists() else run_quietly(['git', 'rev-parse', '--short=12', 'HEAD'])
     gib = round(float(fields[2]) / 1024, 1)
     return {'device': fields[0], 'driver': fields[1], 'gib': gib, 'versions': versions, 'commit': commit or 'unknown'}
 
