@@ -32,17 +32,17 @@ def list_columns(gin_file: str, shape: Shape) -> list[Column]:
     """Returns all columns for a model of `lm`."""
     folder, dots = 'configs/attention', "model.remat = 'dots'"
     unrolled = (dots, f'model.unroll = {shape.layers}')
-    lm = {'framework': 'jax', 'kind': 'lm', 'gin_file': gin_file}
+    ours = {'framework': 'jax', 'kind': 'lm', 'gin_file': gin_file}
     nanogpt = dataclasses.replace(shape, vocabulary=PADDED_VOCABULARY)
     return [
-        Column('lm_softmax', gin_params=unrolled, **lm),
+        Column('lm_softmax', gin_params=unrolled, **ours),
         Column('nanogpt', 'torch', 'nanogpt', nanogpt, 'flash'),
         Column('jax_by_hand', 'jax', 'by_hand', shape),
         Column('lm_in_torch', 'torch', 'lm_in_torch', shape, 'flash'),
-        Column('lm_polysketch', attention=f'{folder}/polysketch.gin', gin_params=unrolled, **lm),
-        Column('lm_gated_linear', attention=f'{folder}/gated_linear.gin', gin_params=(dots,), **lm),
-        Column('lm_gated_delta', attention=f'{folder}/gated_delta.gin', gin_params=(dots,), **lm),
-        Column('lm_softmax_looped', gin_params=(dots,), **lm),
+        Column('lm_polysketch', attention=f'{folder}/polysketch.gin', gin_params=unrolled, **ours),
+        Column('lm_gated_linear', attention=f'{folder}/gated_linear.gin', gin_params=(dots,), **ours),
+        Column('lm_gated_delta', attention=f'{folder}/gated_delta.gin', gin_params=(dots,), **ours),
+        Column('lm_softmax_looped', gin_params=(dots,), **ours),
         Column('lm_in_torch_cudnn', 'torch', 'lm_in_torch', shape, 'cudnn'),
     ]
 
