@@ -154,10 +154,11 @@ def test_batches_that_were_read_cannot_be_left_out(run, tiny_flags, capsys):
         refuse(run, capsys, 2, 'train.skip_batches', words, flags=flags)
 
 
-@pytest.mark.parametrize(('size', 'what'), [(2850, 'metrics.jsonl cannot be written'), (20_000, 'checkpoint step 10')])
+@pytest.mark.parametrize(('size', 'what'), [(3200, 'metrics.jsonl cannot be written'), (20_000, 'checkpoint step 10')])
 def test_a_full_disk_is_one_error_line_and_leaves_no_half_written_file(tiny_flags, reference_run, tmp_path, size, what):
     run = tmp_path / 'run'
-    command = [sys.executable, '-c', FULL, str(size), 'train', '--run_dir', str(run), *tiny_flags]
+    many = tiny.params({'train.eval_every': 1})  # metrics.jsonl is then longer than config.gin
+    command = [sys.executable, '-c', FULL, str(size), 'train', '--run_dir', str(run), *tiny_flags, *many]
     full = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, cwd=tiny.ROOT)
     assert full.returncode == 1, full.stderr
     (line,) = full.stderr.splitlines()
