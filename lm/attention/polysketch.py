@@ -32,7 +32,7 @@ def number_or_convention(value: float | str) -> str | None:
     """Checks `far_factor`."""
     if isinstance(value, str):
         return None if value in ('mean', 'published') else "must be a number above 0, 'mean' or 'published'"
-    return None if 0 < value < math.inf else 'must be above 0'
+    return None if value > 0 else 'must be above 0'
 
 
 @configurable('polysketch')
@@ -54,7 +54,7 @@ class Polysketch(Gated, LinearAttention):
         default=None,
         choices=('tied', 'separate'),
         help="gains and biases of the sketch alone: 'tied', one layer norm for queries and keys, 'separate', two; "
-        "None: those of the exact weights. Learned sketches then have their networks' alone",
+        'None: gains and biases of the exact weights. Learned sketches then have the norms of their networks alone',
     )
     far_factor: float | str = field(
         default=1.0,

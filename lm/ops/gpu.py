@@ -104,7 +104,7 @@ def slice_head(array, number, heads: int, segments: int = 1, chunk: Any = 0, chu
         number: the number of the segment of a head, among B · heads · segments.
         heads: the number of heads that thread blocks compute.
         segments: the number of segments per sequence.
-        chunk: the number of the 64 columns, among those of a head.
+        chunk: the number of the 64 columns, counted from the head's first columns.
         chunks: the number of such columns per head.
     """
     head, segment = lax.div(number, segments), lax.rem(number, segments)

@@ -12,12 +12,12 @@ import json
 import multiprocessing
 import os
 import pathlib
-import shutil
 import sys
-import tarfile
 import tempfile
 import time
 from typing import Any
+
+from train_row import read_metrics, unpack
 
 GIN = 'configs/experiments/quickstart.gin'
 Job = tuple[int, int | None]
@@ -46,18 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
     with multiprocessing.get_context('spawn').Pool(min(given.jobs, max(1, len(tasks))), set_up) as pool:
         for _ in pool.imap_unordered(train_alike, tasks):
             pass
-
-
-def unpack(archive: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
-    """Unpacks the store once, whichever process comes first, and returns its folder."""
-    with (cache / 'store.lock').open('w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (cache / 'quickstart').exists():
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                with tarfile.open(archive) as tar:
-                    tar.extractall(folder, filter='data')
-                shutil.move(pathlib.Path(folder) / 'quickstart', cache / 'quickstart')
-    return cache / 'quickstart'
 
 
 def set_up() -> None:
@@ -124,15 +112,8 @@ def train_point(sweep_file: str, params: list[str], cache: str, job: Job) -> dic
             from lm.session.train import train
 
             train(point.experiment, f'{folder}/run', compile_cache=f'{cache}/compiled_recipes_{os.getpid()}')
-            lines = [json.loads(line) for line in pathlib.Path(folder, 'run/metrics.jsonl').read_text().splitlines()]
-            evaluation = next(line for line in reversed(lines) if line['kind'] == 'eval')
-            losses = [line for line in lines if line['kind'] == 'train']
-            row |= {
-                'device': jax.devices()[0].device_kind,
-                'perplexity': evaluation.get('perplexity'),
-                'loss': evaluation['loss'],
-                'train_losses': {line['step']: round(line['loss'], 4) for line in losses[:: max(1, len(losses) // 10)]},
-            }
+            metrics = read_metrics(pathlib.Path(folder, 'run/metrics.jsonl'))
+            row |= {'device': jax.devices()[0].device_kind, **metrics}
         except Exception as error:
             row['error'] = f'{type(error).__name__}: {error}'[:300]
     return row | {'seconds': round(time.time() - begun, 1)}

@@ -71,3 +71,10 @@ class OperationCase:
             name: np.concatenate([found[name]] * repeats)[: self.tokens].reshape(*shape, *found[name].shape[2:])
             for name in wanted
         }
+
+
+def list_longest(sums: dict[str, list[float]], calls: int) -> list[dict[str, object]]:
+    """Lists name, milliseconds and count per call of each kernel, the longest first. `sums` holds the two sums by name:
+    milliseconds per call, and the number of kernels in all calls."""
+    longest = sorted(sums.items(), key=lambda entry: -entry[1][0])
+    return [{'name': name[:90], 'ms': round(ms, 4), 'count': n / calls} for name, (ms, n) in longest]

@@ -19,7 +19,7 @@ from lm.ops.decay import constant
 from lm.ops.delta_rule import delta_rule
 from lm.ops.exact_attention import softmax_attention
 from lm.ops.linear_attention import SQUARE, PolynomialKernel, linear_attention
-from scripts.gpu.peers.operation_case import ARRAYS, FLOAT32, SCALE, OperationCase
+from scripts.gpu.peers.operation_case import ARRAYS, FLOAT32, SCALE, OperationCase, list_longest
 from scripts.gpu.peers.turns import describe, serve
 
 THREADS = 8
@@ -162,8 +162,7 @@ def trace(key: str) -> list[dict]:
                     entry = sums[event.name]
                     entry[0] += event.duration_ns / 1e6 / calls
                     entry[1] += 1
-    rows = [{'name': name[:90], 'ms': round(ms, 4), 'count': n / calls} for name, (ms, n) in sums.items()]
-    return sorted(rows, key=lambda row: -row['ms'])
+    return list_longest(sums, calls)
 
 
 if __name__ == '__main__':

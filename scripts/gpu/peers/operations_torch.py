@@ -21,7 +21,7 @@ import triton.testing
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from scripts.gpu.peers.operation_case import ARRAYS, FLOAT32, SCALE, OperationCase
+from scripts.gpu.peers.operation_case import ARRAYS, FLOAT32, SCALE, OperationCase, list_longest
 from scripts.gpu.peers.turns import describe, serve
 
 GPU = torch.cuda.is_available()
@@ -205,8 +205,7 @@ def trace(key: str) -> list[dict]:
             entry = sums[event.name]
             entry[0] += event.device_time_total / 1e3 / calls
             entry[1] += 1
-    rows = [{'name': name[:90], 'ms': round(ms, 4), 'count': n / calls} for name, (ms, n) in sums.items()]
-    return sorted(rows, key=lambda row: -row['ms'])
+    return list_longest(sums, calls)
 
 
 if __name__ == '__main__':

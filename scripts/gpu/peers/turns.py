@@ -88,7 +88,7 @@ class Worker:
     Args:
         python: the interpreter.
         module: calls `serve`.
-        environment: variables that it gets besides those of this process.
+        environment: variables that the worker gets, besides this process's variables.
     """
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]):
