@@ -398,9 +398,9 @@ def test_the_step_of_training_on_simulated_devices(on_cpus):
 
 
 def test_kernels_that_declare_nothing_count_as_their_own_layers(on_cpus, monkeypatch):
-    """Kernels of windows declare nothing. The other layers of the model see everything, and their kernels declare their
+    """JAX's kernels declare nothing. The other layers of the model see everything, and their kernels declare their
     cost."""
-    given, near = [], Softmax(window=16)
+    given, near = [], Softmax(window=16, implementation='splash')
     counted = check.roofline
     monkeypatch.setattr(check, 'roofline', lambda *a: given.append(a[2]) or counted(*a))
     for attention, undeclared in ((Softmax(), 0), (near, near), ((Softmax(), near), near)):
