@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm.attention import Attention
+from lm.attention import Attention, HeadDims
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, GATES, ModelConfig
 from lm.model.dense import Dense
@@ -54,8 +54,7 @@ class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config = config
-        self.dims = dims = config.dims
+        self.config, dims = config, config.dims
         options = {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
@@ -106,6 +105,10 @@ class Block(nnx.Module):
         self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
         self.attention_out_norm = norm(is_after)
         self.glu_out_norm = norm(is_after)
+
+    @property
+    def dims(self) -> HeadDims:
+        return self.config.dims
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
