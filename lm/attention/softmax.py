@@ -2,11 +2,12 @@
 
 Options of full layers in hybrid models:
 
-    sinks       o_i = Σ_j exp(s_ij) v_j / (exp(b_h) + Σ_j exp(s_ij)), with a b_h per query head (OpenAI 2025, gpt-oss)
-    score_cap   s_ij = c tanh(s'_ij / c) (Gemma Team 2024, Gemma 2, §2)
-    log_base    s_ij = log_a(t_i + a) s'_ij, for t_i tokens of the document before token i: layers without positions
-                attend as sharply in longer contexts (Chen et al. 2026, HypeNet; Puvvada et al. 2025, SWAN-GPT). Both
-                papers train without the factor and choose a on training text for the evaluation
+- `sinks`: o_i = Σ_j exp(s_ij) v_j / (exp(b_h) + Σ_j exp(s_ij)), with a learned b_h per query head (OpenAI 2025, gpt-oss)
+- `score_cap`: s_ij = c tanh(s'_ij / c) (Gemma Team 2024, Gemma 2, §2)
+- `log_base`: s_ij = log_a(t_i + a) s'_ij, for t_i tokens of the document before token i
+
+With `log_base` layers without positions attend as sharply in longer contexts (Chen et al. 2026, HypeNet; Puvvada et al.
+2025, SWAN-GPT). Models train without it; a is chosen on training text for the evaluation.
 """
 
 import math

@@ -240,32 +240,7 @@ def visit(
     """
     i, j, last_keys = step[:3]
 
-    def hide(queries: slice, keys: slice, causal: bool, within: bool, distance: int | None = None) -> Hide:
-        # The keys up to this one, counted from the first at hand, are out of the first query's window.
-        edge = None
-        if window is not None and distance is not None:
-            edge = window.hidden(distance) + queries.start - keys.start
-            if edge + queries.stop - queries.start - 1 < 0:
-                edge = None
-        if not (causal or within or edge is not None):
-            return _all
-
-        def seen(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
-            key = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 0)
-            visible = None
-            if causal:
-                query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
-                visible = key <= query + (queries.start - keys.start)
-            if edge is not None:
-                query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
-                inside = key > query + edge
-                visible = inside if visible is None else visible & inside
-            if within and documents is not None:
-                inside = key >= documents.starts[0, :, queries] - (j * block + keys.start)
-                visible = inside if visible is None else visible & inside
-            return numbers_KxQ if visible is None else jnp.where(visible, numbers_KxQ, hidden)
-
-        return seen
+    hide = functools.partial(_hide, step, block, documents, window)
 
     def earlier(within: bool) -> None:
         add([Piece(queries, keys, hide(queries, keys, False, within)) for queries, keys in below])
@@ -307,6 +282,57 @@ def visit(
         if documents is not None:
             at &= documents.first_and_last(i)[0] < (j + 1) * block
         pl.when(at)(functools.partial(at_the_edge, distance))
+
+
+def _hide(
+    step: Step,
+    block: int,
+    documents: Boundaries | None,
+    window: Window | None,
+    queries: slice,
+    keys: slice,
+    causal: bool,
+    within: bool,
+    distance: int | None = None,
+) -> Hide:
+    """Returns the function that hides keys of a piece.
+
+    Args:
+        step: the place of the kernel in its walk.
+        block: tokens per block.
+        documents: what the kernel reads of them.
+        window: the keys that a query sees.
+        queries: the queries of the piece.
+        keys: the keys of the piece.
+        causal: whether some keys are after some queries.
+        within: whether a document may begin among them.
+        distance: the distance of the block from the diagonal; None: all queries see all keys of the block.
+    """
+    # The keys up to this one, counted from the first at hand, are out of the first query's window.
+    edge = None
+    if window is not None and distance is not None:
+        edge = window.hidden(distance) + queries.start - keys.start
+        if edge + queries.stop - queries.start - 1 < 0:
+            edge = None
+    if not (causal or within or edge is not None):
+        return _all
+
+    def seen(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
+        key = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 0)
+        visible = None
+        if causal:
+            query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
+            visible = key <= query + (queries.start - keys.start)
+        if edge is not None:
+            query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
+            inside = key > query + edge
+            visible = inside if visible is None else visible & inside
+        if within and documents is not None:
+            inside = key >= documents.starts[0, :, queries] - (step.j * block + keys.start)
+            visible = inside if visible is None else visible & inside
+        return numbers_KxQ if visible is None else jnp.where(visible, numbers_KxQ, hidden)
+
+    return seen
 
 
 def _all(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
