@@ -1,8 +1,8 @@
 """A ladder: a baseline at several sizes, the curve through its losses, and the effective speed-up of other runs.
 
-The effective speed-up of a run is a ratio (Marin's Speedrun, https://marin.community/speedrun). Above stands the compute
-with which the curve reaches the loss of the run, below the compute of the run. 1.2 means that the baseline needs 20 %
-more. The compute of a run is its training tokens times `ModelConfig.flops_per_token`.
+The effective speed-up divides the compute with which the curve reaches the loss of a run by the compute of the run
+(Marin's Speedrun, https://marin.community/speedrun). 1.2 means that the baseline needs 20 % more. The compute of a run
+is its training tokens times `ModelConfig.flops_per_token`.
 """
 
 import dataclasses
