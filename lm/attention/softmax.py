@@ -2,7 +2,7 @@
 
 Options of full layers in hybrid models:
 
-- `sinks`: o_i = Σ_j exp(s_ij) v_j / (exp(b_h) + Σ_j exp(s_ij)), with a learned b_h per query head (OpenAI 2025, gpt-oss)
+- `sinks`: o_i = Σ_j exp(s_ij) v_j / (exp(b_h) + Σ_j exp(s_ij)), b_h learned per query head (OpenAI 2025, gpt-oss)
 - `score_cap`: s_ij = c tanh(s'_ij / c) (Gemma Team 2024, Gemma 2, §2)
 - `log_base`: s_ij = log_a(t_i + a) s'_ij, for t_i tokens of the document before token i
 
