@@ -140,6 +140,9 @@ def read_tokenizer(path: pathlib.Path, end: int | None = None, *, begins: bool =
     return FoundTokenizer(tokenizer, path, ending, tokenizer.begin_id if begins else None)
 
 
-def open_checkpoint(path: pathlib.Path) -> CheckpointFolder | GgufCheckpoint:
+Checkpoint = CheckpointFolder | GgufCheckpoint
+
+
+def open_checkpoint(path: pathlib.Path) -> Checkpoint:
     """Opens a folder, or a GGUF file. Raises the errors of `CheckpointFolder` and `GgufFile`."""
     return GgufCheckpoint(path) if path.is_file() else CheckpointFolder(path)

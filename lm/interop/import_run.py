@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from lm.errors import ConfigError, MismatchError, writing
 from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
 from lm.files import local_path, write_atomically
 from lm.inference.no_data import check_pieces
-from lm.interop.checkpoints import FoundTokenizer, open_checkpoint, read_tokenizer
-from lm.interop.families import choose
+from lm.interop.checkpoints import Checkpoint, FoundTokenizer, open_checkpoint, read_tokenizer
+from lm.interop.families import Family, choose
 from lm.interop.names import from_tensors
+from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.info import read_raw
@@ -80,22 +81,15 @@ def import_run(
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     checkpoint = open_checkpoint(path)
     family, given = choose(checkpoint.config, path), experiment
-    experiment = dataclasses.replace(given, model=family.model(path, checkpoint.config, allow_imports))
+    experiment = dataclasses.replace(given, model=describe_model(family, checkpoint, allow_imports))
     check_given(given, experiment, path)
     experiment.model.check_length(experiment.train.context_length)
     asked = None if tokenizer is None else [read_tokenizer(local_path(tokenizer, '--tokenizer'))]
     found = choose_tokenizers(experiment, asked or checkpoint.find_tokenizers(), path)
     if checkpoint.notes:
         print(checkpoint.notes)
-    theirs = checkpoint.read_tensors()
-    try:
-        tensors = family.tensors(theirs, checkpoint.config)
-    except KeyError as error:
-        raise MismatchError(f'{path}: lacks the tensor {error}; fetch it again') from None
-    if theirs:
-        raise ConfigError(f'{path}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
     functions = ModelFunctions(experiment.model, jnp.float32)
-    weights = from_tensors(tensors, functions.abstract, str(path))
+    weights = read_weights(family, checkpoint, functions)
     parameters = sum(functions.count_parameters().values())
     if unfinished:
         for left in (run.config, run.info):  # run.json shows that an import began, so it is deleted last
@@ -140,6 +134,31 @@ def complete_import(run_dir: str, tokenizer: str) -> None:
     found.write(run)
     run.record_facts(found.facts)
     print(f'{run.path / read.tokenizer.file_name} written: lm generate, run.score and lm prepare can use the run now')
+
+
+def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool = False) -> ModelConfig:
+    """Returns the model of a checkpoint. Raises MismatchError if its config.json lacks something."""
+    try:
+        return family.model(checkpoint.path, checkpoint.config, allow_imports)
+    except KeyError as error:
+        path = checkpoint.path
+        where = path if path.is_file() else path / 'config.json'
+        raise MismatchError(f'{where}: lacks {error}; fetch it again') from None
+
+
+def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctions) -> dict[str, Any]:
+    """Returns the weights of a checkpoint, for a model whose functions are given.
+
+    Raises MismatchError if tensors are missing or have other shapes, and ConfigError if some are left over.
+    """
+    theirs, path = checkpoint.read_tensors(), checkpoint.path
+    try:
+        tensors = family.tensors(theirs, checkpoint.config)
+    except KeyError as error:
+        raise MismatchError(f'{path}: lacks the tensor {error}; fetch it again') from None
+    if theirs:
+        raise ConfigError(f'{path}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
+    return from_tensors(tensors, functions.abstract, str(path))
 
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
