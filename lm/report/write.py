@@ -55,7 +55,7 @@ def write_files(
     runs = find_runs(paths)
     check_split(runs, split)
     if pictures:
-        plots.check_matplotlib()
+        plots.check_matplotlib(', or pass --no_pictures')
     folder = local_path(out, '--out')
     try:
         folder.mkdir(parents=True, exist_ok=True)
