@@ -3,14 +3,14 @@
 
     python configs/papers/performer/figures_7_to_10/amino_acids.py runs/real_proteins [--by queries] [--out amino_acids]
 
-As Vig et al. (2021, "BERTology meets biology") do it, an amino acid is described by the share of the weights that it
-receives in each head, over windows of the evaluation split. Two amino acids are as similar as the correlation of their
-shares over the heads. With `--by queries` the shares are counted for each kind of asking amino acid apart, which says
-more where a model has few heads. Weights come from `Transformer.attention_weights`, so any mechanism will do; negative
-weights count by their size.
+The description of an amino acid is the share of the weights that it receives in each head, over windows of the
+evaluation split (Vig et al. 2021, "BERTology meets biology"). Two amino acids are as similar as the correlation of
+their shares over the heads. With `--by queries` the shares are counted for each kind of asking amino acid apart, which
+says more where a model has few heads. Weights come from `Transformer.attention_weights`, so any mechanism will do.
+Negative weights count by their size.
 
-The script draws both matrices, and prints how well they agree over the 190 pairs of different amino acids, with the
-share of 10,000 random orders of the amino acids that agree at least as well (a Mantel test).
+The script draws both matrices, and prints their correlation over the 190 pairs of different amino acids. It also prints
+how many of 10,000 random orders of the amino acids have a correlation as high (a Mantel test).
 """
 
 import argparse
