@@ -53,7 +53,7 @@ class Gemma2(Gemma):
         scale, cap = (getattr(model.pattern[0], name, None) for name in ('scale', 'score_cap'))
         return super().describe(model) | {
             'hidden_activation': 'gelu_pytorch_tanh',
-            'query_pre_attn_scalar': model.head_dim if scale is None else scale**-2,
+            'query_pre_attn_scalar': model.head_dim if scale is None else round(scale**-2),
             'attn_logit_softcapping': cap,
             'final_logit_softcapping': model.logit_cap,
         }
