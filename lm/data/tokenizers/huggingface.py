@@ -4,7 +4,6 @@ Names of special tokens that stand in a text are text: they are encoded as their
 of padding, truncation and tokens at the beginning of a text does not count here.
 """
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from lm.data.tokenizers.base import Tokenizer
 from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.files import parse_json
 
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
 """How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
@@ -55,7 +55,7 @@ class HuggingFace(Tokenizer):
     @classmethod
     def recognises(cls, model: bytes) -> bool:
         try:
-            return model.lstrip()[:1] == b'{' and 'model' in json.loads(model)
+            return model.lstrip()[:1] == b'{' and 'model' in parse_json(model)
         except ValueError:
             return False
 

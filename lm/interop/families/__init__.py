@@ -1,11 +1,11 @@
 """Shapes of checkpoints that `lm import` reads, one file each. Importing this package registers all of them."""
 
-import json
 import pathlib
 from typing import Any
 
 from lm.config.configurable import import_modules
 from lm.errors import ConfigError, MismatchError
+from lm.files import parse_json
 from lm.interop.families.base import FAMILIES, Family
 from lm.interop.formats import MODEL_TYPE
 
@@ -25,7 +25,7 @@ def find(folder: pathlib.Path) -> tuple[Family, dict[str, Any]]:
     if not path.exists() and (folder / 'config.gin').exists():
         return FAMILIES[MODEL_TYPE], {}
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(path.read_text())
         kind = config.get('model_type')
     except FileNotFoundError:
         raise MismatchError(f'{path}: there is none; name a folder with config.json and model.safetensors') from None
