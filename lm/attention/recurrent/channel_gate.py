@@ -37,8 +37,8 @@ class ChannelStepGate(nnx.Module):
     """a = exp(-A softplus(W y + b)): the gate of Kimi delta attention (Kimi Team 2025, Kimi Linear, §3 and §4).
 
     A is one number per head, from 1 to 16 at first, and b one per channel. y has as many numbers as a head has
-    channels. The authors' code begins b at 0 (`KimiDeltaAttention` of flash-linear-attention). Here softplus(b) is from 0.001 to
-    0.1, as for `StepGate`. So channels forget at first after 1 to 1,000 tokens.
+    channels. The authors' code begins b at 0 (`KimiDeltaAttention` of flash-linear-attention). Here softplus(b) is from
+    0.001 to 0.1, as for `StepGate`. So channels forget at first after 1 to 1,000 tokens.
     """
 
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
