@@ -4,9 +4,9 @@
 
 Running sums G of log a cannot serve both sides: exp(-G_j) overflows where a is small. Instead the chunk is halved again
 and again. A query in a second half and a key in the first half meet at the middle of their block. The query is
-multiplied by the factors of the tokens from the middle to the query, the key by the factors from the key to the middle.
-Both products are at most 1, and both logs are sums of numbers of one sign. So nothing overflows and nothing cancels. A
-factor of 0 (log -inf) needs no special case, in gradients neither.
+multiplied by the factors from the middle to itself, and the key by the factors from itself to the middle. Both products
+are at most 1, and both logs are sums of numbers of one sign. So nothing overflows and nothing cancels. A factor of 0
+(log -inf) needs no special case, in gradients neither.
 
 A stands for any leading axes, G queries share a key, C tokens per chunk, E channels.
 """
