@@ -108,7 +108,7 @@ def print_table(result: dict) -> None:
         by_position.add_row(
             f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{perplexity(bucket["loss"]):.2f}'
         )
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(table)
     if result.get('sets'):
         console.print(make_sets_table(result['sets']))

@@ -1,13 +1,13 @@
 """Checkpoints of other programs: folders of Hugging Face, exports of lm, and GGUF files, in one form."""
 
 import functools
-import json
 import logging
 import pathlib
 from typing import Any, NamedTuple
 
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError
+from lm.files import parse_json
 from lm.interop.export_run import UNFINISHED
 from lm.interop.families.base import Tensors
 from lm.interop.formats import MODEL_TYPE
@@ -53,7 +53,7 @@ class CheckpointFolder:
         if not path.exists() and (self.path / 'config.gin').exists():
             return {'model_type': MODEL_TYPE}
         try:
-            config = json.loads(path.read_text())
+            config = parse_json(path.read_text())
             config.get('model_type')
         except FileNotFoundError:
             raise MismatchError(

@@ -210,7 +210,8 @@ def test_an_imported_model_goes_out_as_it_came_in(form, tmp_path):
     bits = 2e-7 if recorded['config']['model_type'].startswith('gemma') else 0.0  # gains of 1 + w
     for name, tensor in theirs.items():
         np.testing.assert_allclose(again[name], tensor, rtol=0, atol=bits, err_msg=name)
-    family, config = find(tmp_path / 'out')
+    config = open_checkpoint(tmp_path / 'out').config
+    family = choose(config, tmp_path / 'out')
     found = family.model(tmp_path, config)
     assert dataclasses.replace(found, embedding_scale=None) == dataclasses.replace(model.config, embedding_scale=None)
     assert config['max_position_embeddings'] == run.experiment.train.context_length

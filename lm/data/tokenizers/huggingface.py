@@ -5,7 +5,6 @@ of padding, truncation and tokens at the beginning of a text does not count here
 that token.
 """
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from lm.data.tokenizers.base import Tokenizer
 from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.files import parse_json
 
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
 """How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
@@ -58,7 +58,7 @@ class HuggingFace(Tokenizer):
     @classmethod
     def recognises(cls, model: bytes) -> bool:
         try:
-            return model.lstrip()[:1] == b'{' and 'model' in json.loads(model)
+            return model.lstrip()[:1] == b'{' and 'model' in parse_json(model)
         except ValueError:
             return False
 
