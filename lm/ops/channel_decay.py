@@ -4,9 +4,9 @@
 
 Running sums G of log a cannot serve both sides: exp(-G_j) overflows where a is small. Instead the chunk is halved again
 and again. A query in a second half and a key in the first half meet at the middle of their block. The query is
-multiplied by the product of the factors from the middle to the query, the key by the product from the key to the
-middle. Both products are at most 1, and both logs are sums of numbers of one sign. So nothing overflows and nothing
-cancels. A factor of 0 (log -inf) needs no special case, in gradients neither.
+multiplied by the factors from the middle to itself, and the key by the factors from itself to the middle. Both products
+are at most 1, and both logs are sums of numbers of one sign. So nothing overflows and nothing cancels. A factor of 0
+(log -inf) needs no special case, in gradients neither.
 
 A stands for any leading axes, G queries share a key, C tokens per chunk, E channels.
 """
@@ -95,6 +95,18 @@ def weigh(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array, log_decay_AxCxE: jax.Array) 
         halves, m = halves.join(m), 2 * m
     since, until = (jnp.exp(x).reshape(k_AxCxE.shape) for x in halves)
     return ChannelWeights(pairs.reshape(*lead, groups, length, length), since, until, since[..., -1, :])
+
+
+def weigh_own(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array) -> jax.Array:
+    """Computes the weights of pairs with j = i, which no factor changes, on the diagonal of [A, G, C, C]; float32."""
+    own = jnp.sum(q_AxGxCxE.astype(jnp.float32) * k_AxCxE[..., None, :, :].astype(jnp.float32), axis=-1)
+    return jnp.eye(k_AxCxE.shape[-2], dtype=jnp.float32) * own[..., None]
+
+
+def add_logs(channel_log_decay_BxLxKxE: jax.Array, log_decay_BxLxK: jax.Array | None) -> jax.Array:
+    """Returns the logs of each channel's factors, float32, with the factors of whole heads; None: there are none."""
+    log_decay = channel_log_decay_BxLxKxE.astype(jnp.float32)
+    return log_decay if log_decay_BxLxK is None else log_decay + log_decay_BxLxK.astype(jnp.float32)[..., None]
 
 
 def _weigh_in_base(q: jax.Array, k: jax.Array, halves: Halves, m: int, base: int) -> jax.Array:
