@@ -31,6 +31,8 @@ LEVELS = (0.0, 0.16, -0.16, 0.32, -0.32)
 
 WIDTH = 3.4
 """Inches: a column of a two-column page."""
+SMALLEST = 0.85
+"""Inches: the least side of one matrix of many."""
 DOT_LABEL, LEGEND_LABEL, AXIS_LABEL = 26, 48, 28
 """Characters of a label in a line: beside dots, below curves, along the vertical axis."""
 STYLE: dict[Any, Any] = {
@@ -67,6 +69,8 @@ class Curve:
         low, high: the band around them [n], such as the extremes over seeds; None: no band.
         tokens: behind each point [n]; None: not counted.
         smoothed: some points are means of several measurements.
+        joined: a line joins the points; else the band is a bar at each.
+        marked: the points have markers where the picture has any.
     """
 
     label: str
@@ -77,6 +81,8 @@ class Curve:
     high: np.ndarray | None = None
     tokens: np.ndarray | None = None
     smoothed: bool = False
+    joined: bool = True
+    marked: bool = True
 
     @property
     def colour(self) -> str:
@@ -105,12 +111,11 @@ def _in_style(draw: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def check_matplotlib() -> None:
-    """Raises MissingPackageError where matplotlib is missing."""
+def check_matplotlib(remark: str = '') -> None:
+    """Raises MissingPackageError where matplotlib is missing; `remark` says what to do without it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        remark = ', or pass --no_pictures'
         raise MissingPackageError('pictures', 'matplotlib', 'report', remark) from None
 
 
@@ -138,11 +143,16 @@ def draw_lines(
         right: label of a second vertical axis, and the function from the first to it, its own inverse.
         title: a line above the axes, such as where the figures were measured.
     """
+    # A name at the right end belongs to a line.
     direct = len(curves) <= 6 and max(len(c.label) for c in curves) <= 14 and right is None
+    direct = direct and all(curve.joined for curve in curves)
     figure, axes = _make_figure(0 if direct else _count_legend_rows(curves))
     for curve in curves:
-        axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour)
-        if curve.low is not None and len(curves) <= BANDS:
+        line = ('-' if markers else curve.line) if curve.joined else 'none'
+        axes.plot(curve.x, curve.y, linestyle=line, color=curve.colour)
+        if curve.low is not None and not curve.joined:
+            axes.vlines(curve.x, curve.low, curve.high, color=curve.colour, linewidth=0.8)
+        elif curve.low is not None and len(curves) <= BANDS:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
     axes.set(xlabel=x_label, ylabel=_balance_lines(y_label, AXIS_LABEL), xscale=x_scale, yscale=y_scale)
     if title:
@@ -150,7 +160,7 @@ def draw_lines(
     if y_limits:
         axes.set_ylim(*y_limits)
     if markers:
-        _draw_markers(axes, curves)
+        _draw_markers(axes, [curve for curve in curves if curve.marked])
     if ticks is not None:
         axes.set_xticks(list(ticks), [shorten(tick) for tick in ticks])
         axes.minorticks_off()
@@ -256,6 +266,53 @@ def draw_bars(
     _save(figure, path)
 
 
+@_in_style
+def draw_matrices(
+    path: os.PathLike | str,
+    matrices: Sequence[tuple[str, np.ndarray]],
+    columns: int,
+    labels: Sequence[str] | None = None,
+    title: str = '',
+) -> None:
+    """Draws matrices as a grid of colours, row by row. Writes path.png and path.pdf.
+
+    The colour is the root of a number's share of the largest one in its matrix: faint numbers can be seen. Positive
+    numbers are blue, negative ones orange.
+
+    Args:
+        matrices: pairs of a title and numbers [n, m].
+        columns: matrices beside each other.
+        labels: of the rows and columns, where all matrices have the same; None: their numbers.
+        title: a line above all.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(matrices))
+    rows = -(-len(matrices) // columns)
+    side = max(SMALLEST, min(WIDTH, 2 * WIDTH / columns))
+    figure = Figure(figsize=(max(WIDTH, side * columns), (side + 0.2) * rows + 0.3), layout='constrained')
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    colours = LinearSegmentedColormap.from_list('signed', [COLOURS[1], '#ffffff', COLOURS[0]])
+    for axes, (name, matrix) in zip(grid, matrices, strict=False):
+        largest = np.abs(matrix).max(initial=0) or 1.0
+        axes.imshow(np.sign(matrix) * np.sqrt(np.abs(matrix) / largest), cmap=colours, vmin=-1, vmax=1)
+        axes.set_title(name, fontsize=6 if side < 1.5 else 7.5, pad=2)
+        axes.grid(visible=False)
+        if labels is None:
+            axes.tick_params(labelsize=5 if side < 1.5 else 7, length=1.5, pad=1)
+        else:
+            size = min(7.5, 55 * side / max(len(labels), 1))
+            axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=size)
+            axes.set_yticks(range(len(labels)), labels, fontsize=size)
+            axes.tick_params(length=0, pad=1)
+    for axes in grid[len(matrices) :]:
+        axes.set_axis_off()
+    if title:
+        figure.suptitle(title, fontsize=7)
+    _save(figure, path)
+
+
 def _make_figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
@@ -292,7 +349,9 @@ def _draw_legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
     edge = {'markeredgecolor': 'white', 'markeredgewidth': 0.4}
     handles = []
     for curve in curves:
-        look: dict[str, Any] = {'marker': curve.marker, **edge} if markers else {'linestyle': curve.line}
+        look: dict[str, Any] = {'linestyle': '-' if markers else curve.line}
+        if markers and curve.marked:
+            look = {'marker': curve.marker, **edge} | ({} if curve.joined else {'linestyle': 'none'})
         handles.append(Line2D([], [], color=curve.colour, label=_wrap_label(curve.label, LEGEND_LABEL), **look))
     figure.legend(
         handles=handles,

@@ -47,10 +47,12 @@ FORMS = {
 
 KNOWN = {type(one) for form in FORMS.values() for one in (form if isinstance(form, tuple) else (form,))}
 OTHERS = {name: mechanism() for name, mechanism in mechanisms().items() if mechanism not in KNOWN}
+OTHERS |= {'softmax sinks': Softmax(window=7, sinks=True, score_cap=3.0, log_base=4.0)}
 MECHANISMS = FORMS | OTHERS
 
 QUICK = (
     'softmax window',
+    'softmax sinks',
     'polynomial 4',
     'polysketch learned local',
     'performer',

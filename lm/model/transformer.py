@@ -25,12 +25,15 @@ from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
 from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
+from lm.ops.rotary import Rotation
 from lm.parameters import NORMS, declare
 
 PLACES = 128
 """The number of tokens whose logits are in memory at once when the most probable token is searched."""
 FINAL_GAIN = 0.7
 """The initial gains of the last norm, at the width for which the learning rate is given."""
+_compute, _weigh = nnx.jit(Block.__call__), nnx.jit(Block.weigh)
+"""Compiled once for all layers of a mechanism."""
 
 
 class Transformer(nnx.Module):
@@ -58,7 +61,13 @@ class Transformer(nnx.Module):
         stacks = [stack_blocks(config, attention, repeats, rngs, self.dtype) for attention in config.pattern]
         self.blocks = nnx.List(stacks)
         gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
-        options = {'part': 'norms', 'output': True, 'dtype': self.dtype, 'scale_init': gains}
+        options = {
+            'part': 'norms',
+            'output': True,
+            'dtype': self.dtype,
+            'scale_init': gains,
+            'epsilon': config.norm_epsilon,
+        }
         self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, **options)
         if not config.tied:
             init = nnx.initializers.normal(config.d_model**-0.5)
@@ -93,13 +102,24 @@ class Transformer(nnx.Module):
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
+        for block, x_BxLxD, rotation in self._layers(tokens_BxL):
+            yield block.attention, *block.project(x_BxLxD, rotation)[:2]
+
+    def attention_weights(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
+        """Yields the weights of each layer's attention, [B, H, L, L] float32: of query i for value j
+        (`AttentionModule.weigh`)."""
+        for block, x_BxLxD, rotation in self._layers(tokens_BxL):
+            yield _weigh(block, x_BxLxD, rotation)
+
+    def _layers(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, Rotation | None]]:
+        """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
         x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
             repeat, which = divmod(i, len(self.blocks))
             apply, state = take_apart(self.blocks[which])
             block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
-            yield block.attention, *block.project(x_BxLxD, rotation)[:2]
-            x_BxLxD = block(x_BxLxD, rotation)
+            yield block, x_BxLxD, rotation
+            x_BxLxD = _compute(block, x_BxLxD, rotation)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns logits, [B, L, V] float32. Training uses `token_losses`, which never holds all logits."""
@@ -224,12 +244,13 @@ class Transformer(nnx.Module):
         x_BxLxD = self.embedding(tokens_BxL)
         if config.learned_positions:
             x_BxLxD += self.positions(positions)
-        x_BxLxD *= math.sqrt(config.d_model)
+        x_BxLxD *= math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
         rotation = None
         if config.rotary_base:
-            rotation = rotary(positions, config.head_dim, config.rotary_base, config.rotary_fraction)
+            options = (config.rotary_base, config.rotary_fraction, config.rotary_scaling)
+            rotation = rotary(positions, config.head_dim, *options)
         return x_BxLxD, rotation
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:

@@ -89,8 +89,23 @@ class DeltaAttention(AttentionModule):
         *,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
+        inputs = (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxN)
+        return self._normed(self.mix(*inputs, starts_BxL=starts_BxL))
+
+    def mix(
+        self,
+        q_BxLxHxD: jax.Array,
+        k_BxLxKxD: jax.Array,
+        v_BxLxKxD: jax.Array,
+        beta_BxLxK: jax.Array | None = None,
+        gate_BxLxN: jax.Array | None = None,
+        *,
+        starts_BxL: jax.Array | None = None,
+    ) -> jax.Array:
         arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxN, starts_BxL)
-        return self._normed(delta_rule(**arguments, query_length=self.query_length))
+        o_BxLxHxD = delta_rule(**arguments, query_length=self.query_length)
+        assert isinstance(o_BxLxHxD, jax.Array)  # only a returned state makes it a pair
+        return o_BxLxHxD
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
         return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.head_dim), jnp.float32)

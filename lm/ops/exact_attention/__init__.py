@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform, sequence
+from lm.ops.documents import forgetting
 from lm.ops.errors import OperationError
 from lm.ops.exact_attention.types import (
     ExactCall,
@@ -48,10 +49,15 @@ def softmax_attention(
     k_start: jax.Array | int = 0,
     starts_BxL: jax.Array | None = None,
     log_decay_BxMxK: jax.Array | None = None,
+    score_cap: float | None = None,
+    sinks_H: jax.Array | None = None,
     block: int | None = None,
     implementation: str | None = None,
 ) -> Annotated[jax.Array, 'BxLxHxD']:
     """Computes softmax attention: weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩).
+
+    A cap c takes c tanh(scale ⟨q_i, k_j⟩ / c) for scale ⟨q_i, k_j⟩ (Gemma 2, Gemma Team 2024, §2). A sink adds
+    exp(sink) to the denominator (gpt-oss, OpenAI 2025, §2.2), so that the weights of a query have a sum below 1.
 
     Args:
         q_BxLxHxD: queries.
@@ -68,6 +74,8 @@ def softmax_attention(
         log_decay_BxMxK: logs of the factors, at most 0, by which the token of each key multiplies the weights of all
             keys before it, for itself and the tokens after it; -inf and all below -104 hide them. Gradients flow to it.
             None: no decay.
+        score_cap: c, above 0; None: scores are not capped. Decay is added to the capped scores.
+        sinks_H: a logit per query head, float32. Gradients flow to it. None: no sinks.
         block: tokens per block; None picks what is fast.
         implementation: one of `SOFTMAX`; None picks the platform's.
 
@@ -88,10 +96,16 @@ def softmax_attention(
         k_start=k_start,
         starts_BxL=starts_BxL,
         log_decay_BxMxK=log_decay_BxMxK,
+        score_cap=score_cap,
+        sinks_H=sinks_H,
         block=block,
     )
     _check(call)
-    call = _with_keys_of_other_parts(call)
+    if score_cap is not None and not score_cap > 0:
+        raise OperationError(f'score_cap = {score_cap}: must be above 0; None leaves scores as they are')
+    if sinks_H is not None and sinks_H.shape != q_BxLxHxD.shape[2:3]:
+        raise OperationError(f'sinks of shape {sinks_H.shape}: must be {q_BxLxHxD.shape[2:3]}, one per query head')
+    call = _with_keys_of_other_parts(_with_decay_of_documents(call))
     return SOFTMAX.choose(implementation, call).softmax_attention(call)
 
 
@@ -141,11 +155,29 @@ def polynomial_attention(
     _check(call)
     if degree < 2 or degree % 2:
         raise OperationError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
-    call = _with_keys_of_other_parts(call)
+    call = _with_keys_of_other_parts(_with_decay_of_documents(call))
     return POLYNOMIAL.choose(implementation, call).polynomial_attention(call)
 
 
 SomeCall = TypeVar('SomeCall', bound=ExactCall)
+
+
+def _with_decay_of_documents(call: SomeCall) -> SomeCall:
+    """Replaces the factor of each document's first token by 0, so that the sums of the logs begin anew there.
+
+    No weight changes, because no query sees keys of other documents. But a sum from the window's start would carry the
+    rounding of those documents into this one.
+    """
+    starts_BxL, log_decay = call.starts_BxL, call.log_decay_BxMxK
+    if starts_BxL is None or log_decay is None:
+        return call
+    if call.is_whole:
+        return dataclasses.replace(call, log_decay_BxMxK=forgetting(starts_BxL, log_decay, log_decay.shape[-1]))
+    batch, keys, _ = log_decay.shape
+    # Starts before the first key are dropped, not counted from the end.
+    place_BxL = jnp.where(starts_BxL < 0, keys, starts_BxL)
+    first_BxM = jnp.zeros((batch, keys), bool).at[jnp.arange(batch)[:, None], place_BxL].set(True, mode='drop')
+    return dataclasses.replace(call, log_decay_BxMxK=jnp.where(first_BxM[..., None], -jnp.inf, log_decay))
 
 
 def _with_keys_of_other_parts(call: SomeCall) -> SomeCall:

@@ -1,0 +1,201 @@
+"""The decoder that most families share: layers with Llama's names, with what a family changes."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lm.attention import DEFAULT, Attention
+from lm.interop.families.base import Family, Tensors
+from lm.interop.families.rotary_entry import RotaryEntry, describe_scaling
+from lm.model import ModelConfig
+
+FULL, SLIDING = 'full_attention', 'sliding_attention'
+"""Types of layers."""
+MAPS = {
+    'qkv': [f'self_attn.{x}_proj' for x in 'qkv'],
+    'attention_out': ['self_attn.o_proj'],
+    'glu_in': ['mlp.up_proj', 'mlp.gate_proj'],
+    'glu_out': ['mlp.down_proj'],
+}
+"""Our linear maps of a layer → their maps, whose outputs stand side by side."""
+
+
+class Decoder(Family):
+    """RMSNorm, gated linear units, rotary positions, grouped queries. Embeddings are tied or not.
+
+    Attributes:
+        architecture: the class of `transformers` that computes it; '': nothing is exported to it.
+        rotary_base: the base where config.json states none, and so are `epsilon`, `tied` and `activation`.
+        norms: our name of each normalization → their name.
+        gain: added to their gains.
+    """
+
+    ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
+    architecture: ClassVar[str] = ''
+    rotary_base: ClassVar[float] = 10_000.0
+    epsilon: ClassVar[float] = 1e-6
+    tied: ClassVar[bool] = False
+    activation: ClassVar[str] = 'silu'
+    norms: ClassVar[Mapping[str, str]] = {
+        'attention_norm': 'input_layernorm',
+        'glu_norm': 'post_attention_layernorm',
+    }
+    gain: ClassVar[float] = 0.0
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns further fields of the model."""
+        return {}
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
+        """Returns the type of each layer."""
+        return [FULL] * config['num_hidden_layers']
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """Returns the window of the layers of type `SLIDING`."""
+        return config.get('sliding_window')
+
+    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+        """Returns the mechanism of a layer."""
+        is_sliding = self.layer_types(config)[layer] == SLIDING
+        return dataclasses.replace(DEFAULT(), window=self.window(config) if is_sliding else None)
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        """Returns the size of a head."""
+        return config.get('head_dim') or config['hidden_size'] // config['num_attention_heads']
+
+    def find_activation(self, config: Mapping[str, Any]) -> str:
+        """Returns their name of the activation."""
+        return config.get('hidden_act') or self.activation
+
+    def rotary(self, config: Mapping[str, Any]) -> RotaryEntry:
+        """Returns the rotary positions."""
+        return RotaryEntry(config, self.rotary_base)
+
+    def is_tied(self, config: Mapping[str, Any]) -> bool:
+        return bool(config.get('tie_word_embeddings', self.tied))
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        activation = self.find_activation(config)
+        other_types = sorted({*self.layer_types(config)} - {FULL, SLIDING})
+        found = {
+            f'hidden_act = {activation!r}': activation not in self.ACTIVATIONS,
+            'biases in attention': bool(config.get('attention_bias')),
+            'biases in the linear units': bool(config.get('mlp_bias')),
+            f'layers of type {", ".join(other_types)}': bool(other_types),
+            'tokens that see later ones': bool(config.get('use_bidirectional_attention')),
+            'quantized weights': config.get('quantization_config') is not None,
+        }
+        return self.rotary(config).differences() + [what for what, differs in found.items() if differs]
+
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        rotary, heads, layers = self.rotary(config), config['num_attention_heads'], config['num_hidden_layers']
+        further: dict[str, Any] = {'embedding_scale': 1.0, **self.options(config)}
+        return ModelConfig(
+            vocab_size=config['vocab_size'],
+            n_layers=layers,
+            d_model=config['hidden_size'],
+            n_heads=heads,
+            n_kv_heads=config.get('num_key_value_heads') or heads,
+            head_dim=self.head_dim(config),
+            hidden_dim=config['intermediate_size'],
+            attention=find_pattern([self.attention(config, layer) for layer in range(layers)]),
+            norm='rms',
+            norm_epsilon=float(config.get('rms_norm_eps', self.epsilon)),
+            activation=self.ACTIVATIONS[self.find_activation(config)],
+            sinusoids=False,
+            rotary_base=rotary.base,
+            rotary_scaling=rotary.scaling,
+            tied=self.is_tied(config),
+            **further,
+        )
+
+    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+        for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq')]:
+            del theirs[name]  # old files keep it, but the configuration determines it
+        ours = {
+            'embedding.weight': theirs.pop('model.embed_tokens.weight'),
+            'final_norm.weight': theirs.pop('model.norm.weight') + np.float32(self.gain),
+        }
+        if self.is_tied(config):
+            theirs.pop('lm_head.weight', None)
+        else:
+            ours['head.weight'] = theirs.pop('lm_head.weight')
+        for i in range(config['num_hidden_layers']):
+            ours |= {f'layers.{i}.{name}': tensor for name, tensor in self.layer(theirs, f'model.layers.{i}.').items()}
+        return ours
+
+    def layer(self, theirs: Tensors, begin: str) -> Tensors:
+        """Returns the tensors of one layer, whose names begin with `begin` in `theirs`."""
+        found = {
+            f'{our}.weight': np.concatenate([theirs.pop(f'{begin}{name}.weight') for name in names])
+            for our, names in MAPS.items()
+        }
+        biases = [f'{begin}{name}.bias' for name in MAPS['qkv']]
+        if biases[0] in theirs:
+            found['qkv.bias'] = np.concatenate([theirs.pop(name) for name in biases])
+        for our, their in self.norms.items():
+            found[f'{our}.weight'] = theirs.pop(f'{begin}{their}.weight') + np.float32(self.gain)
+        return found
+
+    def describe(self, model: ModelConfig) -> dict[str, Any]:
+        """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
+        windows = [getattr(one, 'window', None) for one in model.pattern] * (model.n_layers // len(model.pattern))
+        scaling = {'rope_type': 'default'} if model.rotary_scaling is None else describe_scaling(model.rotary_scaling)
+        window = next(filter(None, windows), None)
+        return {
+            'model_type': self.model_types[0],
+            'architectures': [self.architecture],
+            'vocab_size': model.vocab_size,
+            'num_hidden_layers': model.n_layers,
+            'hidden_size': model.d_model,
+            'num_attention_heads': model.n_heads,
+            'num_key_value_heads': model.dims.n_kv_heads,
+            'head_dim': model.head_dim,
+            'intermediate_size': model.glu_dim,
+            'hidden_act': {'silu': 'silu', 'gelu': 'gelu_pytorch_tanh'}[model.activation],
+            'rms_norm_eps': model.norm_epsilon,
+            'rope_parameters': {'rope_theta': model.rotary_base, **scaling},
+            'tie_word_embeddings': model.tied,
+            'sliding_window': window,
+            'use_sliding_window': window is not None,
+            'layer_types': [FULL if one is None else SLIDING for one in windows],
+        }
+
+    def back(self, ours: Tensors, model: ModelConfig) -> Tensors:
+        """Returns the tensors under the names of this family, from tensors under ours."""
+        scale = np.float32(self.scale_of(model))
+        theirs: Tensors = {'model.embed_tokens.weight': ours['embedding.weight'] * scale}
+        gains = ours['final_norm.weight']
+        theirs['model.norm.weight'] = (gains / scale if model.tied else gains) - np.float32(self.gain)
+        if not model.tied:
+            theirs['lm_head.weight'] = ours['head.weight']
+        queries, keys = model.n_heads * model.head_dim, model.dims.n_kv_heads * model.head_dim
+        for i in range(model.n_layers):
+            for our, names in MAPS.items():
+                cuts = {'qkv': [queries, queries + keys], 'glu_in': [model.glu_dim]}.get(our, [])
+                for part in ('weight', 'bias'):
+                    if (whole := ours.get(f'layers.{i}.{our}.{part}')) is not None:
+                        for name, tensor in zip(names, np.split(whole, cuts), strict=True):
+                            theirs[f'model.layers.{i}.{name}.{part}'] = np.ascontiguousarray(tensor)
+            for our, their in self.norms.items():
+                tensor = ours[f'layers.{i}.{our}.weight'] - np.float32(self.gain)
+                theirs[f'model.layers.{i}.{their}.weight'] = tensor
+        return theirs
+
+    def scale_of(self, model: ModelConfig) -> float:
+        """Returns the factor of the embeddings of this family: the model's over its own."""
+        root = math.sqrt(model.d_model)
+        own = {'embedding_scale': 1.0, **self.options(self.describe(model))}['embedding_scale']
+        return (root if model.embedding_scale is None else model.embedding_scale) / (root if own is None else own)
+
+
+def find_pattern(layers: Sequence[Attention]) -> Attention | tuple[Attention, ...]:
+    """Returns the shortest list that gives the mechanisms of all layers if it is repeated."""
+    for size in range(1, len(layers) + 1):
+        if len(layers) % size == 0 and all(one == layers[i % size] for i, one in enumerate(layers)):
+            return layers[0] if size == 1 else tuple(layers[:size])
+    raise ValueError('there are no layers')
