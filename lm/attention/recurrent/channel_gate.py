@@ -61,8 +61,8 @@ class ChannelStepGate(nnx.Module):
 class ChannelForgetGate(nnx.Module):
     """a = σ(W y + b)^(1/16): the gate of gated linear attention (Yang et al. 2024, GLA, §4.4, α).
 
-    The paper has no b, or one that begins at 0. Here b is such that the channels of a head forget at first after 10 to
-    1,000 tokens, evenly spread on a logarithmic scale, as the heads of `ForgetGate`.
+    b is such that the channels of a head forget at first after 10 to 1,000 tokens. They spread evenly on a logarithmic
+    scale, as the heads of `ForgetGate` do.
     """
 
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):

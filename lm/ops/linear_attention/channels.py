@@ -43,7 +43,7 @@ class Attended(NamedTuple):
 
 
 class PartChange(NamedTuple):
-    """What a part of a window does to the state: it multiplies each row by a factor, and adds."""
+    """The effect of a part of a window on the state: it multiplies each row by a factor, and adds."""
 
     added_BxKxExD: jax.Array
     log_factor_BxKxE: jax.Array
@@ -74,7 +74,7 @@ def attend_part(call: LinearCall) -> LinearResult:
 
 
 def _carry(part: PartChange) -> PartChange:
-    """Returns what all parts before this one do."""
+    """Returns the effect of all parts before this one."""
 
     def compose(earlier: PartChange, later: PartChange) -> PartChange:
         faded = jnp.exp(later.log_factor_BxKxE)[..., None] * earlier.added_BxKxExD
