@@ -21,12 +21,12 @@ from lm.ops.dots import dot
 from lm.ops.linear_attention.types import LinearCall, LinearResult, State
 
 CHUNK = {'cpu': 64}
-"""Tokens per chunk by platform, elsewhere 128."""
+"""FadingTokens per chunk by platform, elsewhere 128."""
 SEGMENT = 2048
-"""Tokens per segment, about."""
+"""FadingTokens per segment, about."""
 
 
-class Tokens(NamedTuple):
+class FadingTokens(NamedTuple):
     """The tokens of a call in chunks."""
 
     q_SxBxKxNxGxCxE: jax.Array
@@ -35,14 +35,14 @@ class Tokens(NamedTuple):
     log_decay_SxBxKxNxCxE: jax.Array
 
 
-class Attended(NamedTuple):
+class FadingResult(NamedTuple):
     """Outputs, and the state after the last token."""
 
     o_BxLxHxD: jax.Array
     state_BxKxExD: jax.Array
 
 
-class PartChange(NamedTuple):
+class FadingPart(NamedTuple):
     """The effect of a part of a window on the state: it multiplies each row by a factor, and adds."""
 
     added_BxKxExD: jax.Array
@@ -66,31 +66,31 @@ def attend_part(call: LinearCall) -> LinearResult:
     empty = jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32)
     own = _attend(call, empty)
     log_decay_BxLxKxE = call.all_log_decay_BxLxKxE
-    before = _carry(PartChange(own.state_BxKxExD, log_decay_BxLxKxE.sum(1)))
+    before = _carry(FadingPart(own.state_BxKxExD, log_decay_BxLxKxE.sum(1)))
     since = jnp.exp(jnp.cumsum(log_decay_BxLxKxE, axis=1))
     q = call.q_BxLxHxE.reshape(batch, length, heads, -1, size) * since[:, :, :, None]
     read = dot('blkge,bked->blkgd', q, before.added_BxKxExD).reshape(own.o_BxLxHxD.shape)
     return LinearResult((own.o_BxLxHxD + read).astype(own.o_BxLxHxD.dtype), None)
 
 
-def _carry(part: PartChange) -> PartChange:
+def _carry(part: FadingPart) -> FadingPart:
     """Returns the effect of all parts before this one."""
 
-    def compose(earlier: PartChange, later: PartChange) -> PartChange:
+    def compose(earlier: FadingPart, later: FadingPart) -> FadingPart:
         faded = jnp.exp(later.log_factor_BxKxE)[..., None] * earlier.added_BxKxExD
-        return PartChange(faded + later.added_BxKxExD, earlier.log_factor_BxKxE + later.log_factor_BxKxE)
+        return FadingPart(faded + later.added_BxKxExD, earlier.log_factor_BxKxE + later.log_factor_BxKxE)
 
     return sequence.carried(part, compose)
 
 
-def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> Attended:
+def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
     arrays = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE, state_BxKxExD
     if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
         return _walk(*arrays)
     return platform.per_device(_walk, (True,) * len(arrays))(*arrays)
 
 
-def _walk(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> Attended:
+def _walk(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> FadingResult:
     batch, length, heads, size = q_BxLxHxE.shape
     chunk = min(channel_decay.round_up(length), CHUNK.get(platform.target_platform(), 128))
     chunks = math.ceil(length / chunk)
@@ -104,14 +104,14 @@ def _walk(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> 
         return jnp.moveaxis(x, (1, 4), (0, 2))
 
     q = q_BxLxHxE.reshape(batch, length, k_BxLxKxE.shape[2], -1, size)
-    tokens = Tokens(jnp.moveaxis(cut(q), 5, 4), *map(cut, (k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE)))
+    tokens = FadingTokens(jnp.moveaxis(cut(q), 5, 4), *map(cut, (k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE)))
     segment = jax.checkpoint(lambda state, part: _segment(part, state), prevent_cse=False)
     state, o_SxBxKxNxGxCxD = lax.scan(segment, state_BxKxExD, tokens)
     o = o_SxBxKxNxGxCxD.transpose(1, 0, 3, 5, 2, 4, 6)
-    return Attended(o.reshape(batch, -1, heads, v_BxLxKxD.shape[-1])[:, :length], state)
+    return FadingResult(o.reshape(batch, -1, heads, v_BxLxKxD.shape[-1])[:, :length], state)
 
 
-class ChunkSides(NamedTuple):
+class FadingSides(NamedTuple):
     """The operands of the walk over chunks.
 
     Attributes:
@@ -129,7 +129,7 @@ class ChunkSides(NamedTuple):
     whole_BxKxE: jax.Array
 
 
-def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _segment(tokens: FadingTokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
     q, k, v, log_decay = tokens
     pairs, since, until, whole = channel_decay.weigh(q, k, log_decay)
@@ -137,11 +137,11 @@ def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.A
     inside = dot('bkngij,bknjd->bkngid', weights.astype(v.dtype), v)
     q, k = q * since[:, :, :, None], k * until
 
-    def step(state, chunk: ChunkSides):
+    def step(state, chunk: FadingSides):
         o = chunk.inside_BxKxGxCxD + dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
         state = chunk.whole_BxKxE[..., None] * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, chunk.v_BxKxCxD)
         return state, o.astype(v.dtype)
 
-    sides = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), ChunkSides(q, k, v, inside, whole))
+    sides = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), FadingSides(q, k, v, inside, whole))
     state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, sides)
     return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)
