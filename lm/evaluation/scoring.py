@@ -15,7 +15,16 @@ from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.training.mesh import batch_sharding, round_up_rows
 
 SHORTEST = 32
-"""Rows are padded to this many tokens or a power of two above, so that few programs serve all lengths."""
+"""The least number of tokens to which rows are padded (`pad_length`)."""
+
+
+def pad_length(length: int) -> int:
+    """Returns the length to which a row of `length` tokens is padded; beyond 128 tokens at most a fifth is padding.
+
+    There are four lengths between two powers of two, so that few programs serve all rows.
+    """
+    step = max(SHORTEST, 1 << max(0, (length - 1).bit_length() - 3))
+    return math.ceil(length / step) * step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Scores:
 
 
 class Scorer:
-    """Scores rows of tokens with the weights of a model, on all devices; compiles once per length.
+    """Scores rows of tokens with the weights of a model, on all devices; compiles once per length and number of rows.
 
     Each token is scored with at most `context_length` tokens before it. Raises ConfigError for a model whose tokens see
     later ones.
@@ -68,12 +77,13 @@ class Scorer:
         for i, row in enumerate(rows):
             if not 2 <= len(row) <= self.context_length + 1:
                 raise ValueError(f'a row of {len(row)} tokens: must be 2 to {self.context_length + 1}')
-            length = max(SHORTEST, 1 << (len(row) - 2).bit_length())
-            padded.setdefault(min(length, self.context_length), []).append(i)
+            padded.setdefault(min(pad_length(len(row) - 1), self.context_length), []).append(i)
         for length, indices in sorted(padded.items()):
-            for first in range(0, len(indices), self.batch_size):
-                chosen = indices[first : first + self.batch_size]
-                tokens = np.zeros((self.batch_size, length + 1), np.int32)
+            # Few rows are no whole batch: most of it would be padding. Powers of two keep the number of programs small.
+            n_rows = min(self.batch_size, round_up_rows(1 << (len(indices) - 1).bit_length(), self.mesh))
+            for first in range(0, len(indices), n_rows):
+                chosen = indices[first : first + n_rows]
+                tokens = np.zeros((n_rows, length + 1), np.int32)
                 for at, i in enumerate(chosen):
                     tokens[at, : len(rows[i])] = rows[i]
                 with jax.set_mesh(self.mesh):

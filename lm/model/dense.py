@@ -1,5 +1,6 @@
 """Products with the matrices of a layer."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,9 @@ from lm.ops.dots import product
 from lm.ops.platform import SHARED_AXIS, batch_axes, uneven_batch
 from lm.parameters import shared_axis
 
+FEW = 64
+"""Rows: a matrix is larger than its products with so few."""
+
 
 class Dense(nnx.Linear):
     """Computes x W + b in the type of the layer; each device needs the whole W for its own windows."""
@@ -25,6 +29,9 @@ class Dense(nnx.Linear):
 
         The arrays that the backward pass reads are stacked over the layers. XLA reads the array of a whole product in
         place. If parts of a product are read, XLA first copies the layer's array.
+
+        The products of FEW rows, as in decoding, are one product whose result is cut: XLA on CPUs would write a copy of
+        each part of W first.
         """
         cuts = np.cumsum(sizes)[:-1].tolist()
         kernel_DxN = self.kernel[...].astype(self.dtype)
@@ -44,6 +51,8 @@ def multiply_gathered(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
     """
 
     def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
+        if math.prod(x_BxLxD.shape[:-1]) <= FEW:
+            return jnp.split(product(x_BxLxD, kernel_DxN), cuts, axis=-1)
         return [product(x_BxLxD, columns_DxN) for columns_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
 
     mesh, axes = jax.sharding.get_abstract_mesh(), batch_axes()
