@@ -3,6 +3,7 @@
 import argparse
 import functools
 import pathlib
+from collections.abc import Sequence
 
 from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, pick, read_experiment_of_run
 from lm.commands.verb import Call, Verb
@@ -11,7 +12,9 @@ from lm.errors import ConfigError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser)
-    parser.add_argument('--prompt', help='the beginning of the text; default: none')
+    parser.add_argument(
+        '--prompt', action='append', help='the beginning of the text; default: none; several share a batch'
+    )
     parser.add_argument('--prompt_file', metavar='FILE', help='one prompt a line')
     parser.add_argument('--text_file', metavar='FILE', help='the beginning of the text, of any length: a whole file')
     parser.add_argument(
@@ -25,6 +28,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
     parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
+    parser.add_argument(
+        '--stop', action='append', default=[], metavar='TOKEN', help="end before this token, such as '<|im_end|>'"
+    )
+    parser.add_argument('--json', action='store_true', help='print an object of JSON per prompt')
     add_gin_flags(parser)
     add_job_flags(parser)
 
@@ -47,11 +54,14 @@ def make_call(arguments: argparse.Namespace) -> Call:
         job_address(arguments),
         prompts=read_prompts(arguments.prompt, arguments.prompt_file, arguments.text_file),
         sampling=sampling,
-        **pick(arguments, 'max_tokens', 'seed'),
+        as_json=arguments.json,
+        **pick(arguments, 'max_tokens', 'seed', 'stop'),
     )
 
 
-def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text_file: str | None = None) -> list[str]:
+def read_prompts(
+    prompt: str | Sequence[str] | None = None, prompt_file: str | None = None, text_file: str | None = None
+) -> list[str]:
     """Returns the texts to continue, at least one.
 
     Raises ConfigError if two sources are given, or if a file is not UTF-8 text.
@@ -63,9 +73,10 @@ def read_prompts(prompt: str | None = None, prompt_file: str | None = None, text
         raise ConfigError(f'--{first} and --{second}: give one of them')
     name, value = next(iter(given.items()), ('prompt', ''))
     if name == 'prompt':
-        if not value.isascii() and any('\ud800' <= character <= '\udfff' for character in value):
+        texts = [value] if isinstance(value, str) else list(value)
+        if any('\ud800' <= character <= '\udfff' for text in texts if not text.isascii() for character in text):
             raise ConfigError('--prompt: is not text in UTF-8')
-        return [value]
+        return texts
     path = pathlib.Path(value)
     if not path.exists() or path.is_dir():  # a pipe works
         raise ConfigError(f'--{name} {path}: no such file')

@@ -7,9 +7,11 @@ length of the shortest prompt. After that, some prompts are still read while oth
 
 import dataclasses
 import functools
+import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,14 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
+from lm.ops.platform import target_platform
 from lm.training.mesh import JobAddress, initialize_distributed
 
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
+SLOW = 2**26
+"""Bytes of weights that a CPU reads in several milliseconds. The host's work per dispatch is less than one, so each
+token of a larger model is a dispatch of its own, and is shown when it is there."""
 PIECE = 4096
 """Tokens of each prompt that are read at a time. The remainder of the length is a shorter piece, the first one."""
 END = 1000
@@ -96,6 +102,8 @@ def generate_tokens(
         sampled = sampling(logits_BxV[:, :pieces], jax.random.fold_in(key, position))
         return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
 
+    chunk = choose_chunk(model)
+
     # Weights and prompts are arguments: captured arrays would be compiled into the programs as constants.
     graph, weights = nnx.split(model)
     given = jnp.asarray(forced_BxL), jnp.asarray(lengths)
@@ -116,7 +124,7 @@ def generate_tokens(
             token_B = choose(logits[:, 0], position + 1, key, given)
             return (state, token_B), token_B
 
-        (state, token_B), tokens = jax.lax.scan(one, (state, token_B), position + jnp.arange(CHUNK))
+        (state, token_B), tokens = jax.lax.scan(one, (state, token_B), position + jnp.arange(chunk))
         return state, token_B, tokens.T
 
     read, advance = (jax.jit(function, donate_argnums=1) for function in (read, advance))
@@ -126,7 +134,7 @@ def generate_tokens(
         state, token_B = read(weights, state, forced_BxL[:, start:end], jnp.int32(start), key, given)
         start = end
     yield np.concatenate([forced_BxL[:, 1:common], token_B[:, None]], axis=1)
-    for position in range(common, total - 1, CHUNK):
+    for position in range(common, total - 1, chunk):
         state, token_B, tokens = advance(weights, state, token_B, jnp.int32(position), key, given)
         yield np.asarray(tokens)[:, : total - 1 - position]
 
@@ -181,6 +189,25 @@ def generate(
     return results[0] if isinstance(prompts, str) else results
 
 
+def choose_chunk(model: Transformer) -> int:
+    """Returns the number of tokens per dispatch."""
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
+    return 1 if target_platform() == 'cpu' and size > SLOW else CHUNK
+
+
+def find_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> dict[int, str]:
+    """Returns id → name of the tokens that the tokenizer writes like this.
+
+    Raises ConfigError for a name that no token has.
+    """
+    ids = {tokenizer.piece(i): i for i in reversed(range(tokenizer.vocab_size))} if names else {}
+    for name in names:
+        if name not in ids:
+            known = ', '.join(tokenizer.piece(i) for i in tokenizer.special_ids[:8])
+            raise ConfigError(f'--stop {name!r}: is no token of this run; its special tokens are {known}')
+    return {ids[name]: name for name in names}
+
+
 def state_bytes(model: Transformer, max_length: int) -> int:
     """Returns the bytes of the decoding state per sequence."""
     state = jax.eval_shape(lambda: model.init_state(1, max_length))
@@ -197,15 +224,27 @@ def write_continuations(
     max_tokens: int,
     sampling: Sampling,
     seed: int,
+    stop: Sequence[str] = (),
+    as_json: bool = False,
 ) -> None:
-    """Prints the continuation of each prompt by the weights of a run at `step` (None: the newest)."""
+    """Prints the continuation of each prompt by the weights of a run at `step` (None: the newest).
+
+    A continuation ends before the first token whose name is in `stop`. `as_json` prints one object per line and prompt.
+
+    Raises the errors of `load_run` and `find_tokens`.
+    """
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     tokenizer = run.tokenizer
     # Every document of the training data follows an end-of-document token, and so does a prompt.
     rows = [np.concatenate([[run.begin_id], tokenizer.encode(text)]) for text in prompts]
+    stop_ids = find_tokens(tokenizer, stop)
     with jax.set_mesh(run.mesh):
-        _write(run.model, tokenizer, rows, max_tokens, sampling, seed)
+        made = generate_tokens(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size)
+        continuations = Continuations(tokenizer, rows, max_tokens, stop_ids)
+        _write(continuations, made, prompts if as_json else None)
+    size = state_bytes(run.model, 1 + continuations.read)
+    print(f'[{continuations.speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
 
 
 class TextStream:
@@ -245,42 +284,104 @@ def show_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.piece(tokenizer.eod_id).join(map(tokenizer.decode, parts))
 
 
-def _write(model, tokenizer: Tokenizer, prompts, max_tokens: int, sampling: Sampling, seed: int) -> None:
-    """Streams one continuation to the terminal; several continuations are printed one by one, when they are
-    complete."""
-    decode = functools.partial(show_text, tokenizer)
-    stream = TextStream(decode) if len(prompts) == 1 else None
-    parts, times, made = [np.array([p[:1] for p in prompts])], [], []
-    for new in generate_tokens(model, prompts, max_tokens, sampling, seed, tokenizer.vocab_size):
-        times.append(time.perf_counter())
-        made.append(new.shape[1])
-        if stream:
-            print(stream(new[0]), end='', flush=True)
+class Continuations:
+    """The tokens that follow several prompts, as they arrive."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], max_tokens: int, stop: Mapping[int, str]):
+        """`stop`: id → name of the tokens before which a continuation ends."""
+        self._decode = functools.partial(show_text, tokenizer)
+        self._prompts, self._max_tokens, self._stop = prompts, max_tokens, stop
+        self._rows: list[list[int]] = [[] for _ in prompts]
+        self._times: list[float] = []
+        self._counts: list[int] = []
+
+    def add(self, new_BxT: np.ndarray) -> list[list[int]]:
+        """Adds tokens that `generate_tokens` has yielded; returns those that are shown, of each row."""
+        self._times.append(time.perf_counter())
+        self._counts.append(new_BxT.shape[1])
+        shown = []
+        for row, prompt, new in zip(self._rows, self._prompts, new_BxT.tolist(), strict=True):
+            before = self._end(row, prompt)
+            row += new
+            shown.append(row[before : self._end(row, prompt)])
+        return shown
+
+    def _end(self, row: list[int], prompt: np.ndarray) -> int:
+        """Returns the number of tokens of a row that are shown, after the first token of its prompt."""
+        begin, most = len(prompt) - 1, len(prompt) - 1 + self._max_tokens
+        stops = (i for i in range(begin, min(len(row), most)) if row[i] in self._stop)
+        return next(stops, min(len(row), most))
+
+    @property
+    def ended(self) -> bool:
+        """Whether every continuation has met its end."""
+        ends = (self._end(row, prompt) for row, prompt in zip(self._rows, self._prompts, strict=True))
+        lengths = zip(ends, self._rows, self._prompts, strict=True)
+        return all(end < len(row) or end == len(prompt) - 1 + self._max_tokens for end, row, prompt in lengths)
+
+    @property
+    def read(self) -> int:
+        """The number of tokens of a row after the first one."""
+        return sum(self._counts)
+
+    def texts(self) -> list[str]:
+        """Returns the text of each prompt with its continuation."""
+        pairs = zip(self._rows, self._prompts, strict=True)
+        return [self._decode(row[: self._end(row, prompt)]) for row, prompt in pairs]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Returns the text of each continuation alone, its number of tokens, and the token that stopped it."""
+        found = []
+        for row, prompt in zip(self._rows, self._prompts, strict=True):
+            begin, end = len(prompt) - 1, self._end(row, prompt)
+            is_stopped = end < min(len(row), begin + self._max_tokens)
+            text = self._decode(row[begin:end])
+            found.append({'text': text, 'tokens': end - begin, 'stop': self._stop[row[end]] if is_stopped else None})
+        return found
+
+    @property
+    def speed(self) -> str:
+        """The tokens per second of all sequences after the prompt; for a long text also the time per token at its
+        ends."""
+        times, counts = self._times, self._counts
+        seconds, steps = times[-1] - times[0], sum(counts[1:])
+        if not steps or not seconds:
+            return 'one token'
+        result = f'{steps * len(self._rows) / seconds:.1f} tokens/s after the first'
+        chunk = max(counts[1:])
+        n = END // chunk
+        if len(times) > 4 * n:
+            # The first dispatches include compilation.
+            first, last = (times[n + 2] - times[2], times[-2] - times[-2 - n])
+            ms = [interval / (n * chunk) * 1e3 for interval in (first, last)]
+            result += f'; {ms[0]:.3f} ms per token in the first {END:,}, {ms[1]:.3f} in the last'
+        return result
+
+    def stream(self) -> TextStream:
+        """Returns the text of one row in parts."""
+        return TextStream(self._decode)
+
+
+def _write(continuations: Continuations, made: Iterable[np.ndarray], prompts: Sequence[str] | None) -> None:
+    """Prints continuations: one as its tokens come, several one by one when they are complete.
+
+    With `prompts`, it prints an object of JSON per prompt.
+    """
+    stream = None
+    for new_BxT in made:
+        if len(new_BxT) == 1 and prompts is None:
+            stream = stream or continuations.stream()
+            print(stream(continuations.add(new_BxT)[0]), end='', flush=True)
         else:
-            parts.append(new)
+            continuations.add(new_BxT)
+        if continuations.ended:
+            break
     if stream:
         print(stream([], last=True))
-    else:
-        tokens = np.concatenate(parts, axis=1)
-        for prompt, row in zip(prompts, tokens, strict=True):
+    elif prompts is None:
+        for text in continuations.texts():
             print('-' * 20)
-            print(decode(row[1 : len(prompt) + max_tokens]))
-    size = state_bytes(model, 1 + sum(made))
-    speed = _describe_speed(times, made, len(prompts))
-    print(f'[{speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
-
-
-def _describe_speed(times: list[float], made: list[int], batch: int) -> str:
-    """Describes the tokens per second of all sequences after the prompt; for a long text also the time per token at its
-    ends."""
-    seconds, steps = times[-1] - times[0], sum(made[1:])
-    if not steps or not seconds:
-        return 'one token'
-    result = f'{steps * batch / seconds:.1f} tokens/s after the first'
-    n = END // CHUNK
-    if len(times) > 4 * n:
-        # The first dispatches include compilation.
-        first, last = (times[n + 2] - times[2], times[-2] - times[-2 - n])
-        ms = [interval / (n * CHUNK) * 1e3 for interval in (first, last)]
-        result += f'; {ms[0]:.3f} ms per token in the first {END:,}, {ms[1]:.3f} in the last'
-    return result
+            print(text)
+    else:
+        for prompt, found in zip(prompts, continuations.describe(), strict=True):
+            print(json.dumps({'prompt': prompt, **found}, ensure_ascii=False))

@@ -3,6 +3,7 @@ small."""
 
 import functools
 import io
+import json
 import re
 
 import jax
@@ -14,14 +15,16 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lm
 from lm import model as model_lib
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
+from lm.cli import main
 from lm.commands.generate import read_prompts
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.inference.generation import Sampling, TextStream, generate_tokens, show_text, state_bytes
+from lm.inference.generation import Continuations, Sampling, TextStream, generate_tokens, show_text, state_bytes
 
 GREEDY = Sampling(temperature=0)
 
@@ -192,10 +195,73 @@ def test_a_batch_of_prompts_from_a_file(reference_run, tmp_path):
     assert [part[:1] for part in parts] == ['', 'T', 'A']
 
 
+def test_prompts_stop_at_named_tokens_and_become_json(reference_run, capsys):
+    """Each prompt stops by itself, and the command ends when all have ended."""
+    run = str(reference_run[0])
+    flags = ['generate', '--run_dir', run, '--prompt', 'The', '--prompt', 'import sys', '--temperature', '0', '--json']
+    assert main([*flags, '--max_tokens', '12']) == 0
+    whole = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one['prompt'], one['tokens'], one['stop']) for one in whole] == [
+        ('The', 12, None),
+        ('import sys', 12, None),
+    ]
+    loaded = lm.load(run)
+    prompt = np.concatenate([[loaded.begin_id], loaded.tokenizer.encode('The')])
+    with jax.set_mesh(loaded.mesh):
+        parts = list(generate_tokens(loaded.model, [prompt], 12, GREEDY, 0, loaded.tokenizer.vocab_size))
+    name = loaded.tokenizer.piece(int(np.concatenate(parts, axis=1)[0, len(prompt) + 2]))
+    assert main([*flags, '--max_tokens', '12', '--stop', name]) == 0
+    stopped = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert stopped[0]['stop'] == name
+    assert stopped[0]['tokens'] < 12
+    for short, long in zip(stopped, whole, strict=True):
+        assert long['text'].startswith(short['text'])
+    assert main([*flags, '--stop', '<no such token>']) == 2
+    assert "--stop '<no such token>': is no token of this run; its special tokens are" in capsys.readouterr().err
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    eod_id = 0
+    piece = staticmethod(lambda index: '</s>')
+    decode = staticmethod(lambda ids: ''.join(chr(97 + i) for i in ids if i))
+
+
+def test_continuations_end_by_themselves():
+    prompts = [np.array([0, 1, 2]), np.array([0, 3])]
+    made = Continuations(Letters, prompts, 3, {9: 'j'})
+    assert made.add(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert not made.ended
+    assert made.add(np.array([[5], [9]])) == [[5], []]
+    assert not made.ended
+    assert made.add(np.array([[6, 9, 7], [5, 9, 5]])) == [[6], []]
+    assert made.ended
+    assert made.texts() == ['bcfg', 'de']
+    assert made.describe() == [
+        {'text': 'fg', 'tokens': 2, 'stop': 'j'},
+        {'text': 'e', 'tokens': 1, 'stop': 'j'},
+    ]
+    plain = Continuations(Letters, prompts, 1, {})
+    plain.add(np.array([[1, 2, 5], [3, 4, 5]]))
+    assert plain.ended
+    assert [one['text'] for one in plain.describe()] == ['f', 'e']
+
+
+def test_each_token_of_a_slow_model_is_shown_when_it_is_there(model, monkeypatch):
+    """The chunks do not change the text."""
+    expected = continued(model, [[1, 2], [3]], 20, Sampling(), 3)
+    monkeypatch.setattr('lm.inference.generation.SLOW', 1)
+    assert continued(model, [[1, 2], [3]], 20, Sampling(), 3).tolist() == expected[:, :22].tolist()
+    parts = list(generate_tokens(model, [np.array([1, 2])], 20, Sampling(), 3))
+    assert [part.shape[1] for part in parts] == [2] + [1] * 19
+
+
 def test_a_whole_file_is_one_prompt(tmp_path):
     text = tmp_path / 'text'
     text.write_text('two\nlines\n')
     assert read_prompts(text_file=str(text)) == ['two\nlines\n']
+    assert read_prompts(['one', 'two']) == ['one', 'two']
     text.write_bytes(b'two\r\nlines\rhere\r\n')
     assert read_prompts(text_file=str(text)) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
     with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
