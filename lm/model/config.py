@@ -175,6 +175,11 @@ class ModelConfig(Configurable):
         """The output sizes of the first linear map of a feed-forward layer: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
+    @property
+    def glu_products(self) -> int:
+        """The sizes of the matrices of a feed-forward layer, together."""
+        return self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+
     def resolve_dtype(self, platform: str) -> jnp.dtype:
         """Returns the type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
         if self.dtype == 'auto':
@@ -204,7 +209,7 @@ class ModelConfig(Configurable):
         """
         qkvo = self.d_model * self.head_dim * 2 * (self.n_heads + self.dims.n_kv_heads)
         qkvo += self.output_gate * self.gate_dim * self.n_heads * self.head_dim
-        glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+        glu = self.glu_products
         mechanism = self.d_model * sum(sum(a.projections(self.dims).values()) for a in self.pattern) / len(self.pattern)
         dense = 2 * (self.n_layers * (qkvo + glu + mechanism) + self.d_model * self.vocab_size)
         attention = sum(a.flops_per_token(self.dims, length) for a in self.pattern) * self.n_layers / len(self.pattern)

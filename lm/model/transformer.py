@@ -25,6 +25,7 @@ from lm.model.config import REMAT, ModelConfig
 from lm.model.positions import rotary, sinusoids
 from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
+from lm.ops.rotary import Rotation
 from lm.parameters import NORMS, declare
 
 PLACES = 128
@@ -95,11 +96,15 @@ class Transformer(nnx.Module):
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
         x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
-            repeat, which = divmod(i, len(self.blocks))
-            apply, state = take_apart(self.blocks[which])
-            block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
+            block = self.layer(i)
             yield block.attention, *block.project(x_BxLxD, rotation)[:2]
             x_BxLxD = block(x_BxLxD, rotation)
+
+    def layer(self, i: int) -> Block:
+        """Returns layer `i` of the model."""
+        repeat, which = divmod(i, len(self.blocks))
+        apply, state = take_apart(self.blocks[which])
+        return apply(jax.tree.map(lambda leaf: leaf[repeat], state), lambda block: block)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns logits, [B, L, V] float32. Training uses `token_losses`, which never holds all logits."""
@@ -217,8 +222,12 @@ class Transformer(nnx.Module):
     def _unroll(self) -> int:
         return max(1, self.config.unroll // len(self.config.pattern))
 
-    @jax.named_scope('embedding')
     def _embed(self, tokens_BxL, positions):
+        return self.embed(tokens_BxL, positions), self.rotate_positions(positions)[0]
+
+    @jax.named_scope('embedding')
+    def embed(self, tokens_BxL: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, [B, L, D]."""
         config = self.config
         config.check_length(tokens_BxL.shape[1])
         x_BxLxD = self.embedding(tokens_BxL)
@@ -227,10 +236,16 @@ class Transformer(nnx.Module):
         x_BxLxD *= math.sqrt(config.d_model)
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
+        return x_BxLxD
+
+    @jax.named_scope('embedding')
+    def rotate_positions(self, positions: jax.Array) -> list[Rotation | None]:
+        """Returns the rotation of the positions for each mechanism of the pattern."""
+        config = self.config
         rotation = None
         if config.rotary_base:
             rotation = rotary(positions, config.head_dim, config.rotary_base, config.rotary_fraction)
-        return x_BxLxD, rotation
+        return [rotation] * len(config.pattern)
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """Computes the logits of the normalised outputs of the last layer, [B, L, V] float32."""

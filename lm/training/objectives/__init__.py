@@ -2,7 +2,8 @@
 
 from lm.config.configurable import import_modules
 from lm.training.objectives.base import Hiding, Objective, Unpack, check_objective
+from lm.training.objectives.distillation import Comparison, Distillation, Pair, Reading
 
 import_modules(__name__, __path__)
 
-__all__ = ['Hiding', 'Objective', 'Unpack', 'check_objective']
+__all__ = ['Comparison', 'Distillation', 'Hiding', 'Objective', 'Pair', 'Reading', 'Unpack', 'check_objective']
