@@ -88,13 +88,9 @@ class StepPlan:
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of a training step per token (`ModelConfig.flops_per_token`), of the teacher too."""
-        model, length, teaching = (
-            self.experiment.model,
-            self.experiment.train.context_length,
-            self.program.step.teaching,
-        )
-        if teaching:
+        """Floating-point operations of a training step per token (`ModelConfig.flops_per_token`), with a teacher's."""
+        model, length = self.experiment.model, self.experiment.train.context_length
+        if teaching := self.program.step.teaching:
             return teaching.objective.flops_per_token(model, teaching.functions.config, length)
         return model.flops_per_token(length)
 

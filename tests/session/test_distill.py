@@ -3,9 +3,17 @@
 import json
 import shutil
 import signal
+import time
 
+import numpy as np
 import pytest
 import tiny
+
+import lm
+from lm.data.batches import Batches
+from lm.experiment import load_of_run
+from lm.plan import make_plan
+from lm.training.mesh import batch_sharding
 
 STUDENT = {
     'model.attention': '[@hedgehog(), @softmax()]',
@@ -51,16 +59,11 @@ def test_a_student_starts_from_its_teacher_and_both_stages_come_nearer(stages):
 def test_the_teacher_in_a_step_is_the_model_that_lm_evaluate_scores(stages, reference_run):
     """A step of the validation text would need another program. The first training batch is scored here by the loaded
     run."""
-    import numpy as np
-
-    import lm
-
     runs, _ = stages
-    student, teacher = lm.load(str(runs['distill'])), lm.load(str(reference_run[0]))
-    from lm.plan import make_plan
-
-    plan = make_plan(student.experiment)
-    tokens = np.stack([plan.store.read('train', start, 33) for start in plan.windows.offsets(0)]).astype(np.int32)
+    teacher = lm.load(str(reference_run[0]))
+    plan = make_plan(load_of_run(str(runs['distill'])))
+    batches = Batches(plan.store, plan.split, plan.windows, 1, batch_sharding(teacher.mesh, axis=1))
+    tokens = np.asarray(next(iter(batches.prefetch(0, 1))))[0].astype(np.int32)
     scored = teacher.functions.score_targets(teacher.weights, tokens[:, :-1], tokens[:, 1:])
     line = json.loads((runs['distill'] / 'metrics.jsonl').read_text().splitlines()[0])
     assert line['step'] == 1
@@ -73,7 +76,8 @@ def test_a_killed_stage_resumes_without_a_changed_bit(stage, stages, reference_r
     more = () if stage == 'align' else ('--init_from', str(stages[0]['align']))
     command = distill(stage, reference_run[0], run, *more)
     process = tiny.start(*command)
-    tiny.wait_for_step(run, 7, process)
+    while not (run / 'checkpoints' / '5').exists() and process.poll() is None:
+        time.sleep(0.02)
     tiny.stop(process, signal.SIGKILL)
     done = tiny.lm(*command)
     assert done.returncode == 0, done.stderr

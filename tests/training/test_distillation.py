@@ -19,6 +19,7 @@ from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.objectives.align import Align
 from lm.training.objectives.distill import Distill
 from lm.training.optimizer import OptimizerConfig
+from lm.training.rules.adamw import AdamW
 from lm.training.step import Teaching
 
 SIZES = dict(vocab_size=64, n_layers=4, d_model=32, n_heads=2, head_dim=16)
