@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm.attention import Attention
+from lm.attention import Attention, HeadDims
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, GATES, ModelConfig
 from lm.model.dense import Dense
@@ -54,32 +54,36 @@ class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config = config
-        self.dims = dims = config.dims
-        norm = NORMS[config.norm]
+        self.config, dims = config, config.dims
+        options = {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
         qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
-        def linear(n_in, sizes, *axes, part, init=None):
+        def norm(is_there):
+            return NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', **options) if is_there else None
+
+        def linear(n_in, sizes, *axes, part, init=None, biased=config.biases):
             init = init or nnx.initializers.lecun_normal()
             return Dense(
                 n_in,
                 sum(sizes),
-                use_bias=config.biases,
+                use_bias=biased,
                 dtype=dtype,
                 kernel_init=init,
                 rngs=rngs,
                 kernel_metadata=declare('matrix', *axes, part=part, pieces=sizes),
-                bias_metadata=declare('bias', axes[-1], part=part) if config.biases else {},
+                bias_metadata=declare('bias', axes[-1], part=part) if biased else {},
             )
 
-        self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')
+        is_before, is_after = config.norm_placement != 'after', config.norm_placement != 'before'
+        self.attention_norm = norm(is_before)
+        biased = config.biases or config.qkv_biases
+        self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention', biased=biased)
         self.attention = attention.build(dims, rngs)
         heads, width = dims.n_heads * dims.head_dim, (config.d_model,)
         self.attention_out = linear(heads, width, 'all_heads', 'embed', part='attention', init=residual_init)
-        self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.glu_norm = norm(is_before)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
@@ -90,19 +94,32 @@ class Block(nnx.Module):
         channels = sum(qkv_sizes)
         width = config.convolution  # assigned once: an attribute that began as None could hold no module
         self.convolution = ShortConvolution(channels, width, rngs, 'attention') if width else None
+        spans = (('head', 1), ('head', 1))
+        if config.qk_norm_span == 'projection':
+            spans = (('all_heads', dims.n_heads), ('all_heads', dims.n_kv_heads))
         self.q_norm, self.k_norm = (
-            rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if config.qk_norm else None
-            for _ in range(2)
+            rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if config.qk_norm else None
+            for axis, n in spans
         )
         to_gate = (config.gate_dim, (heads,), 'embed', 'all_heads')
         self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
+        self.attention_out_norm = norm(is_after)
+        self.glu_out_norm = norm(is_after)
+
+    @property
+    def dims(self) -> HeadDims:
+        return self.config.dims
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
-            normed_BxLxD = self.attention_norm(x_BxLxD)
+            normed_BxLxD = self.normalize(x_BxLxD)
         return self.finish(x_BxLxD, self.mix(normed_BxLxD, rotation, starts_BxL))
+
+    def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Computes the input of attention from the input of the layer."""
+        return _apply(self.attention_norm, x_BxLxD)
 
     def mix(self, normed_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the output of attention from the normalized input, after the output matrix."""
@@ -115,7 +132,7 @@ class Block(nnx.Module):
     def finish(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> jax.Array:
         """Computes the rest of the layer from its input and the output of attention (`mix`)."""
         with jax.named_scope('attention_out'):
-            x_BxLxD = tokens_on_lanes(x_BxLxD + mixed_BxLxD)
+            x_BxLxD = tokens_on_lanes(x_BxLxD + _apply(self.attention_out_norm, mixed_BxLxD))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
@@ -130,7 +147,7 @@ class Block(nnx.Module):
     ) -> tuple[Any, jax.Array]:
         """Computes T tokens that follow those in `state`, like `__call__`; `starts_BxT` counts from the first of the T
         tokens."""
-        normed_BxTxD = self.attention_norm(x_BxTxD)
+        normed_BxTxD = _apply(self.attention_norm, x_BxTxD)
         state, kept = state
         *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
         inputs = self._project_for_mechanism(normed_BxTxD)
@@ -139,7 +156,7 @@ class Block(nnx.Module):
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
-        return self._project(self.attention_norm(x_BxLxD), rotation, self._rotate)
+        return self._project(_apply(self.attention_norm, x_BxLxD), rotation, self._rotate)
 
     @jax.named_scope('qkv')
     def _project(
@@ -177,7 +194,10 @@ class Block(nnx.Module):
         """Applies `model.qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return q_BxLxHxC, k_BxLxKxC
-        return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
+        if self.config.qk_norm_span == 'head':
+            return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
+        whole = lambda norm, x_BxLxNxC: norm(x_BxLxNxC.reshape(*x_BxLxNxC.shape[:2], -1)).reshape(x_BxLxNxC.shape)  # noqa: E731
+        return whole(self.q_norm, q_BxLxHxC), whole(self.k_norm, k_BxLxKxC)
 
     def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
         """Rotates by XLA: decoding has too few tokens for a kernel."""
@@ -203,15 +223,21 @@ class Block(nnx.Module):
     def _feed_forward(self, x_TxD: jax.Array) -> jax.Array:
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
-            normed_TxD = self.glu_norm(x_TxD)
+            normed_TxD = _apply(self.glu_norm, x_TxD)
+        activate = ACTIVATIONS[self.config.activation]
         with jax.named_scope('glu'):
-            if not self.config.gated:
-                return x_TxD + self.glu_out(
-                    ACTIVATIONS[self.config.activation](tokens_on_lanes(self.glu_in(normed_TxD)))
-                )
-            products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
-            value_TxF, gate_TxF = map(tokens_on_lanes, products)
-            return x_TxD + self.glu_out(value_TxF * ACTIVATIONS[self.config.activation](gate_TxF))
+            if self.config.gated:
+                products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
+                value_TxF, gate_TxF = map(tokens_on_lanes, products)
+                hidden_TxF = value_TxF * activate(gate_TxF)
+            else:
+                hidden_TxF = activate(tokens_on_lanes(self.glu_in(normed_TxD)))
+            return x_TxD + _apply(self.glu_out_norm, self.glu_out(hidden_TxF))
+
+
+def _apply(norm: nnx.Module | None, x_TxD: jax.Array) -> jax.Array:
+    """Applies a normalization, if there is one."""
+    return x_TxD if norm is None else norm(x_TxD)
 
 
 def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:

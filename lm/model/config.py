@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import DEFAULT, Attention, HeadDims
+from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.ops.residuals import RESIDUAL_NAME
-from lm.parameters import NORMS
+from lm.parameters import EPSILON, NORMS
 
 _POLICIES = jax.checkpoint_policies
 _RESIDUALS, _DOTS = _POLICIES.save_only_these_names(RESIDUAL_NAME), _POLICIES.dots_with_no_batch_dims_saveable
@@ -38,6 +39,10 @@ output, so no other part needs to keep it.
 
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
+PLACEMENTS = ('before', 'after', 'both')
+"""The places of the normalizations around attention and the feed-forward layer."""
+SPANS = ('head', 'projection')
+"""The parts of queries and keys that `qk_norm` normalizes."""
 GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
 """Forms of the output gate."""
 
@@ -74,15 +79,30 @@ class ModelConfig(Configurable):
     norm: str = field(
         default='layer', choices=tuple(NORMS), help='layer normalization, or RMSNorm: neither mean nor bias'
     )
+    norm_epsilon: float = field(
+        default=EPSILON, above=0, maximum=0.1, help='added to the variance in the normalizations of the model'
+    )
+    norm_placement: str = field(
+        default='before',
+        choices=PLACEMENTS,
+        help='before attention and the feed-forward layer; after them, on what they add (OLMo 2); or both (Gemma 2)',
+    )
     activation: str = field(default='gelu', choices=tuple(ACTIVATIONS), help='of the gate of the linear units')
     gated: bool = field(default=True, help='gated linear units; False: a linear map, the activation, a linear map')
     biases: bool = field(default=False, help='biases of the linear maps of every layer')
+    qkv_biases: bool = field(default=False, help='biases of queries, keys and values alone, as in Qwen 2')
+    embedding_scale: float | None = field(
+        default=None, above=0, help='factor of the embeddings at the input; None: the root of d_model'
+    )
     sinusoids: bool = field(default=True, help='sinusoidal positions, added to the embeddings')
     rotary_base: float | None = field(
         default=10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such'
     )
     rotary_fraction: float = field(
         default=1.0, above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
+    )
+    rotary_scaling: RotaryScaling | None = field(
+        default=None, help='change of the frequencies of rotary positions for longer contexts; None: none'
     )
     key_offset: float = field(
         default=0.0,
@@ -100,6 +120,11 @@ class ModelConfig(Configurable):
         help='tokens of a causal convolution of queries, keys and values; usual is 4',
     )
     qk_norm: bool = field(default=False, help='RMSNorm of the queries and keys of each head, before they are rotated')
+    qk_norm_span: str = field(
+        default='head',
+        choices=SPANS,
+        help='what qk_norm normalizes: each head, or the whole projection of queries or keys (OLMo 2)',
+    )
     output_gate: bool = field(
         default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
     )

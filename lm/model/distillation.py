@@ -88,7 +88,7 @@ def compare_layers(
     """
 
     def compare(x_BxLxD: jax.Array, ours: Layer, theirs: Layer) -> tuple[jax.Array, LayerErrors]:
-        normed_BxLxD = theirs.block.attention_norm(x_BxLxD)
+        normed_BxLxD = theirs.block.normalize(x_BxLxD)
         taught_BxLxD = theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL)
         after_BxLxD = theirs.block.finish(x_BxLxD, taught_BxLxD)
         normed_BxLxD, taught_BxLxD, after_BxLxD = jax.lax.stop_gradient((normed_BxLxD, taught_BxLxD, after_BxLxD))

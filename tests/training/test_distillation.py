@@ -99,7 +99,7 @@ def test_the_error_of_a_layer_is_the_difference_of_the_outputs_of_attention():
     (rotation,), (other,) = teacher.rotate_positions(positions), student.rotate_positions(positions)
     for i in range(4):
         block, learner = teacher.layer(i), student.layer(i)
-        normed_BxLxD = block.attention_norm(x_BxLxD)
+        normed_BxLxD = block.normalize(x_BxLxD)
         difference_BxLxD = learner.mix(normed_BxLxD, other) - block.mix(normed_BxLxD, rotation)
         np.testing.assert_allclose(found.errors_BxLxN[..., i], (difference_BxLxD**2).mean(-1), rtol=1e-4, atol=1e-7)
         x_BxLxD = block(x_BxLxD, rotation)
