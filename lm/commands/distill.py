@@ -29,7 +29,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--teacher', required=True, metavar='RUN', help='the trained model: a run of lm train or import'
     )
     stages = '; '.join(f'{name}: {text}' for name, text in STAGES.items())
-    parser.add_argument('--stage', required=True, choices=tuple(STAGES), help=stages)
+    parser.add_argument('--stage', choices=tuple(STAGES), help=stages)
+    parser.add_argument(
+        '--choose',
+        type=int,
+        metavar='K',
+        help='after align: rank the layers of --run_dir by what recall loses without the attention of the teacher, and '
+        'write the pattern in which K layers keep it',
+    )
     parser.add_argument(
         '--run_dir', required=True, metavar='DIR', help='the run of this stage: a new folder, or one to resume'
     )
@@ -46,6 +53,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.errors import ConfigError
+
+    if (arguments.stage is None) == (arguments.choose is None):
+        raise ConfigError('--stage and --choose: give one of them')
+    if arguments.choose is not None:
+        if arguments.choose < 1:
+            raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
+        from lm.inference.layer_choice import choose_layers
+
+        return functools.partial(choose_layers, arguments.run_dir, arguments.teacher, arguments.choose)
+
     from lm.experiment import load
     from lm.runs.paths import check_name, check_path
     from lm.runs.run_dir import RunDir

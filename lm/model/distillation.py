@@ -96,10 +96,39 @@ def compare_layers(
         return after_BxLxD, LayerErrors(_mean_squares(taught_BxLxD, learned_BxLxD), _mean_squares(taught_BxLxD))
 
     x_BxLxD = jax.lax.stop_gradient(teacher.embed(tokens_BxL, positions))
-    found = scan_pairs(student, teacher, positions, compare, x_BxLxD)
+    _, found = scan_pairs(student, teacher, positions, compare, x_BxLxD)
     return LayerErrors(*(jnp.moveaxis(array_NxBxL, 0, -1) for array_NxBxL in found))
 
 
 def _mean_squares(x_BxLxD: jax.Array, y_BxLxD: jax.Array | float = 0.0) -> jax.Array:
     """Returns the mean over the channels of the squared difference, [B, L] float32."""
     return jnp.square(x_BxLxD.astype(jnp.float32) - y_BxLxD).mean(axis=-1)
+
+
+def score_swapped(
+    student: Transformer,
+    teacher: Transformer,
+    tokens_BxL: jax.Array,
+    targets_BxL: jax.Array,
+    positions: jax.Array,
+    starts_BxL: jax.Array | None,
+    *,
+    swapped_N: jax.Array,
+) -> jax.Array:
+    """Scores the targets by the teacher with the student's attention in some layers, [B, L] in nats.
+
+    `swapped_N` is True in these layers. One program serves all choices, so both kinds of attention are computed
+    everywhere.
+    """
+
+    def apply(x_BxLxD: jax.Array, ours: Layer, theirs: Layer, is_swapped: jax.Array) -> tuple[jax.Array, None]:
+        normed_BxLxD = theirs.block.normalize(x_BxLxD)
+        mixed_BxLxD = jnp.where(
+            is_swapped,
+            ours.block.mix(normed_BxLxD, ours.rotation, starts_BxL),
+            theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL),
+        )
+        return theirs.block.finish(x_BxLxD, mixed_BxLxD), None
+
+    x_BxLxD, _ = scan_pairs(student, teacher, positions, apply, teacher.embed(tokens_BxL, positions), swapped_N)
+    return teacher.losses(teacher.final_norm(x_BxLxD), targets_BxL)

@@ -30,16 +30,25 @@ def scan_pairs(
     student: Transformer,
     teacher: Transformer,
     positions: jax.Array,
-    function: Callable[[jax.Array, Layer, Layer], tuple[jax.Array, Any]],
+    function: Callable[..., tuple[jax.Array, Any]],
     x_BxLxD: jax.Array,
-) -> Any:
-    """Calls (x, found) = function(x, layer of the student, layer of the teacher) through all layers.
+    *given_N: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Calls (x, found) = function(x, layer of the student, layer of the teacher, *given) through all layers.
 
     Both patterns repeat together after a period. One loop runs over the periods, so that a program does not grow with
     the depth; layers behind the last whole period follow one by one. The backward pass computes each call again.
 
+    Args:
+        student: the first model.
+        teacher: the second one, of the same depth.
+        positions: of the tokens.
+        function: takes and returns x, and returns what it finds.
+        x_BxLxD: the input of the first layer.
+        given_N: arrays with a number for each layer.
+
     Returns:
-        what the calls found, stacked over the layers.
+        the output of the last layer, and what the calls found, stacked over the layers.
     """
     models = (student, teacher)
     depth, period = student.config.n_layers, math.lcm(*(len(model.blocks) for model in models))
@@ -47,25 +56,26 @@ def scan_pairs(
     rotations = [model.rotate_positions(positions) for model in models]
     parts = [[take_apart(blocks) for blocks in model.blocks] for model in models]
 
-    def call(x_BxLxD, which, states):
-        def on_layers(x_BxLxD, states):
+    def call(x_BxLxD, which, states, given):
+        def on_layers(x_BxLxD, states, given):
             pair = []
             for stacks, turned, state in zip(parts, rotations, states, strict=True):
                 stack = which % len(stacks)
                 block = stacks[stack][0](state, lambda block: block)
                 pair.append(Layer(block, turned[stack]))
-            return function(x_BxLxD, *pair)
+            return function(x_BxLxD, *pair, *given)
 
-        return jax.checkpoint(on_layers, prevent_cse=False)(x_BxLxD, states)
+        return jax.checkpoint(on_layers, prevent_cse=False)(x_BxLxD, states, given)
 
     def pick(which, cut):
         """Returns the states of one layer of each model, or of all layers in its place of a period."""
-        return [jax.tree.map(cut(len(stacks)), stacks[which % len(stacks)][1]) for stacks in parts]
+        states = [jax.tree.map(cut(len(stacks)), stacks[which % len(stacks)][1]) for stacks in parts]
+        return states, [cut(1)(array_N) for array_N in given_N]
 
     def one_period(x_BxLxD, states):
         found = []
-        for which, state in enumerate(states):
-            x_BxLxD, one = call(x_BxLxD, which, state)
+        for which, each in enumerate(states):
+            x_BxLxD, one = call(x_BxLxD, which, *each)
             found.append(one)
         return x_BxLxD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
@@ -78,9 +88,9 @@ def scan_pairs(
         x_BxLxD, by_period = jax.lax.scan(one_period, x_BxLxD, places)
         found.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), by_period))
     for i in range(repeats * period, depth):
-        x_BxLxD, one = call(x_BxLxD, i, pick(i, lambda count, i=i: lambda leaf: leaf[i // count]))
+        x_BxLxD, one = call(x_BxLxD, i, *pick(i, lambda count, i=i: lambda leaf: leaf[i // count]))
         found.append(jax.tree.map(lambda leaf: leaf[None], one))
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
+    return x_BxLxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
 
 
 def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:

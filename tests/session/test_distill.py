@@ -122,3 +122,24 @@ def test_a_teacher_must_be_a_run(tmp_path):
     done = tiny.lm(*distill('align', tmp_path, tmp_path / 'run'))
     assert done.returncode == 2
     assert f'--teacher {tmp_path}: holds no config.gin' in done.stderr
+
+
+def test_the_layers_that_recall_needs_most_stay_full(stages, reference_run, tmp_path):
+    run = tmp_path / 'run'
+    all_linear = {'model.attention': '@hedgehog()', 'train.context_length': 64}
+    done = tiny.lm(*distill('align', reference_run[0], run, **all_linear))
+    assert done.returncode == 0, done.stderr
+    choice = ['distill', '--teacher', str(reference_run[0]), '--run_dir', str(run), '--choose']
+    done = tiny.lm(*choice, '1')
+    assert done.returncode == 0, done.stderr
+    header, *rows, written = done.stdout.splitlines()
+    assert header.split() == ['layer', 'loss', 'recall', 'score']
+    assert sorted(row.split()[0] for row in rows) == ['0', '1']
+    full = [int(row.split()[0]) for row in rows if row.endswith('stays full')]
+    assert full == [int(rows[0].split()[0])]
+    model = load_of_run(str(run), [str(run / 'pattern.gin')]).model
+    assert [one.gin_name for one in model.pattern] == ['softmax' if i in full else 'hedgehog' for i in range(2)]
+    assert str(run / 'pattern.gin') in written
+    refused = tiny.lm(*choice, '3')
+    assert refused.returncode == 2
+    assert 'differs from the teacher in 2 layers only' in refused.stderr
