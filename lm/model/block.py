@@ -13,8 +13,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm.attention import Attention
+from lm.attention.base import GATES
 from lm.attention.recurrent.convolution import ShortConvolution
-from lm.model.config import ACTIVATIONS, GATES, ModelConfig
+from lm.model.config import ACTIVATIONS, ModelConfig
 from lm.model.dense import Dense
 from lm.model.key_offset import offset_keys, select_channels
 from lm.ops.rotary import Rotation, rotate
@@ -55,11 +56,11 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
-        self.dims = dims = config.dims
+        self.options = options = config.resolve(attention)
+        dims = options.dims
         norm = NORMS[config.norm]
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
-        qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
         def linear(n_in, sizes, *axes, part, init=None):
             init = init or nnx.initializers.lecun_normal()
@@ -75,10 +76,10 @@ class Block(nnx.Module):
             )
 
         self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention')
+        self.qkv = linear(config.d_model, options.qkv_sizes, 'embed', 'all_heads', part='attention')
         self.attention = attention.build(dims, rngs)
-        heads, width = dims.n_heads * dims.head_dim, (config.d_model,)
-        self.attention_out = linear(heads, width, 'all_heads', 'embed', part='attention', init=residual_init)
+        width = (config.d_model,)
+        self.attention_out = linear(options.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
         self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
@@ -87,15 +88,14 @@ class Block(nnx.Module):
         if self.widths:
             sizes = tuple(self.widths.values())
             self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
-        channels = sum(qkv_sizes)
-        width = config.convolution  # assigned once: an attribute that began as None could hold no module
-        self.convolution = ShortConvolution(channels, width, rngs, 'attention') if width else None
+        reach = options.convolution  # assigned once: an attribute that began as None could hold no module
+        self.convolution = ShortConvolution(sum(options.qkv_sizes), reach, rngs, 'attention') if reach else None
         self.q_norm, self.k_norm = (
-            rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if config.qk_norm else None
+            rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if options.qk_norm else None
             for _ in range(2)
         )
-        to_gate = (config.gate_dim, (heads,), 'embed', 'all_heads')
-        self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
+        gate, axes = options.gate, ('embed', 'all_heads')
+        self.output_gate = linear(gate.inputs, (options.width,), *axes, part='attention') if gate else None
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
@@ -112,7 +112,8 @@ class Block(nnx.Module):
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
         state = self.attention.init_state(batch, max_length, dtype, documents)
         convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
-        key = jnp.zeros((batch, 1, self.dims.n_kv_heads, self.dims.head_dim), dtype) if self.config.key_offset else None
+        dims = self.options.dims
+        key = jnp.zeros((batch, 1, dims.n_kv_heads, dims.head_dim), dtype) if self.options.key_offset else None
         return state, EarlierTokens(convolved, key)
 
     def decode_step(
@@ -145,33 +146,34 @@ class Block(nnx.Module):
         `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. If nothing is applied
         to both at once, queries and keys are separate products.
         """
-        H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
+        dims = self.options.dims
+        H, K, C = dims.n_heads, dims.n_kv_heads, dims.head_dim
         is_joined = rotation is not None or self.attention.norms is not None
         products = self.qkv.pieces(normed_BxLxD, [n * C for n in ((H + K, K) if is_joined else (H, K, K))])
         convolved, key = kept
         if self.convolution:
             products, convolved = self.convolution(products, convolved, starts_BxL)
         *qk, v_BxLxKxC = (product.reshape(*product.shape[:2], -1, C) for product in products)
-        if is_joined and self.q_norm is None and not self.config.key_offset:
+        if is_joined and self.q_norm is None and not self.options.key_offset:
             return Projections(*prepare(qk[0], rotation), v_BxLxKxC, EarlierTokens(convolved))
         q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [H], axis=2) if is_joined else qk
-        if self.config.key_offset:
+        if self.options.key_offset:
             key = k_BxLxKxC[:, -1:]
-            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.config.key_offset), kept.key, starts_BxL)
+            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.options.key_offset), kept.key, starts_BxL)
         q_BxLxHxC, k_BxLxKxC = self._normalize(q_BxLxHxC, k_BxLxKxC)
         if is_joined:
             q_BxLxHxC, k_BxLxKxC = prepare(jnp.concatenate([q_BxLxHxC, k_BxLxKxC], axis=2), rotation)
         return Projections(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, EarlierTokens(convolved, key))
 
     def _normalize(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Applies `model.qk_norm`."""
+        """Applies `qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return q_BxLxHxC, k_BxLxKxC
         return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
 
     def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
         """Rotates by XLA: decoding has too few tokens for a kernel."""
-        return rotate(qk_BxLxNxC, rotation, self.dims.n_heads, implementation='xla')
+        return rotate(qk_BxLxNxC, rotation, self.options.dims.n_heads, implementation='xla')
 
     @jax.named_scope('qkv')
     def _project_for_mechanism(self, normed_BxLxD: jax.Array) -> dict[str, jax.Array]:
@@ -185,9 +187,9 @@ class Block(nnx.Module):
         """Computes the rest of the layer from the output of attention."""
         with jax.named_scope('attention_out'):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
-            if self.output_gate is not None:
-                form = GATES[self.config.output_gate_form]
-                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., : self.output_gate.in_features]))
+            if self.output_gate is not None and self.options.gate is not None:
+                form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
+                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
             x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
