@@ -12,6 +12,7 @@ from lm import model as model_lib
 from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
+from lm.config.names import is_omitted
 from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.experiment import load
@@ -138,6 +139,9 @@ def test_config_gin_states_options_that_are_set():
     found = compare_texts(text, other)
     assert {change.binding for change in found} == {'softmax.output_gate', 'softmax.rotary_base'}
     assert not any(is_permitted(change, {}, {}, False) for change in found)
+    assert {change.old for change in found} == {"'model'"}  # which reports leave out, as config.gin does
+    assert all(is_omitted(change.binding, "'model'") for change in found)
+    assert not any(is_omitted(change.binding, change.new) for change in found)
 
 
 def test_values_outside_their_range_are_refused_by_name():
