@@ -15,6 +15,8 @@ from flax import nnx
 
 KINDS = ('matrix', 'gain', 'bias', 'embedding')
 PARTS = ('embedding', 'attention', 'mechanism', 'glu', 'norms')
+EPSILON = 1e-5
+"""Added to the variance in a normalization, where nothing else is asked for."""
 LAYER = 'layer'
 """The axis over the layers, the first one of stacked layers."""
 
@@ -59,19 +61,21 @@ def declare(
 def layer_norm(
     size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
 ) -> nnx.LayerNorm:
-    """Returns a layer normalization whose gain and bias are declared; `options` are flax's."""
+    """Returns a layer normalization whose gain and bias are declared; `options` are flax's, such as `epsilon`."""
     kinds = {'scale_metadata': 'gain', 'bias_metadata': 'bias'}
     metadata = {name: declare(kind, axis, part=part, output=output) for name, kind in kinds.items()}
-    return nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **metadata, **options)
+    options = {'epsilon': EPSILON} | options
+    return nnx.LayerNorm(size, rngs=rngs, **metadata, **options)
 
 
 def rms_norm(
     size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
 ) -> nnx.RMSNorm:
     """Returns a root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options`
-    are flax's."""
+    are flax's, such as `epsilon`."""
     metadata = declare('gain', axis, part=part, output=output)
-    return nnx.RMSNorm(size, epsilon=1e-5, rngs=rngs, scale_metadata=metadata, **options)
+    options = {'epsilon': EPSILON} | options
+    return nnx.RMSNorm(size, rngs=rngs, scale_metadata=metadata, **options)
 
 
 NORMS = {'layer': layer_norm, 'rms': rms_norm}

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import jax
 from flax import nnx
 
+from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, field
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
@@ -66,6 +67,9 @@ class Attention(Configurable, abc.ABC):
     )
     rotary_fraction: float | Literal['model'] = _option(
         above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
+    )
+    rotary_scaling: RotaryScaling | Literal['model'] | None = _option(  # noqa: RUF009
+        help='change of the frequencies of rotary positions for longer contexts; None: none'
     )
     key_offset: float | Literal['model'] = _option(
         minimum=0, maximum=1, help='share of the channels of each key that come from the token before'

@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lm.attention import DEFAULT, Attention
 from lm.attention.base import MODEL
 from lm.config.text import dump
@@ -17,6 +19,7 @@ from lm.inference.loaded_run import LoadedRun
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WEIGHTS, write_tensors
 from lm.model import ModelConfig
+from lm.model.positions import rotary_frequencies
 
 MODEL_TYPE = 'lm_tpu'
 """The `model_type` in config.json."""
@@ -36,17 +39,26 @@ FIELDS = {
     'n_heads': 'num_attention_heads',
     'head_dim': 'head_dim',
     'norm': 'norm',
+    'norm_epsilon': 'norm_epsilon',
+    'norm_placement': 'norm_placement',
     'activation': 'activation',
     'gated': 'gated',
     'biases': 'biases',
+    'qkv_biases': 'qkv_biases',
+    'embedding_scale': 'embedding_scale',
     'sinusoids': 'sinusoids',
     'learned_positions': 'learned_positions',
     'rotary_base': 'rotary_base',
+    'qk_norm': 'qk_norm',
+    'qk_norm_span': 'qk_norm_span',
     'tied': 'tied',
     'logit_cap': 'logit_cap',
 }
 """Field of `ModelConfig` → key of config.json."""
-OTHER_FIELDS = {'base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'}
+OTHER_FIELDS = {
+    *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'rotary_fraction', 'rotary_scaling'),
+    *('dtype', 'remat', 'unroll'),
+}
 """Fields that config.json holds in another form, or that do not change the results."""
 
 
@@ -134,6 +146,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
         'num_key_value_heads': model.resolve(model.pattern[0]).dims.n_kv_heads,
         'intermediate_size': model.glu_dim,
+        **describe_rotation(model),
         'attention': [
             {'name': attention.gin_name, **attention.portable(model.resolve(attention).dims)}
             for attention in model.pattern
@@ -144,6 +157,16 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'torch_dtype': 'float32',
         'use_cache': False,
     }
+
+
+def describe_rotation(model: ModelConfig) -> dict[str, Any]:
+    """Returns the frequencies of rotary positions, where the base alone does not say them, and their amplitude."""
+    if model.rotary_base is None or (model.rotary_scaling is None and model.rotary_fraction == 1):
+        return {}
+    frequencies = rotary_frequencies(model.head_dim, model.rotary_base, model.rotary_fraction, model.rotary_scaling)
+    frequencies = np.pad(frequencies, (0, model.head_dim // 2 - len(frequencies)))
+    amplitude = 1.0 if model.rotary_scaling is None else model.rotary_scaling.amplitude
+    return {'rotary_frequencies': frequencies.tolist(), 'rotary_amplitude': amplitude}
 
 
 def formulated() -> set[str]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from lm.interop.formulas.base import MECHANISMS, NORMS, gelu
+from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, gelu, rms_norm
 
 
 class LmConfig(PretrainedConfig):
@@ -35,12 +35,20 @@ class LmConfig(PretrainedConfig):
         intermediate_size=2048,
         attention=(),
         norm='layer',
+        norm_epsilon=EPSILON,
+        norm_placement='before',
         activation='gelu',
         gated=True,
         biases=False,
+        qkv_biases=False,
+        embedding_scale=None,
         sinusoids=True,
         learned_positions=None,
         rotary_base=10_000.0,
+        rotary_frequencies=None,
+        rotary_amplitude=1.0,
+        qk_norm=False,
+        qk_norm_span='head',
         tied=True,
         logit_cap=None,
         **others,
@@ -48,9 +56,12 @@ class LmConfig(PretrainedConfig):
         self.vocab_size, self.num_hidden_layers, self.hidden_size = vocab_size, num_hidden_layers, hidden_size
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.head_dim, self.intermediate_size, self.attention = head_dim, intermediate_size, list(attention)
-        self.norm, self.activation, self.gated, self.biases = norm, activation, gated, biases
-        self.sinusoids, self.learned_positions = sinusoids, learned_positions
-        self.rotary_base, self.tied, self.logit_cap = rotary_base, tied, logit_cap
+        self.norm, self.norm_epsilon, self.norm_placement = norm, norm_epsilon, norm_placement
+        self.activation, self.gated, self.biases, self.qkv_biases = activation, gated, biases, qkv_biases
+        self.embedding_scale, self.sinusoids, self.learned_positions = embedding_scale, sinusoids, learned_positions
+        self.rotary_base, self.rotary_frequencies = rotary_base, rotary_frequencies
+        self.rotary_amplitude, self.qk_norm, self.qk_norm_span = rotary_amplitude, qk_norm, qk_norm_span
+        self.tied, self.logit_cap = tied, logit_cap
         super().__init__(**(others | {'tie_word_embeddings': False}))  # `tied` replaces it: there is no second matrix
 
 
@@ -60,13 +71,18 @@ def angles(length, width, base, device):
     return torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
 
 
-def rotate(x_BxLxNxC, base):
+def rotate(x_BxLxNxC, config):
     """Applies rotary positions to the pairs (c, c + C/2); without a base it changes nothing."""
-    if base is None:
+    length, width, device = x_BxLxNxC.shape[1], x_BxLxNxC.shape[3], x_BxLxNxC.device
+    if config.rotary_base is None:
         return x_BxLxNxC
-    angle = angles(x_BxLxNxC.shape[1], x_BxLxNxC.shape[3], base, x_BxLxNxC.device)[:, None]
+    if config.rotary_frequencies is None:
+        angle = angles(length, width, config.rotary_base, device)[:, None]
+    else:
+        frequencies = torch.tensor(config.rotary_frequencies, device=device)
+        angle = torch.arange(length, dtype=torch.float32, device=device)[:, None, None] * frequencies
     a, b = x_BxLxNxC.float().chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = config.rotary_amplitude * angle.cos(), config.rotary_amplitude * angle.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BxLxNxC.dtype)
 
 
@@ -80,10 +96,24 @@ class LmBlock(nn.Module):
         super().__init__()
         options = dict(mechanism)
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.heads, self.kv_heads, self.size, self.base = heads, kv_heads, size, config.rotary_base
+        self.config, self.heads, self.kv_heads, self.size = config, heads, kv_heads, size
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        self.attention_norm, self.glu_norm = (NORMS[config.norm](config.hidden_size) for _ in range(2))
-        self.qkv = nn.Linear(config.hidden_size, (heads + 2 * kv_heads) * size, bias=config.biases)
+        norms = {
+            'attention_norm': 'after',
+            'glu_norm': 'after',
+            'attention_out_norm': 'before',
+            'glu_out_norm': 'before',
+        }
+        for name, lacking in norms.items():
+            norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
+            setattr(self, name, nn.Identity() if config.norm_placement == lacking else norm)
+        whole = config.qk_norm_span == 'projection'
+        self.q_norm, self.k_norm = (
+            rms_norm(n * size if whole else size, config.norm_epsilon) if config.qk_norm else nn.Identity()
+            for n in (heads, kv_heads)
+        )
+        biased = config.biases or config.qkv_biases
+        self.qkv = nn.Linear(config.hidden_size, (heads + 2 * kv_heads) * size, bias=biased)
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
         self.attention_out = nn.Linear(heads * size, config.hidden_size, bias=config.biases)
         n_hidden = (1 + config.gated) * config.intermediate_size
@@ -93,13 +123,22 @@ class LmBlock(nn.Module):
     def forward(self, x_BxLxD):
         qkv = self.qkv(self.attention_norm(x_BxLxD)).unflatten(-1, (-1, self.size))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        y_BxLxHxC = self.attention(rotate(q, self.base), rotate(k, self.base), v)
-        x_BxLxD = x_BxLxD + self.attention_out(y_BxLxHxC.flatten(-2))
+        q, k = self.normalize(self.q_norm, q), self.normalize(self.k_norm, k)
+        y_BxLxHxC = self.attention(rotate(q, self.config), rotate(k, self.config), v)
+        x_BxLxD = x_BxLxD + self.attention_out_norm(self.attention_out(y_BxLxHxC.flatten(-2)))
         hidden = self.glu_in(self.glu_norm(x_BxLxD))
-        if not self.gated:
-            return x_BxLxD + self.glu_out(self.activation(hidden))
-        value, gate = hidden.chunk(2, dim=-1)
-        return x_BxLxD + self.glu_out(value * self.activation(gate))
+        if self.gated:
+            value, gate = hidden.chunk(2, dim=-1)
+            hidden = value * self.activation(gate)
+        else:
+            hidden = self.activation(hidden)
+        return x_BxLxD + self.glu_out_norm(self.glu_out(hidden))
+
+    def normalize(self, norm, x_BxLxNxC):
+        """Normalizes each head, or all heads of a token together."""
+        if self.config.qk_norm_span == 'head':
+            return norm(x_BxLxNxC)
+        return norm(x_BxLxNxC.flatten(-2)).view_as(x_BxLxNxC)
 
 
 class LmForCausalLM(PreTrainedModel, GenerationMixin):
@@ -119,7 +158,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         self.positions = nn.Embedding(rows, config.hidden_size) if rows else None
         pattern = config.attention
         self.layers = nn.ModuleList(LmBlock(config, pattern[i % len(pattern)]) for i in range(config.num_hidden_layers))
-        self.final_norm = NORMS[config.norm](config.hidden_size)
+        self.final_norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -144,7 +183,8 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
                     f'{self.config.learned_positions}; give shorter rows'
                 )
             x_BxLxD = x_BxLxD + self.positions.weight[: input_ids.shape[1]]
-        x_BxLxD = x_BxLxD * math.sqrt(width)
+        scale = self.config.embedding_scale
+        x_BxLxD = x_BxLxD * (math.sqrt(width) if scale is None else scale)
         if self.config.sinusoids:
             angle = angles(input_ids.shape[1], width, 10_000.0, x_BxLxD.device)
             x_BxLxD = x_BxLxD + torch.cat([angle.sin(), angle.cos()], dim=-1).to(x_BxLxD.dtype)

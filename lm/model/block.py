@@ -56,31 +56,35 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
-        self.options = options = config.resolve(attention)
-        dims = options.dims
-        norm = NORMS[config.norm]
+        self.options = own = config.resolve(attention)
+        dims, options = own.dims, {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
 
-        def linear(n_in, sizes, *axes, part, init=None):
+        def norm(is_there):
+            return NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', **options) if is_there else None
+
+        def linear(n_in, sizes, *axes, part, init=None, biased=config.biases):
             init = init or nnx.initializers.lecun_normal()
             return Dense(
                 n_in,
                 sum(sizes),
-                use_bias=config.biases,
+                use_bias=biased,
                 dtype=dtype,
                 kernel_init=init,
                 rngs=rngs,
                 kernel_metadata=declare('matrix', *axes, part=part, pieces=sizes),
-                bias_metadata=declare('bias', axes[-1], part=part) if config.biases else {},
+                bias_metadata=declare('bias', axes[-1], part=part) if biased else {},
             )
 
-        self.attention_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
-        self.qkv = linear(config.d_model, options.qkv_sizes, 'embed', 'all_heads', part='attention')
+        is_before, is_after = config.norm_placement != 'after', config.norm_placement != 'before'
+        self.attention_norm = norm(is_before)
+        biased = config.biases or config.qkv_biases
+        self.qkv = linear(config.d_model, own.qkv_sizes, 'embed', 'all_heads', part='attention', biased=biased)
         self.attention = attention.build(dims, rngs)
         width = (config.d_model,)
-        self.attention_out = linear(options.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
-        self.glu_norm = norm(config.d_model, 'embed', rngs, part='norms', dtype=dtype)
+        self.attention_out = linear(own.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
+        self.glu_norm = norm(is_before)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
@@ -88,20 +92,25 @@ class Block(nnx.Module):
         if self.widths:
             sizes = tuple(self.widths.values())
             self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
-        reach = options.convolution  # assigned once: an attribute that began as None could hold no module
-        self.convolution = ShortConvolution(sum(options.qkv_sizes), reach, rngs, 'attention') if reach else None
+        reach = own.convolution  # assigned once: an attribute that began as None could hold no module
+        self.convolution = ShortConvolution(sum(own.qkv_sizes), reach, rngs, 'attention') if reach else None
+        spans = (('head', 1), ('head', 1))
+        if own.qk_norm == 'projection':
+            spans = (('all_heads', dims.n_heads), ('all_heads', dims.n_kv_heads))
         self.q_norm, self.k_norm = (
-            rms_norm(dims.head_dim, 'head', rngs, part='attention', dtype=dtype) if options.qk_norm else None
-            for _ in range(2)
+            rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if own.qk_norm else None
+            for axis, n in spans
         )
-        gate, axes = options.gate, ('embed', 'all_heads')
-        self.output_gate = linear(gate.inputs, (options.width,), *axes, part='attention') if gate else None
+        gate, axes = own.gate, ('embed', 'all_heads')
+        self.output_gate = linear(gate.inputs, (own.width,), *axes, part='attention') if gate else None
+        self.attention_out_norm = norm(is_after)
+        self.glu_out_norm = norm(is_after)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
-            normed_BxLxD = self.attention_norm(x_BxLxD)
+            normed_BxLxD = _apply(self.attention_norm, x_BxLxD)
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, _ = self._project(normed_BxLxD, rotation, self.attention.prepare, starts_BxL)
         inputs = self._project_for_mechanism(normed_BxLxD)
         with jax.named_scope('attention'):
@@ -121,7 +130,7 @@ class Block(nnx.Module):
     ) -> tuple[Any, jax.Array]:
         """Computes T tokens that follow those in `state`, like `__call__`; `starts_BxT` counts from the first of the T
         tokens."""
-        normed_BxTxD = self.attention_norm(x_BxTxD)
+        normed_BxTxD = _apply(self.attention_norm, x_BxTxD)
         state, kept = state
         *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
         inputs = self._project_for_mechanism(normed_BxTxD)
@@ -130,7 +139,7 @@ class Block(nnx.Module):
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
-        return self._project(self.attention_norm(x_BxLxD), rotation, self._rotate)
+        return self._project(_apply(self.attention_norm, x_BxLxD), rotation, self._rotate)
 
     @jax.named_scope('qkv')
     def _project(
@@ -169,7 +178,10 @@ class Block(nnx.Module):
         """Applies `qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return q_BxLxHxC, k_BxLxKxC
-        return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
+        if self.options.qk_norm == 'head':
+            return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
+        whole = lambda norm, x_BxLxNxC: norm(x_BxLxNxC.reshape(*x_BxLxNxC.shape[:2], -1)).reshape(x_BxLxNxC.shape)  # noqa: E731
+        return whole(self.q_norm, q_BxLxHxC), whole(self.k_norm, k_BxLxKxC)
 
     def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
         """Rotates by XLA: decoding has too few tokens for a kernel."""
@@ -190,21 +202,27 @@ class Block(nnx.Module):
             if self.output_gate is not None and self.options.gate is not None:
                 form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
                 y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
-            x_BxLxD = tokens_on_lanes(x_BxLxD + self.attention_out(y_BxLxN))
+            x_BxLxD = tokens_on_lanes(x_BxLxD + _apply(self.attention_out_norm, self.attention_out(y_BxLxN)))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
     def _feed_forward(self, x_TxD: jax.Array) -> jax.Array:
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
-            normed_TxD = self.glu_norm(x_TxD)
+            normed_TxD = _apply(self.glu_norm, x_TxD)
+        activate = ACTIVATIONS[self.config.activation]
         with jax.named_scope('glu'):
-            if not self.config.gated:
-                return x_TxD + self.glu_out(
-                    ACTIVATIONS[self.config.activation](tokens_on_lanes(self.glu_in(normed_TxD)))
-                )
-            products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
-            value_TxF, gate_TxF = map(tokens_on_lanes, products)
-            return x_TxD + self.glu_out(value_TxF * ACTIVATIONS[self.config.activation](gate_TxF))
+            if self.config.gated:
+                products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
+                value_TxF, gate_TxF = map(tokens_on_lanes, products)
+                hidden_TxF = value_TxF * activate(gate_TxF)
+            else:
+                hidden_TxF = activate(tokens_on_lanes(self.glu_in(normed_TxD)))
+            return x_TxD + _apply(self.glu_out_norm, self.glu_out(hidden_TxF))
+
+
+def _apply(norm: nnx.Module | None, x_TxD: jax.Array) -> jax.Array:
+    """Applies a normalization, if there is one."""
+    return x_TxD if norm is None else norm(x_TxD)
 
 
 def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:

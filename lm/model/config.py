@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from lm.attention import DEFAULT, Attention, HeadDims
 from lm.attention.base import GATES, MODEL
+from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.options import LayerOptions, OutputGate, RotaryOptions
 from lm.ops.residuals import RESIDUAL_NAME
-from lm.parameters import NORMS
+from lm.parameters import EPSILON, NORMS
 
 _POLICIES = jax.checkpoint_policies
 _RESIDUALS, _DOTS = _POLICIES.save_only_these_names(RESIDUAL_NAME), _POLICIES.dots_with_no_batch_dims_saveable
@@ -40,6 +41,10 @@ output, so no other part needs to keep it.
 
 ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
 """GELU by its tanh approximation."""
+PLACEMENTS = ('before', 'after', 'both')
+"""The places of the normalizations around attention and the feed-forward layer."""
+SPANS = ('head', 'projection')
+"""The parts of queries and keys that `qk_norm` normalizes."""
 
 
 @configurable('model')
@@ -74,15 +79,30 @@ class ModelConfig(Configurable):
     norm: str = field(
         default='layer', choices=tuple(NORMS), help='layer normalization, or RMSNorm: neither mean nor bias'
     )
+    norm_epsilon: float = field(
+        default=EPSILON, above=0, maximum=0.1, help='added to the variance in the normalizations of the model'
+    )
+    norm_placement: str = field(
+        default='before',
+        choices=PLACEMENTS,
+        help='before attention and the feed-forward layer; after them, on what they add (OLMo 2); or both (Gemma 2)',
+    )
     activation: str = field(default='gelu', choices=tuple(ACTIVATIONS), help='of the gate of the linear units')
     gated: bool = field(default=True, help='gated linear units; False: a linear map, the activation, a linear map')
     biases: bool = field(default=False, help='biases of the linear maps of every layer')
+    qkv_biases: bool = field(default=False, help='biases of queries, keys and values alone, as in Qwen 2')
+    embedding_scale: float | None = field(
+        default=None, above=0, help='factor of the embeddings at the input; None: the root of d_model'
+    )
     sinusoids: bool = field(default=True, help='sinusoidal positions, added to the embeddings')
     rotary_base: float | None = field(
         default=10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such'
     )
     rotary_fraction: float = field(
         default=1.0, above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
+    )
+    rotary_scaling: RotaryScaling | None = field(
+        default=None, help='change of the frequencies of rotary positions for longer contexts; None: none'
     )
     key_offset: float = field(
         default=0.0,
@@ -100,6 +120,11 @@ class ModelConfig(Configurable):
         help='tokens of a causal convolution of queries, keys and values; usual is 4',
     )
     qk_norm: bool = field(default=False, help='RMSNorm of the queries and keys of each head, before they are rotated')
+    qk_norm_span: str = field(
+        default='head',
+        choices=SPANS,
+        help='what qk_norm normalizes: each head, or the whole projection of queries or keys (OLMo 2)',
+    )
     output_gate: bool = field(
         default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
     )
@@ -153,17 +178,20 @@ class ModelConfig(Configurable):
     def resolve(self, attention: Attention) -> LayerOptions:
         """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
         n_heads, head_dim = self._choose(attention, 'n_heads'), self._choose(attention, 'head_dim')
-        n_kv_heads, base = self._choose(attention, 'n_kv_heads') or n_heads, self._choose(attention, 'rotary_base')
-        fraction, share = self._choose(attention, 'rotary_fraction'), self._choose(attention, 'output_gate_inputs')
+        n_kv_heads, share = (
+            self._choose(attention, 'n_kv_heads') or n_heads,
+            self._choose(attention, 'output_gate_inputs'),
+        )
+        base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
         form = attention.output_gate
         if form == MODEL:
             form = self.output_gate_form if self.output_gate else None
         return LayerOptions(
-            dims=HeadDims(n_heads, n_kv_heads, head_dim, self.causal),
-            rotary=None if base is None else RotaryOptions(base, head_dim, fraction),
+            dims=HeadDims(n_heads, n_kv_heads or n_heads, head_dim, self.causal),
+            rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
             key_offset=self._choose(attention, 'key_offset'),
             convolution=self._choose(attention, 'convolution'),
-            qk_norm=self._choose(attention, 'qk_norm'),
+            qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
             gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
         )
 

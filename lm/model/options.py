@@ -3,15 +3,17 @@
 import dataclasses
 
 from lm.attention import HeadDims
+from lm.attention.rotary_scaling import RotaryScaling
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryOptions:
-    """The rotary positions of a layer: the base of the wavelengths, the size of a head, and the share that turns."""
+    """The rotary positions of a layer: the arguments of `lm.model.positions.rotary` besides the positions."""
 
-    base: float
     head_dim: int
+    base: float
     fraction: float = 1.0
+    scaling: RotaryScaling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class LayerOptions:
         rotary: None: queries and keys are not rotated.
         key_offset: the share of each key's channels that come from the token before.
         convolution: the tokens of the convolution of queries, keys and values; None: no such.
-        qk_norm: queries and keys have RMSNorms.
+        qk_norm: what the RMSNorms of queries and keys span, a head or the whole projection; None: there are none.
         gate: None: nothing multiplies the output.
     """
 
@@ -39,7 +41,7 @@ class LayerOptions:
     rotary: RotaryOptions | None
     key_offset: float
     convolution: int | None
-    qk_norm: bool
+    qk_norm: str | None
     gate: OutputGate | None
 
     @property

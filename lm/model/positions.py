@@ -6,6 +6,7 @@ B batch, L length.
 import jax
 import jax.numpy as jnp
 
+from lm.attention.rotary_scaling import RotaryScaling
 from lm.ops.rotary import Rotation
 
 
@@ -14,24 +15,44 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
 
     Positions [L] give [L, width]; positions [B, L] give [B, L, width].
     """
-    angle = _angles(positions, width)
+    angle = _angles(positions, _frequencies(width))
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
-def rotary(positions: jax.Array, width: int, base: float = 10_000.0, fraction: float = 1.0) -> Rotation:
+def rotary(
+    positions: jax.Array,
+    width: int,
+    base: float = 10_000.0,
+    fraction: float = 1.0,
+    scaling: RotaryScaling | None = None,
+) -> Rotation:
     """Returns cosine and sine of the rotary angles (Su et al. 2021, eq. 15).
 
     Positions [L] give two arrays [L, 1, width/2]; positions [B, L] give [B, L, 1, width/2]. Only the first `fraction`
-    of the pairs turns, with the angles of a head of that size; the angles of the others are 0.
+    of the pairs turns, with the angles of a head of that size; the angles of the others are 0. `scaling` changes the
+    frequencies.
     """
-    pairs = width // 2
-    turned = max(1, round(fraction * pairs))
-    angle = _angles(positions, 2 * turned, base)[..., None, :]
-    if turned < pairs:
-        angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, pairs - turned)])
-    return Rotation(jnp.cos(angle), jnp.sin(angle))
+    frequencies = rotary_frequencies(width, base, fraction, scaling)
+    angle = _angles(positions, frequencies)[..., None, :]
+    if (still := width // 2 - len(frequencies)) > 0:
+        angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, still)])
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None and scaling.amplitude != 1:
+        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    return Rotation(cos, sin)
 
 
-def _angles(positions, width, base=10_000.0):
-    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+def rotary_frequencies(
+    width: int, base: float = 10_000.0, fraction: float = 1.0, scaling: RotaryScaling | None = None
+) -> jax.Array:
+    """Returns the frequencies of the pairs that turn, at most [width/2], in radians per token."""
+    frequencies = _frequencies(2 * max(1, round(fraction * (width // 2))), base)
+    return frequencies if scaling is None else scaling.scale(frequencies, base)
+
+
+def _frequencies(width, base=10_000.0):
+    return base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+
+
+def _angles(positions, frequencies):
     return positions.astype(jnp.float32)[..., None] * frequencies

@@ -59,7 +59,13 @@ class Transformer(nnx.Module):
         stacks = [stack_blocks(config, attention, config.repeats, rngs, self.dtype) for attention in config.pattern]
         self.blocks = nnx.List(stacks)
         gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
-        options = {'part': 'norms', 'output': True, 'dtype': self.dtype, 'scale_init': gains}
+        options = {
+            'part': 'norms',
+            'output': True,
+            'dtype': self.dtype,
+            'scale_init': gains,
+            'epsilon': config.norm_epsilon,
+        }
         self.final_norm = NORMS[config.norm](config.d_model, 'embed', rngs, **options)
         if not config.tied:
             init = nnx.initializers.normal(config.d_model**-0.5)
@@ -227,13 +233,13 @@ class Transformer(nnx.Module):
         x_BxLxD = self.embedding(tokens_BxL)
         if config.learned_positions:
             x_BxLxD += self.positions(positions)
-        x_BxLxD *= math.sqrt(config.d_model)
+        x_BxLxD *= math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
         chosen = [config.resolve(attention).rotary for attention in config.pattern]
         rotations: dict[RotaryOptions | None, Rotation | None] = {None: None}
         for one in dict.fromkeys(filter(None, chosen)):
-            rotations[one] = rotary(positions, one.head_dim, one.base, one.fraction)
+            rotations[one] = rotary(positions, one.head_dim, one.base, one.fraction, one.scaling)
         return x_BxLxD, [rotations[one] for one in chosen]
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:

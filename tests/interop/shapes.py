@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lm.attention.rotary_scaling import YarnRotary
 from lm.data.dataset import DataConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig, build
@@ -17,6 +18,9 @@ from lm.training.config import TrainConfig
 SIZES = dict(vocab_size=97, n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8)
 LLAMA = dict(norm='rms', activation='silu', sinusoids=False, tied=False, rotary_base=500_000.0)
 GPT2 = dict(gated=False, biases=True, learned_positions=32, sinusoids=False, rotary_base=None, n_kv_heads=4)
+
+GEMMA = dict(norm='rms', norm_epsilon=1e-3, norm_placement='both', embedding_scale=3.0, qkv_biases=True)
+OLMO = dict(norm='rms', norm_placement='after', qk_norm=True, qk_norm_span='projection', rotary_scaling=YarnRotary())
 
 
 def experiment(attention, **changes) -> Experiment:

@@ -71,8 +71,9 @@ def tokens():
 
 @pytest.mark.parametrize('form', FORMS)
 def test_transformers_computes_the_same(form, tmp_path, tokens):
-    others = {'hybrid long window': shapes.GPT2, 'softmax window': {'logit_cap': 2.0}}
-    changes = ({'softmax scale': shapes.LLAMA} | others).get(form, {})
+    others = {'hybrid long window': shapes.GPT2, 'softmax window': {'logit_cap': 2.0, 'rotary_fraction': 0.5}}
+    families = {'softmax scale': shapes.LLAMA, 'polynomial 16': shapes.GEMMA, 'polysketch 16': shapes.OLMO}
+    changes = (families | others).get(form, {})
     config = shapes.experiment(FORMS[form], **changes)
     weights = shapes.random_weights(config)
     FORMATS['huggingface'].check(config.model)

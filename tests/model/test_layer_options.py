@@ -11,6 +11,7 @@ from flax import nnx
 from lm import model as model_lib
 from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.retention import Retention
+from lm.attention.rotary_scaling import LinearRotary
 from lm.attention.softmax import Softmax
 from lm.config.names import is_omitted
 from lm.config.text import dump
@@ -60,7 +61,7 @@ def tokens(length: int = 20) -> np.ndarray:
 def test_a_gin_file_sets_options_of_mechanisms():
     model = load([], [line for line in GIN.splitlines() if line]).model
     delta, softmax = (model.resolve(model.pattern[i]) for i in (0, 3))
-    assert delta.rotary == RotaryOptions(10_000.0, 64)
+    assert delta.rotary == RotaryOptions(64, 10_000.0)
     assert softmax.rotary is None
     assert (delta.convolution, softmax.convolution) == (4, None)
     assert (delta.gate, softmax.gate) == (OutputGate('sigmoid', 768), None)
@@ -71,8 +72,13 @@ def test_a_gin_file_sets_options_of_mechanisms():
 
 def test_scopes_tell_layers_of_one_mechanism_apart():
     lines = ['model.attention = [@near/softmax(), @far/softmax()]', 'softmax.rotary_base = 500.0']
-    model = load([], [*lines, 'near/softmax.window = 16', 'far/softmax.rotary_base = None', 'model.n_layers = 2']).model
-    assert [model.resolve(one).rotary for one in model.pattern] == [RotaryOptions(500.0, 64), None]
+    lines += ['near/softmax.window = 16', 'far/softmax.rotary_base = None', 'model.n_layers = 2']
+    lines += ['near/softmax.rotary_scaling = @linear_rotary()', 'linear_rotary.factor = 4.0']
+    model = load([], lines).model
+    assert [model.resolve(one).rotary for one in model.pattern] == [
+        RotaryOptions(64, 500.0, 1.0, LinearRotary(factor=4.0)),
+        None,
+    ]
 
 
 @pytest.mark.parametrize('form', ['silu', 'sigmoid'])

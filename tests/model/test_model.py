@@ -12,6 +12,7 @@ from mechanisms_list import MECHANISMS, QUICK_FIRST
 from lm import model as model_lib
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
+from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, YarnRotary
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
@@ -120,7 +121,12 @@ BLOCK = dict(convolution=4, qk_norm=True, output_gate=True)
 HEADS = dict(key_offset=0.5, rotary_fraction=0.5, output_gate=True, output_gate_form='sigmoid', output_gate_inputs=0.25)
 
 
-@pytest.mark.parametrize('options', [BLOCK, HEADS, BLOCK | HEADS, HEADS | dict(rotary_base=None)], ids=str)
+GEMMA = dict(norm='rms', norm_epsilon=1e-3, norm_placement='both', embedding_scale=2.0, qkv_biases=True)
+OLMO = dict(norm='rms', norm_placement='after', qk_norm=True, qk_norm_span='projection', rotary_scaling=YarnRotary())
+OPTIONS = [BLOCK, HEADS, BLOCK | HEADS, HEADS | dict(rotary_base=None), GEMMA, OLMO]
+
+
+@pytest.mark.parametrize('options', OPTIONS, ids=str)
 def test_block_options_decode_and_do_not_look_ahead(options):
     model = tiny((Polysketch(gate=True, sketch_size=8, block=8), Softmax()), n_kv_heads=2, **options)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 20))
@@ -176,6 +182,56 @@ def test_rotary_fraction():
     np.testing.assert_array_equal(part.sin_AxLx1xP[..., :2], small.sin_AxLx1xP)
     assert (part.cos_AxLx1xP[..., 2:] == 1).all()
     assert (part.sin_AxLx1xP[..., 2:] == 0).all()
+
+
+def test_scaled_rotary_positions():
+    """Low frequencies are divided and high ones kept; YaRN also makes queries and keys longer."""
+    frequencies = 2 * np.pi * np.array([0.1, 0.02, 0.01, 0.001]) ** np.ones(4)  # 10, 2, 1 and 0.1 turns per 100 tokens
+    scale = lambda scaling: np.asarray(scaling.scale(jnp.asarray(frequencies), 1000.0)) / frequencies  # noqa: E731
+    np.testing.assert_allclose(scale(LinearRotary(factor=4.0)), 0.25, rtol=1e-6)
+    llama3 = Llama3Rotary(factor=4.0, length=100, low_turns=1.0, high_turns=3.0)
+    np.testing.assert_allclose(scale(llama3), [1, 0.5 + 0.5 / 4, 0.25, 0.25], rtol=1e-6)
+    # The pairs of a head of 8 with 5.62 and 0.178 turns per 100 tokens are the first and the last with base 1000^(4/3).
+    yarn = YarnRotary(factor=4.0, length=100, low_turns=0.178, high_turns=5.62, whole=True)
+    first = [8 * np.log(100 / (2 * np.pi * turns)) / (2 * np.log(1000)) for turns in (5.62, 0.178)]
+    assert 0 < first[0] < 1
+    assert 2 < first[1] < 3
+    np.testing.assert_allclose(scale(yarn), 1 - 0.75 * np.array([0, 1 / 3, 2 / 3, 1]), rtol=1e-6)
+    plain, scaled = rotary(jnp.arange(3), 8, 1000.0), rotary(jnp.arange(3), 8, 1000.0, 1.0, yarn)
+    np.testing.assert_allclose(scaled.cos_AxLx1xP[0], plain.cos_AxLx1xP[0] * (1 + np.log(4) / 10), rtol=1e-6)
+    with pytest.raises(ConfigError, match=r'llama3_rotary.low_turns = 4.0: must be below llama3_rotary.high_turns'):
+        Llama3Rotary(low_turns=4.0)
+
+
+def test_options_of_other_families_change_the_layer_as_they_say():
+    """Each is compared with the same parameters under the default."""
+    tokens = jnp.arange(10)[None]
+    plain = tiny(Softmax(), norm='rms')
+
+    def changed(**options):
+        given = nnx.to_pure_dict(nnx.state(plain))
+        model = tiny(Softmax(), norm='rms', **options)
+        own = nnx.to_pure_dict(nnx.state(model))
+
+        def merge(own, given):
+            return {
+                k: merge(v, given[k]) if isinstance(v, dict) and k in given else given.get(k, v) for k, v in own.items()
+            }
+
+        state = nnx.state(model)
+        nnx.replace_by_pure_dict(state, merge(own, given))
+        return logits(nnx.merge(nnx.graphdef(model), state), tokens)
+
+    before = logits(plain, tokens)
+    np.testing.assert_allclose(changed(embedding_scale=32**0.5), before, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(changed(qkv_biases=True), before, rtol=0, atol=1e-5)  # they begin as zeros
+    assert np.abs(changed(norm_epsilon=0.1) - before).max() > 1e-3
+    counts = {place: sum(count_parameters(ModelConfig(**TINY, norm='rms', norm_placement=place)).values())
+              for place in ('before', 'after', 'both')}  # fmt: skip
+    assert counts['before'] == counts['after'] == counts['both'] - 2 * 2 * 32
+    spans = [count_parameters(ModelConfig(**TINY, n_kv_heads=2, qk_norm=True, qk_norm_span=span))['attention']
+             for span in ('head', 'projection')]  # fmt: skip
+    assert spans[1] - spans[0] == 2 * ((4 + 2) * 8 - 2 * 8)
 
 
 def test_block_options_count():

@@ -170,6 +170,37 @@ def test_a_document_sees_only_itself(block, window, implementation):
             assert_close(got, numpy_attention(q, k, v, seen, kernel), 1e-5)
 
 
+@pytest.mark.parametrize('begin', [0, 200])
+@pytest.mark.parametrize('operation', ['softmax_attention', 'polynomial_attention'])
+def test_other_documents_change_no_bit_of_gated_weights(operation, begin):
+    """Sums of logs, and of their gradients, restart at each document: no rounding of other documents is in them."""
+    q, k, v = draw(1, 300, 4, 2)
+    log_decay = -jax.random.exponential(jax.random.key(1), k.shape[:3]) * 0.3
+    starts, _ = documents(300, [0, 150, 260])
+    options = {} if operation == 'softmax_attention' else {'degree': 4}
+    own = np.arange(300) // 150 == 1
+    own[260:] = False
+
+    @jax.jit
+    def outputs_and_gradients(q, k, log_decay):
+        def attend(log_decay):
+            masks = dict(starts_BxL=starts[:, begin:], q_offset=jnp.int32(begin) if begin else 0)
+            function = getattr(exact_attention, operation)
+            o = function(q[:, begin:], k, v, log_decay_BxMxK=log_decay, block=64, **masks, **options)
+            return o.sum(), o
+
+        gradient, o = jax.grad(attend, has_aux=True)(log_decay)
+        return o[:, own[begin:]], gradient[:, own]
+
+    base = outputs_and_gradients(q, k, log_decay)
+    change = jnp.where(own, 0.0, 1.0)[None, :, None]
+    other = outputs_and_gradients(
+        q + change[..., None], k - change[..., None], log_decay * jnp.where(own[:, None], 1, 1.3)
+    )
+    jax.tree.map(np.testing.assert_array_equal, other, base)
+    assert not np.array_equal(outputs_and_gradients(q, k, log_decay.at[:, 230].add(-1.0))[0], base[0])
+
+
 def test_documents_need_queries_and_keys_of_the_same_tokens():
     q, k, v = draw(1, 8, 2, 2, keys=9)
     with pytest.raises(OperationError, match='starts_BxL'):

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 EPSILON = 1e-5
-"""Added to the variance in every normalization."""
+"""Added to the variance in a mechanism's normalizations."""
 
 MECHANISMS = {}
 """Gin name → formula. A subclass of `Mechanism` with a `name` adds itself."""
@@ -34,11 +34,15 @@ def distances(length, device):
     return position[:, None] - position
 
 
-def layer_norm(size):
-    return nn.LayerNorm(size, eps=EPSILON)
+def layer_norm(size, epsilon=EPSILON):
+    return nn.LayerNorm(size, eps=epsilon)
 
 
-NORMS = {'layer': layer_norm, 'rms': lambda size: nn.RMSNorm(size, eps=EPSILON)}
+def rms_norm(size, epsilon=EPSILON):
+    return nn.RMSNorm(size, eps=epsilon)
+
+
+NORMS = {'layer': layer_norm, 'rms': rms_norm}
 
 
 class Mechanism(nn.Module):

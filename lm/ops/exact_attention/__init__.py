@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform, sequence
+from lm.ops.documents import forgetting
 from lm.ops.errors import OperationError
 from lm.ops.exact_attention.types import (
     ExactCall,
@@ -91,7 +92,7 @@ def softmax_attention(
         block=block,
     )
     _check(call)
-    call = _with_keys_of_other_parts(call)
+    call = _with_keys_of_other_parts(_with_decay_of_documents(call))
     return SOFTMAX.choose(implementation, call).softmax_attention(call)
 
 
@@ -141,11 +142,29 @@ def polynomial_attention(
     _check(call)
     if degree < 2 or degree % 2:
         raise OperationError(f'degree = {degree}: must be even and at least 2, so that no weight is negative')
-    call = _with_keys_of_other_parts(call)
+    call = _with_keys_of_other_parts(_with_decay_of_documents(call))
     return POLYNOMIAL.choose(implementation, call).polynomial_attention(call)
 
 
 SomeCall = TypeVar('SomeCall', bound=ExactCall)
+
+
+def _with_decay_of_documents(call: SomeCall) -> SomeCall:
+    """Replaces the factor of each document's first token by 0, so that the sums of the logs begin anew there.
+
+    No weight changes, because no query sees keys of other documents. But a sum from the window's start would carry the
+    rounding of those documents into this one.
+    """
+    starts_BxL, log_decay = call.starts_BxL, call.log_decay_BxMxK
+    if starts_BxL is None or log_decay is None:
+        return call
+    if call.is_whole:
+        return dataclasses.replace(call, log_decay_BxMxK=forgetting(starts_BxL, log_decay, log_decay.shape[-1]))
+    batch, keys, _ = log_decay.shape
+    # Starts before the first key are dropped, not counted from the end.
+    place_BxL = jnp.where(starts_BxL < 0, keys, starts_BxL)
+    first_BxM = jnp.zeros((batch, keys), bool).at[jnp.arange(batch)[:, None], place_BxL].set(True, mode='drop')
+    return dataclasses.replace(call, log_decay_BxMxK=jnp.where(first_BxM[..., None], -jnp.inf, log_decay))
 
 
 def _with_keys_of_other_parts(call: SomeCall) -> SomeCall:
