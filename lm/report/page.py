@@ -146,7 +146,7 @@ def _describe_chart(picture: Picture) -> dict[str, Any]:
         'ticks': picture.options.get('ticks'),
         'y_log': picture.options.get('y_scale') == 'log',
         'curves': [
-            {'label': curve.label, 'colour': curve.colour}
+            {'label': curve.label, 'colour': curve.colour, 'joined': curve.joined, 'marked': curve.marked}
             | {
                 name: None if values is None else [float(v) if math.isfinite(v) else None for v in values]
                 for name, values in (('x', curve.x), ('y', curve.y), ('low', curve.low), ('high', curve.high))
