@@ -67,6 +67,8 @@ class Curve:
         low, high: the band around them [n], such as the extremes over seeds; None: no band.
         tokens: behind each point [n]; None: not counted.
         smoothed: some points are means of several measurements.
+        joined: a line joins the points; else the band is a bar at each.
+        marked: the points have markers where the picture has any.
     """
 
     label: str
@@ -77,6 +79,8 @@ class Curve:
     high: np.ndarray | None = None
     tokens: np.ndarray | None = None
     smoothed: bool = False
+    joined: bool = True
+    marked: bool = True
 
     @property
     def colour(self) -> str:
@@ -138,11 +142,16 @@ def draw_lines(
         right: label of a second vertical axis, and the function from the first to it, its own inverse.
         title: a line above the axes, such as where the figures were measured.
     """
+    # A name at the right end belongs to a line.
     direct = len(curves) <= 6 and max(len(c.label) for c in curves) <= 14 and right is None
+    direct = direct and all(curve.joined for curve in curves)
     figure, axes = _make_figure(0 if direct else _count_legend_rows(curves))
     for curve in curves:
-        axes.plot(curve.x, curve.y, linestyle='-' if markers else curve.line, color=curve.colour)
-        if curve.low is not None and len(curves) <= BANDS:
+        line = ('-' if markers else curve.line) if curve.joined else 'none'
+        axes.plot(curve.x, curve.y, linestyle=line, color=curve.colour)
+        if curve.low is not None and not curve.joined:
+            axes.vlines(curve.x, curve.low, curve.high, color=curve.colour, linewidth=0.8)
+        elif curve.low is not None and len(curves) <= BANDS:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
     axes.set(xlabel=x_label, ylabel=_balance_lines(y_label, AXIS_LABEL), xscale=x_scale, yscale=y_scale)
     if title:
@@ -150,7 +159,7 @@ def draw_lines(
     if y_limits:
         axes.set_ylim(*y_limits)
     if markers:
-        _draw_markers(axes, curves)
+        _draw_markers(axes, [curve for curve in curves if curve.marked])
     if ticks is not None:
         axes.set_xticks(list(ticks), [shorten(tick) for tick in ticks])
         axes.minorticks_off()
@@ -292,7 +301,9 @@ def _draw_legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
     edge = {'markeredgecolor': 'white', 'markeredgewidth': 0.4}
     handles = []
     for curve in curves:
-        look: dict[str, Any] = {'marker': curve.marker, **edge} if markers else {'linestyle': curve.line}
+        look: dict[str, Any] = {'linestyle': '-' if markers else curve.line}
+        if markers and curve.marked:
+            look = {'marker': curve.marker, **edge} | ({} if curve.joined else {'linestyle': 'none'})
         handles.append(Line2D([], [], color=curve.colour, label=_wrap_label(curve.label, LEGEND_LABEL), **look))
     figure.legend(
         handles=handles,

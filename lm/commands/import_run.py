@@ -24,7 +24,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 VERB = Verb(
     name='import',
     place=60,
-    help='make a run of a Llama-shaped checkpoint, or of what lm export has written',
+    help='make a run of a checkpoint of another program, or of what lm export has written',
     example='lm import checkpoints/llama --run_dir runs/llama',
     add_flags=add_flags,
     make_call=make_call,

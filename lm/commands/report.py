@@ -14,6 +14,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--paper', choices=('pg19', 'wiki40b', 'none'), help="the paper's table to compare with; default: by the data"
     )
     parser.add_argument(
+        '--ladder',
+        metavar='PATH',
+        help='runs of a baseline at three sizes or more: fit the curve of its loss against compute, and give each run '
+        'its effective speed-up',
+    )
+    parser.add_argument(
         '--no_pictures',
         dest='pictures',
         action='store_false',
@@ -34,6 +40,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         arguments.out,
         split=arguments.split,
         corpus=arguments.paper,
+        ladder=arguments.ladder,
         pictures=arguments.pictures,
     )
 

@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,10 @@ from lm.errors import ConfigError, MismatchError, writing
 from lm.experiment import OF_THE_JOB, Experiment, load
 from lm.files import local_path
 from lm.interop.export_run import UNFINISHED
-from lm.interop.families import find
+from lm.interop.families import Family, find
 from lm.interop.names import from_tensors
 from lm.interop.tensors import check_safetensors, read_tensors
+from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.info import read_raw
@@ -72,19 +74,12 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
     check_whole(folder)
     family, config = find(folder)
     given = experiment
-    experiment = dataclasses.replace(given, model=family.model(folder, config, allow_imports))
+    experiment = dataclasses.replace(given, model=describe_model(family, config, folder, allow_imports))
     check_given(given, experiment, folder)
     experiment.model.check_length(experiment.train.context_length)
     fingerprints = fingerprints_of(experiment, folder)
-    theirs = read_tensors(folder)
-    try:
-        tensors = family.tensors(theirs, config)
-    except KeyError as error:
-        raise MismatchError(f'{folder}: lacks the tensor {error}; fetch it again') from None
-    if theirs:
-        raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
     functions = ModelFunctions(experiment.model, jnp.float32)
-    weights = from_tensors(tensors, functions.abstract, str(folder))
+    weights = read_weights(family, config, folder, functions)
     parameters = sum(functions.count_parameters().values())
     if unfinished:
         for path in (run.config, run.info):  # run.json shows that an import began, so it is deleted last
@@ -99,6 +94,33 @@ def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_
         f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
         f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
     )
+
+
+def describe_model(
+    family: Family, config: Mapping[str, Any], folder: pathlib.Path, allow_imports: bool = False
+) -> ModelConfig:
+    """Returns the model of a checkpoint. Raises MismatchError if its config.json lacks something."""
+    try:
+        return family.model(folder, config, allow_imports)
+    except KeyError as error:
+        raise MismatchError(f'{folder / "config.json"}: lacks {error}; fetch it again') from None
+
+
+def read_weights(
+    family: Family, config: Mapping[str, Any], folder: pathlib.Path, functions: ModelFunctions
+) -> dict[str, Any]:
+    """Returns the weights of a checkpoint, for a model whose functions are given.
+
+    Raises MismatchError if tensors are missing or have other shapes, and ConfigError if some are left over.
+    """
+    theirs = read_tensors(folder)
+    try:
+        tensors = family.tensors(theirs, config)
+    except KeyError as error:
+        raise MismatchError(f'{folder}: lacks the tensor {error}; fetch it again') from None
+    if theirs:
+        raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
+    return from_tensors(tensors, functions.abstract, str(folder))
 
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ class Series:
         return [run for run in self.runs if run.value('train.context_length') == context]
 
 
-def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
-    """Groups runs that differ in seed, context length and the binding `axis` alone, in the paper's order.
+def make_series(runs: Sequence[Run], axes: Collection[str] = ()) -> list[Series]:
+    """Groups runs that differ in seed, context length and the bindings `axes` alone, in the paper's order.
 
     A label names the attention, and what else differs between series of the same attention. It names the steps where
     any runs differ in them, and the status where some runs are not done.
@@ -56,7 +56,7 @@ def make_series(runs: Sequence[Run], axis: str = '') -> list[Series]:
         parts = [
             f'{name_binding(key)} {_shorten(run.config[key], {o.config[key] for o in others if key in o.config})}'
             for key in differing
-            if key in run.config and key != axis
+            if key in run.config and key not in axes
         ]
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
         described.append(', '.join([name, *parts, *ended]))

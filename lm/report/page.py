@@ -124,7 +124,7 @@ def compare_configurations(runs: Sequence[Run]) -> SortableTable | None:
             ]
             rows.append([TableCell(name, name), *cells])
     columns = ['binding', *(run.name for run in runs)]
-    note = 'A dash: the run has no such binding, because it has another mechanism or source.'
+    note = 'A dash: the run does not set it, or has another mechanism or source.'
     return SortableTable('Configuration differences', columns, rows, len(columns), [note]) if rows else None
 
 
@@ -146,7 +146,7 @@ def _describe_chart(picture: Picture) -> dict[str, Any]:
         'ticks': picture.options.get('ticks'),
         'y_log': picture.options.get('y_scale') == 'log',
         'curves': [
-            {'label': curve.label, 'colour': curve.colour}
+            {'label': curve.label, 'colour': curve.colour, 'joined': curve.joined, 'marked': curve.marked}
             | {
                 name: None if values is None else [float(v) if math.isfinite(v) else None for v in values]
                 for name, values in (('x', curve.x), ('y', curve.y), ('low', curve.low), ('high', curve.high))

@@ -26,11 +26,14 @@ from lm.report.curves import (
     make_speed_curve,
     name_binding,
 )
+from lm.report.ladder import Ladder
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
 from lm.report.paper import name_devices
 from lm.runs.records import Run
 from lm.text import shorten
 
+LADDER_POINTS = 50
+"""Points of the curve of a baseline, fewer than the page draws without markers."""
 SPEED = {'y_scale': 'log', 'right': ('tokens per second', lambda value: 1e6 / np.maximum(value, 1e-12))}
 
 
@@ -72,14 +75,14 @@ class Picture:
 
 
 class Pictures:
-    """The pictures of runs.
+    """The pictures of runs, and of their ladder if there is one.
 
     Attributes:
         drawn: the runs that have come far enough.
         made: every picture for which there are data.
     """
 
-    def __init__(self, runs: Sequence[Run], measures: Measures):
+    def __init__(self, runs: Sequence[Run], measures: Measures, ladder: Ladder | None = None):
         self.measures = measures
         self.drawn = [run for run in runs if is_under_way(run)]
         self.series = make_series(self.drawn)
@@ -88,6 +91,8 @@ class Pictures:
         self.split = ' and '.join(splits)
         self.made: list[Picture] = []
         self._make()
+        if ladder:
+            self._make_ladder(ladder)
 
     def _make(self) -> None:
         for context in self.contexts:
@@ -213,7 +218,7 @@ class Pictures:
     def _make_against_setting(self, name: str, axis: str, measure: Callable[[Run], float | None], label: str) -> None:
         """Makes a measure against a swept setting, where a series has three values of it."""
         curves, values = [], [float(run.config[axis]) for run in self.drawn if axis in run.config]
-        for s in self._keep_styles(make_series(self.drawn, axis)):
+        for s in self._keep_styles(make_series(self.drawn, [axis])):
             curve = make_setting_curve(s, [(float(r.config[axis]), measure(r)) for r in s.runs if axis in r.config])
             curves += [curve] if len(curve.x) else []
         if not any(len(curve.x) > 2 for curve in curves):
@@ -258,6 +263,24 @@ class Pictures:
             ticks=sorted(contexts),
         )
 
+    def _make_ladder(self, ladder: Ladder) -> None:
+        """Makes the losses of the compared runs against their compute, with the curve of the baseline."""
+        least, most = ladder.sizes[0], ladder.sizes[-1]
+        x = np.geomspace(least, most, LADDER_POINTS)
+        curves = [Curve('curve of the baseline', 0, x, ladder.law.predict(x), marked=False)]
+        spread = False
+        for s in self._keep_styles(ladder.make_series()):
+            groups = ladder.group_by_compute(s)
+            of_series = [(results[0].compute, result.loss) for results in groups for result in results]
+            curves.append(dataclasses.replace(make_setting_curve(s, of_series), joined=False))
+            spread |= curves[-1].low is not None
+            if any(result in ladder.baseline for results in groups for result in results):
+                curves[0] = dataclasses.replace(curves[0], style=s.style)
+        bars = '; bars: extremes over seeds' if spread else ''
+        caption = f'Loss against the compute of training, with the curve of {ladder.name}: {ladder.law}{bars}.'
+        label = f'{self.split} loss (nats per token)'
+        self._add_lines('ladder', curves, caption, 'compute of training (FLOPs)', label, x_scale='log', markers=True)
+
     def _add_lines(self, name: str, curves: list[Curve], caption: str, x: str, y: str, **options: Any) -> None:
         if curves:
             self.made.append(Picture(name, caption, curves, x, y, options))
@@ -268,8 +291,8 @@ class Pictures:
         styles = {run.directory.path: s.style for s in self.series for run in s.runs}
         unused, taken, found = itertools.count(len(self.series)), set(), []
         for s in series:
-            style = styles[s.runs[0].directory.path]
-            style = next(unused) if style in taken else style
+            style = styles.get(s.runs[0].directory.path)
+            style = next(unused) if style is None or style in taken else style
             taken.add(style)
             found.append(dataclasses.replace(s, style=style))
         return found

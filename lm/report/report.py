@@ -11,6 +11,8 @@ from lm.evaluation.sets import FIGURES, flatten_result
 from lm.files import write_atomically
 from lm.report import paper
 from lm.report.curves import find_differing_bindings, name_binding
+from lm.report.ladder import Ladder, Speedup, format_power
+from lm.report.ladder_table import format_ladder, make_ladder_table
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
@@ -52,6 +54,7 @@ class Report:
         corpus: pg19 or wiki40b, the text whose tables of the paper are compared with; None: by the data of each run;
             none: no comparison.
         absent: rows of sweep.json of points that have no run directory.
+        ladder: a baseline that the runs are compared with; None: no comparison.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Report:
         split: str | None = None,
         corpus: str | None = None,
         absent: Sequence[dict[str, Any]] = (),
+        ladder: Ladder | None = None,
     ):
         self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
+        self.ladder = ladder
         self.measures = Measures(split)
         self.swept = [name for name in find_differing_bindings(self.runs) if name not in HAVE_COLUMNS]
         measured = [flatten_result(self.measures.find_newest(run)) for run in self.runs]
@@ -78,7 +83,7 @@ class Report:
             pictures: draw them, too, which needs matplotlib.
             refresh: seconds after which the page reads itself again; None: never.
         """
-        made = Pictures(self.runs, self.measures)
+        made = Pictures(self.runs, self.measures, self.ladder)
         self.written = ['report.md']
         for picture in made.made if pictures else ():
             picture.draw(self.out)
@@ -88,7 +93,10 @@ class Report:
             self._write_csv('curves.csv', points)
         if self.comparison:
             self._write_csv('paper.csv', [compared.as_row() for compared in self.comparison])
+        if self.ladder:
+            self._write_csv('ladder.csv', self.ladder.list_rows())
         text = ['# Report', '', self.format_table(), '']
+        text += ['## Ladder', '', format_ladder(self.ladder), ''] if self.ladder else []
         text += paper.format_tables(self.comparison, self.corpus)
         for picture in made.made if pictures else ():
             text += [f'![{picture.caption}]({picture.name}.png)', '', f'*{picture.caption}*', '']
@@ -113,6 +121,8 @@ class Report:
             rows[-1][0] = rows[-1][0]._replace(link=link)
         titles = [column.title for column in columns]
         tables = [SortableTable('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())]
+        if self.ladder:
+            tables.append(make_ladder_table(self.ladder))
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
@@ -149,8 +159,23 @@ class Report:
             'tokens_per_second_high': bounds and bounds[1],
             'microseconds_per_token': measure_microseconds_per_token(run),
             'goodput': run.goodput and run.goodput['share'],
+            **self._compare_with_ladder(run),
             'devices': paper.name_devices(run),
             'path': str(run.directory.path),
+        }
+
+    def _compare_with_ladder(self, run: Run) -> dict[str, Any]:
+        """Returns compute and speed-ups of a run; {} without a ladder."""
+        if self.ladder is None:
+            return {}
+        result = self.ladder.find_result(run)
+        speedup = self.ladder.compare(result.compute, result.loss) if result else Speedup()
+        return {
+            'compute': result and result.compute,
+            'effective_speedup': speedup.value,
+            'effective_speedup_above': speedup.above,
+            'effective_speedup_below': speedup.below,
+            'time_speedup': result and self.ladder.compare_times(result),
         }
 
     def format_table(self) -> str:
@@ -162,7 +187,8 @@ class Report:
 
     def list_rows(self) -> list[dict[str, Any]]:
         """Returns the figures of the runs with those that tables print as words."""
-        return [row | {'progress': _format_progress(row), 'speed': _format_speed(row)} for row in self.rows]
+        words = {'progress': _format_progress, 'speed': _format_speed, 'speedup': _format_speedup}
+        return [row | {name: form(row) for name, form in words.items()} for row in self.rows]
 
     def list_columns(self) -> list[Column]:
         """Returns the columns for which a run has a figure."""
@@ -185,6 +211,9 @@ class Report:
                 if name.startswith('perplexity/')
             ),
             Column('accuracy', 'accuracy', lambda v: f'{v:.2%}'),
+            Column('compute', 'FLOPs', format_power),
+            Column('speedup', 'effective speed-up', sorted_by='effective_speedup'),
+            Column('time_speedup', 'speed-up in time', format_digits),
             Column('speed', 'tokens/s', sorted_by='tokens_per_second'),
             Column('microseconds_per_token', 'µs/token', format_digits),
             Column('goodput', 'goodput', '{:.1%}'.format),
@@ -192,7 +221,7 @@ class Report:
         ]
         rows = self.list_rows()
         all_done = all(row['status'] == 'done' for row in rows)
-        shown = [column for column in columns if any(row[column.key] is not None for row in rows)]
+        shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
         return [column for column in shown if not (column.key == 'status' and all_done)]
 
     def list_notes(self) -> list[str]:
@@ -238,6 +267,13 @@ class Report:
 
 def _format_progress(row: dict[str, Any]) -> str:
     return f'{row["step"]:,}' if row['step'] == row['steps'] else f'{row["step"]:,} of {row["steps"]:,}'
+
+
+def _format_speedup(row: dict[str, Any]) -> str | None:
+    """Returns the effective speed-up, or its bound where the loss lies beyond the ladder."""
+    bounds = (row.get(f'effective_speedup{suffix}') for suffix in ('', '_above', '_below'))
+    speedup = Speedup(*bounds)
+    return None if speedup == Speedup() else str(speedup)
 
 
 def _format_speed(row: dict[str, Any]) -> str | None:

@@ -32,14 +32,15 @@ def watch_report(paths: Sequence[str], out: str, **options: Any) -> int:
         The exit code 0.
     """
     options |= {'refresh': REFRESH_SECONDS}
+    watched = [*paths, *([ladder] if (ladder := options.get('ladder')) else [])]
     try:
-        state = read_state(paths)
+        state = read_state(watched)
         write_report(paths, out, **options)
         print(f'watching {format_count(len(paths), "path")}; Ctrl-C ends', flush=True)
         while True:
             time.sleep(POLL_SECONDS)
             try:
-                if (now := read_state(paths)) == state:
+                if (now := read_state(watched)) == state:
                     continue
                 report = write_files(paths, out, **options)
                 state = now

@@ -4,6 +4,7 @@
 - report.md: every number, with the run that it came from
 - runs.csv: a row per run
 - paper.csv: the paper's numbers and ours
+- ladder.csv: losses and effective speed-ups by size, with a ladder
 - curves.csv: the points of all pictures
 - *.png, *.pdf: the pictures, a column wide
 """
@@ -18,6 +19,9 @@ from lm.config.text import join_names
 from lm.errors import ConfigError
 from lm.files import local_path, open_path
 from lm.report import paper
+from lm.report.ladder import make_ladder
+from lm.report.ladder_table import format_ladder
+from lm.report.measures import Measures
 from lm.report.report import Report
 from lm.runs import sweep_file
 from lm.runs.records import Run, find_runs
@@ -30,6 +34,7 @@ def write_report(
     *,
     split: str | None = None,
     corpus: str | None = None,
+    ladder: str | None = None,
     pictures: bool = True,
     refresh: int | None = None,
 ) -> None:
@@ -38,22 +43,34 @@ def write_report(
     Args:
         paths: run directories, sweeps, or globs of them.
         split, corpus: as in `lm.report.report.Report`.
+        ladder: run directories of a baseline, a sweep, or a glob of them (`lm.report.ladder`); None: no comparison.
         pictures: draw them, too.
         refresh: seconds after which the page reads itself again; None: never.
     """
-    report = write_files(paths, out, split=split, corpus=corpus, pictures=pictures, refresh=refresh)
+    report = write_files(paths, out, split=split, corpus=corpus, ladder=ladder, pictures=pictures, refresh=refresh)
     print(report.format_table())
+    if report.ladder:
+        print(f'\n{format_ladder(report.ladder)}')
     if missing := paper.explain_no_match(report.comparison, corpus):
         print(f'\n{missing}')
     print(f'\n{format_count(len(report.written), "file")} in {report.out}: {", ".join(report.written)}')
 
 
 def write_files(
-    paths: Sequence[str], out: str, *, split: str | None, corpus: str | None, pictures: bool, refresh: int | None
+    paths: Sequence[str],
+    out: str,
+    *,
+    split: str | None,
+    corpus: str | None,
+    ladder: str | None,
+    pictures: bool,
+    refresh: int | None,
 ) -> Report:
     """Writes the files of `write_report`, whose arguments it has, and prints nothing."""
-    runs = find_runs(paths)
+    baseline = find_runs([ladder]) if ladder else []
+    runs = find_runs([*paths, *([ladder] if ladder else [])])
     check_split(runs, split)
+    climbed = make_ladder(ladder, baseline, runs, Measures(split)) if ladder else None
     if pictures:
         plots.check_matplotlib()
     folder = local_path(out, '--out')
@@ -61,7 +78,7 @@ def write_files(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
-    report = Report(runs, folder, split, corpus, absent=find_points_without_runs(paths))
+    report = Report(runs, folder, split, corpus, find_points_without_runs(paths), climbed)
     report.write(pictures, refresh)
     return report
 

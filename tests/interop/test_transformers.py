@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import checkpoints
 import numpy as np
 import pytest
 import shapes
@@ -109,27 +110,28 @@ def test_half_the_bits_are_enough_to_load_a_model(form, tmp_path, tokens):
     assert all(p.grad.isfinite().all() for p in models[1].parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize('tied', [False, True])
-def test_llama_is_imported(tied, tmp_path, tokens):
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=56, rms_norm_eps=1e-5, tie_word_embeddings=tied, initializer_range=0.3,
-            rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0},
-        )
-    ).eval()  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if 'norm' in name:
-                parameter.uniform_(0.5, 1.5)
-    theirs.save_pretrained(tmp_path / 'llama')
-    run = tmp_path / 'run'
-    assert main(['import', str(tmp_path / 'llama'), '--run_dir', str(run)]) == 0
+@pytest.mark.parametrize('form', checkpoints.FORMS)
+def test_families_come_in_and_go_out(form, tmp_path):
+    """The recorded arrays are what transformers computes today. The model in PyTorch of an export computes the same."""
+    recorded, today = checkpoints.load(form), checkpoints.compute(form)
+    assert recorded['tokens'] == today['tokens']
+    expected = np.array(recorded['logits'])
+    check_equal(expected, np.array(today['logits']))
+    checkpoints.write(today, tmp_path / 'checkpoint')
+    run, length = tmp_path / 'run', ['--gin_param', 'train.context_length = 24']
+    assert main(['import', str(tmp_path / 'checkpoint'), '--run_dir', str(run), *length]) == 0
     config = load([str(run / 'config.gin')])
     with Checkpointer(run / 'checkpoints') as saved:
         weights, _, _ = saved.restore(shapes.abstract_weights(config))
+    tokens = np.array([recorded['tokens']])
+    check_equal(shapes.our_logits(config, weights, tokens)[0], expected)
+    (tmp_path / 'out').mkdir()
+    task = dataclasses.replace(config, data=shapes.experiment(Softmax()).data)  # needs no tokenizer
+    FORMATS['huggingface'].check(config.model)
+    FORMATS['huggingface'].write(shapes.run_of(task, weights), tmp_path / 'out')
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out', trust_remote_code=True).eval()
     with torch.no_grad():
-        check_equal(shapes.our_logits(config, weights, tokens), theirs(torch.tensor(tokens)).logits.numpy())
+        check_equal(expected, model(torch.tensor(tokens)).logits[0].numpy())
 
 
 @pytest.mark.parametrize('tied', [False, True])

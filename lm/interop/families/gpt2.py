@@ -1,6 +1,5 @@
 """GPT-2."""
 
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -18,10 +17,8 @@ class Gpt2(Family):
     """Endings of the tensors in old files that are no weights."""
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
-        epsilon = config.get('layer_norm_epsilon', 1e-5)
         activation = config.get('activation_function', 'gelu_new')
         found = {
-            f'layer_norm_epsilon = {epsilon} (here 1e-05)': not math.isclose(epsilon, 1e-5, rel_tol=1e-3),
             f'activation_function = {activation!r}': activation not in self.ACTIVATIONS,
             'attention that is not scaled': not config.get('scale_attn_weights', True),
             'attention that is scaled by the layer': bool(config.get('scale_attn_by_inverse_layer_idx')),
@@ -40,8 +37,10 @@ class Gpt2(Family):
             head_dim=width // heads,
             hidden_dim=config.get('n_inner') or 4 * width,
             activation=self.ACTIVATIONS[config.get('activation_function', 'gelu_new')],
+            norm_epsilon=float(config.get('layer_norm_epsilon', 1e-5)),
             gated=False,
             biases=True,
+            embedding_scale=1.0,
             sinusoids=False,
             rotary_base=None,
             learned_positions=config['n_positions'],
@@ -54,14 +53,13 @@ class Gpt2(Family):
         # The files of the first GPT-2 have 'wte.weight', newer files 'transformer.wte.weight'.
         begin = 'transformer.' if 'transformer.wte.weight' in theirs else ''
         take = lambda name: theirs.pop(begin + name)  # noqa: E731
-        tied, root = bool(config.get('tie_word_embeddings', True)), math.sqrt(config['n_embd'])
         ours = {
-            'embedding.weight': take('wte.weight') / root,  # models here multiply embeddings by √D at the input
-            'positions.weight': take('wpe.weight') / root,
-            'final_norm.weight': take('ln_f.weight') * (root if tied else 1.0),
-            'final_norm.bias': take('ln_f.bias') * (root if tied else 1.0),
+            'embedding.weight': take('wte.weight'),
+            'positions.weight': take('wpe.weight'),
+            'final_norm.weight': take('ln_f.weight'),
+            'final_norm.bias': take('ln_f.bias'),
         }
-        if tied:
+        if config.get('tie_word_embeddings', True):
             theirs.pop('lm_head.weight', None)
         else:
             ours['head.weight'] = theirs.pop('lm_head.weight')

@@ -97,11 +97,12 @@ function drawChart(chart, place) {
   for (const curve of chart.curves) {
     columns.push([curve.x, curve.y]);
     const main = series.push({
-      label: curve.label, stroke: curve.colour, width: 1.6, points: { show: curve.x.length < 60, size: 6 },
+      label: curve.label, stroke: curve.colour, width: 1.6, points: { show: curve.marked && curve.x.length < 60, size: 6 },
+      ...(curve.joined ? {} : { paths: () => null }),
       value: (plot, value, of, index) => index == null || value == null ? '–'
         : `${+value.toPrecision(5)} at ${short(plot.data[0][index], chart.x_log)}`,
     });
-    if (!curve.low) continue;
+    if (!curve.low || !curve.joined) continue;
     const ends = [curve.high, curve.low].map(values => {
       columns.push([curve.x, values]);
       return series.push({ label: '', class: 'band', width: 0, stroke: 'transparent', points: { show: false } }) - 1;

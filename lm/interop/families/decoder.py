@@ -1,0 +1,146 @@
+"""The decoder that most families share: layers with Llama's names, with what a family changes."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lm.attention import DEFAULT, Attention
+from lm.interop.families.base import Family, Tensors
+from lm.interop.families.rotary_entry import RotaryEntry
+from lm.model import ModelConfig
+
+FULL, SLIDING = 'full_attention', 'sliding_attention'
+"""Types of layers."""
+
+
+class Decoder(Family):
+    """RMSNorm, gated linear units, rotary positions, grouped queries. Embeddings are tied or not.
+
+    Attributes:
+        rotary_base: the base where config.json states none, and so are `epsilon`, `tied` and `activation`.
+        norms: our name of each normalization → their name.
+        gain: added to their gains.
+    """
+
+    ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
+    rotary_base: ClassVar[float] = 10_000.0
+    epsilon: ClassVar[float] = 1e-6
+    tied: ClassVar[bool] = False
+    activation: ClassVar[str] = 'silu'
+    norms: ClassVar[Mapping[str, str]] = {
+        'attention_norm': 'input_layernorm',
+        'glu_norm': 'post_attention_layernorm',
+    }
+    gain: ClassVar[float] = 0.0
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns further fields of the model."""
+        return {}
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
+        """Returns the type of each layer."""
+        return config.get('layer_types') or [FULL] * config['num_hidden_layers']
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """Returns the window of the layers of type `SLIDING`."""
+        return config.get('sliding_window')
+
+    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+        """Returns the mechanism of a layer."""
+        is_sliding = self.layer_types(config)[layer] == SLIDING
+        return dataclasses.replace(DEFAULT(), window=self.window(config) if is_sliding else None)
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        """Returns the size of a head."""
+        return config.get('head_dim') or config['hidden_size'] // config['num_attention_heads']
+
+    def find_activation(self, config: Mapping[str, Any]) -> str:
+        """Returns their name of the activation."""
+        return config.get('hidden_act') or self.activation
+
+    def rotary(self, config: Mapping[str, Any]) -> RotaryEntry:
+        """Returns the rotary positions."""
+        return RotaryEntry(config, self.rotary_base)
+
+    def is_tied(self, config: Mapping[str, Any]) -> bool:
+        return bool(config.get('tie_word_embeddings', self.tied))
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        activation = self.find_activation(config)
+        other_types = sorted({*self.layer_types(config)} - {FULL, SLIDING})
+        found = {
+            f'hidden_act = {activation!r}': activation not in self.ACTIVATIONS,
+            'biases in attention': bool(config.get('attention_bias')),
+            'biases in the linear units': bool(config.get('mlp_bias')),
+            f'layers of type {", ".join(other_types)}': bool(other_types),
+            'tokens that see later ones': bool(config.get('use_bidirectional_attention')),
+            'quantized weights': config.get('quantization_config') is not None,
+        }
+        return self.rotary(config).differences() + [what for what, differs in found.items() if differs]
+
+    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+        rotary, heads, layers = self.rotary(config), config['num_attention_heads'], config['num_hidden_layers']
+        further: dict[str, Any] = {'embedding_scale': 1.0, **self.options(config)}
+        return ModelConfig(
+            vocab_size=config['vocab_size'],
+            n_layers=layers,
+            d_model=config['hidden_size'],
+            n_heads=heads,
+            n_kv_heads=config.get('num_key_value_heads') or heads,
+            head_dim=self.head_dim(config),
+            hidden_dim=config['intermediate_size'],
+            attention=find_pattern([self.attention(config, layer) for layer in range(layers)]),
+            norm='rms',
+            norm_epsilon=float(config.get('rms_norm_eps', self.epsilon)),
+            activation=self.ACTIVATIONS[self.find_activation(config)],
+            sinusoids=False,
+            rotary_base=rotary.base,
+            rotary_scaling=rotary.scaling,
+            tied=self.is_tied(config),
+            **further,
+        )
+
+    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+        for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq')]:
+            del theirs[name]  # old files keep it, but the configuration determines it
+        ours = {
+            'embedding.weight': theirs.pop('model.embed_tokens.weight'),
+            'final_norm.weight': theirs.pop('model.norm.weight') + np.float32(self.gain),
+        }
+        if self.is_tied(config):
+            theirs.pop('lm_head.weight', None)
+        else:
+            ours['head.weight'] = theirs.pop('lm_head.weight')
+        for i in range(config['num_hidden_layers']):
+            ours |= {f'layers.{i}.{name}': tensor for name, tensor in self.layer(theirs, f'model.layers.{i}.').items()}
+        return ours
+
+    def layer(self, theirs: Tensors, begin: str) -> Tensors:
+        """Returns the tensors of one layer, whose names begin with `begin` in `theirs`."""
+        maps = {
+            'qkv': [f'self_attn.{x}_proj' for x in 'qkv'],
+            'attention_out': ['self_attn.o_proj'],
+            'glu_in': ['mlp.up_proj', 'mlp.gate_proj'],
+            'glu_out': ['mlp.down_proj'],
+        }
+        found = {
+            f'{our}.weight': np.concatenate([theirs.pop(f'{begin}{name}.weight') for name in names])
+            for our, names in maps.items()
+        }
+        biases = [f'{begin}{name}.bias' for name in maps['qkv']]
+        if biases[0] in theirs:
+            found['qkv.bias'] = np.concatenate([theirs.pop(name) for name in biases])
+        for our, their in self.norms.items():
+            found[f'{our}.weight'] = theirs.pop(f'{begin}{their}.weight') + np.float32(self.gain)
+        return found
+
+
+def find_pattern(layers: Sequence[Attention]) -> Attention | tuple[Attention, ...]:
+    """Returns the shortest list that gives the mechanisms of all layers if it is repeated."""
+    for size in range(1, len(layers) + 1):
+        if len(layers) % size == 0 and all(one == layers[i % size] for i, one in enumerate(layers)):
+            return layers[0] if size == 1 else tuple(layers[:size])
+    raise ValueError('there are no layers')

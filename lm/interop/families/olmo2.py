@@ -1,0 +1,23 @@
+"""OLMo 2."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.interop.families.decoder import Decoder
+
+
+class Olmo2(Decoder):
+    """Llama with normalizations of what attention and the linear units add, and of whole projections of queries and
+    keys."""
+
+    model_types = ('olmo2',)
+    epsilon = 1e-5
+    norms: ClassVar = {
+        'attention_out_norm': 'post_attention_layernorm',
+        'glu_out_norm': 'post_feedforward_layernorm',
+        'q_norm': 'self_attn.q_norm',
+        'k_norm': 'self_attn.k_norm',
+    }
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {'norm_placement': 'after', 'qk_norm': True, 'qk_norm_span': 'projection'}

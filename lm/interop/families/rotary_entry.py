@@ -1,0 +1,74 @@
+"""The rotary positions in a config.json."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, RotaryScaling, YarnRotary
+
+
+class RotaryEntry:
+    """The rotary positions of the layers of one type. Versions 4 and 5 of `transformers` write them in two forms.
+
+    Attributes:
+        base: of the wavelengths.
+        fraction: the share of the channels of a head that turn.
+        kind: the name of the scaling; 'default': none.
+        numbers: all entries, by their names.
+    """
+
+    def __init__(self, config: Mapping[str, Any], base: float, layer_type: str = 'full_attention'):
+        """Reads a config.json; `base` stands for a base that it does not state."""
+        new, old = config.get('rope_parameters') or {}, config.get('rope_scaling') or {}
+        new = new.get(layer_type, new) or {}
+        old = {'rope_type': old.get('type'), **old} if old else {}
+        single = ('rope_theta', 'partial_rotary_factor', 'original_max_position_embeddings')
+        sources = [{name: config.get(name) for name in single}, old, new]
+        self.numbers: dict[str, Any] = {'original_max_position_embeddings': config.get('max_position_embeddings')}
+        for source in sources:
+            self.numbers |= {name: value for name, value in source.items() if value is not None}
+        self.base = float(self.numbers.get('rope_theta', base))
+        self.fraction = float(self.numbers.get('partial_rotary_factor', 1.0))
+        self.kind = str(self.numbers.get('rope_type', 'default'))
+
+    def differences(self) -> list[str]:
+        """Returns in words what no model here computes."""
+        found = {
+            f'rotary positions scaled by {self.kind!r}': self.kind not in SCALINGS,
+            'rotary positions on a part of a head': self.fraction != 1,
+            'rotary positions with mscale': bool(self.numbers.get('mscale') or self.numbers.get('mscale_all_dim')),
+        }
+        return [what for what, differs in found.items() if differs]
+
+    @property
+    def scaling(self) -> RotaryScaling | None:
+        return SCALINGS[self.kind](self.numbers)
+
+
+def _make_llama3(numbers: Mapping[str, Any]) -> RotaryScaling:
+    return Llama3Rotary(
+        factor=float(numbers['factor']),
+        low_turns=float(numbers['low_freq_factor']),
+        high_turns=float(numbers['high_freq_factor']),
+        length=numbers['original_max_position_embeddings'],
+    )
+
+
+def _make_yarn(numbers: Mapping[str, Any]) -> RotaryScaling:
+    amplitude = numbers.get('attention_factor')
+    return YarnRotary(
+        factor=float(numbers['factor']),
+        low_turns=float(numbers.get('beta_slow') or 1),
+        high_turns=float(numbers.get('beta_fast') or 32),
+        length=numbers['original_max_position_embeddings'],
+        whole=bool(numbers.get('truncate', True)),
+        attention_factor=None if amplitude is None else float(amplitude),
+    )
+
+
+SCALINGS: dict[str, Callable[[Mapping[str, Any]], RotaryScaling | None]] = {
+    'default': lambda numbers: None,
+    'linear': lambda numbers: LinearRotary(factor=float(numbers['factor'])),
+    'llama3': _make_llama3,
+    'yarn': _make_yarn,
+}
+"""`rope_type` → a function of the entries."""

@@ -1,0 +1,90 @@
+"""The table of a ladder: a row per series and size, with the sentences below it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm.report.ladder import FEWEST_SIZES, Ladder, format_power
+from lm.report.page import SortableTable, TableCell
+from lm.text import format_count, format_digits, make_markdown_table
+
+TITLES = (
+    'series',
+    'parameters',
+    'FLOPs',
+    'runs',
+    'loss',
+    'loss of the curve',
+    'effective speed-up',
+    'speed-up in time',
+)
+
+
+def format_ladder(ladder: Ladder) -> str:
+    """Returns the table and its notes in Markdown."""
+    cells = [[cell.text for cell in row] for row in _make_cells(ladder)]
+    return '\n\n'.join([make_markdown_table(cells, TITLES), *list_notes(ladder)])
+
+
+def make_ladder_table(ladder: Ladder) -> SortableTable:
+    """Returns the table of the page."""
+    return SortableTable('Ladder', TITLES, _make_cells(ladder), 1, list_notes(ladder))
+
+
+def list_notes(ladder: Ladder) -> list[str]:
+    """Returns the sentences that say what the curve is, how well it fits, and what it leaves out."""
+    sizes = ladder.sizes
+    notes = [
+        'Effective speed-up: the compute with which the baseline reaches the loss of a run, over the compute of the '
+        'run. Compute: training tokens times the FLOPs per token of lm check. In brackets: extremes over seeds.',
+        f'Baseline {ladder.name}: {ladder.law}, in nats per token, by least squares of '
+        f'{format_count(len(ladder.baseline), "run")} at {len(sizes)} sizes from {format_power(sizes[0])} to '
+        f'{format_power(sizes[-1])} FLOPs.{_describe_residuals(ladder)}',
+        'The curve ends with the ladder: < and > mark bounds, from the compute of its smallest and largest size.',
+    ]
+    if any(row['time_speedup'] is not None for row in ladder.list_rows()):
+        notes.append(
+            'Speed-up in time: the same with training time in place of compute, on equal devices. '
+            'Training time: tokens over the median of tokens/s.'
+        )
+    if ladder.missing:
+        named = '; '.join(f'{run.name} ({reason})' for run, reason in ladder.missing)
+        notes.append(f'Not compared with the baseline: {named}.')
+    return notes
+
+
+def _describe_residuals(ladder: Ladder) -> str:
+    text = ''
+    if ladder.deviation is not None:
+        ends = (ladder.sizes[0], ladder.sizes[-1])
+        factors = sorted(ladder.law.convert_to_factor(ladder.deviation, size) for size in ends)
+        bounds = ' to '.join(dict.fromkeys(map(format_digits, factors)))
+        text = f' The residuals deviate by {ladder.deviation:.2g} nats, a factor of {bounds} in compute.'
+    if len(ladder.sizes) == FEWEST_SIZES:
+        text += ' Some curve passes through any three sizes, so residuals show the spread of seeds alone.'
+    return text
+
+
+def _make_cells(ladder: Ladder) -> list[list[TableCell]]:
+    return [
+        [
+            TableCell(row['series'], row['series']),
+            _format_cell(row['parameters'], lambda v: f'{v / 1e6:.3g}M'),
+            _format_cell(row['compute'], format_power),
+            _format_cell(row['runs'], str),
+            TableCell(_add_range(row, 'loss', '{:.3f}'.format), row['loss']),
+            _format_cell(row['loss_of_curve'], '{:.3f}'.format),
+            TableCell(_add_range(row, 'effective_speedup', str), row['effective_speedup'].value),
+            _format_cell(row['time_speedup'], format_digits),
+        ]
+        for row in ladder.list_rows()
+    ]
+
+
+def _format_cell(value: Any, form: Any) -> TableCell:
+    return TableCell('–' if value is None else form(value), value)
+
+
+def _add_range(row: dict[str, Any], key: str, form: Any) -> str:
+    """Returns a figure, with its extremes over the seeds where there are several."""
+    ends: Sequence[str] = [form(row[f'{key}_{end}']) for end in ('low', 'high')]
+    return f'{form(row[key])} ({" to ".join(ends)})' if row['runs'] > 1 else form(row[key])

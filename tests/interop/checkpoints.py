@@ -1,0 +1,136 @@
+"""Small checkpoints of every family that `lm import` reads, and what `transformers` computes from them.
+
+For each form, tests/data/checkpoints has config.json, and the names and shapes of the tensors. It also has the logits,
+the loss and the greedy text that `transformers` computes. Tensors are drawn from their names. To record them again,
+in an environment with PyTorch:
+
+    PYTHONPATH=$PWD:tests python tests/interop/checkpoints.py
+"""
+
+import json
+import pathlib
+import sys
+import zlib
+
+import numpy as np
+from safetensors.numpy import save_file
+
+FOLDER = pathlib.Path(__file__).parent.parent / 'data' / 'checkpoints'
+SIZES = dict(
+    vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+GPT2_SIZES = dict(
+    vocab_size=41, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=56, bos_token_id=0, eos_token_id=0
+)
+LLAMA3 = dict(
+    rope_type='llama3', rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+FORMS = {
+    'llama': ('llama', dict(rms_norm_eps=1e-4)),
+    'llama_tied': ('llama', dict(tie_word_embeddings=True, head_dim=12)),
+    'llama_3.1': ('llama', dict(rope_parameters=LLAMA3)),
+    'llama_linear': ('llama', dict(rope_parameters=dict(rope_type='linear', rope_theta=1e4, factor=4.0))),
+    'mistral': ('mistral', dict(sliding_window=5)),
+    'qwen2': ('qwen2', dict(tie_word_embeddings=True)),
+    'qwen2_window': ('qwen2', dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+    'qwen3': ('qwen3', dict(head_dim=12)),
+    'qwen3_yarn': ('qwen3', dict(rope_parameters=dict(
+        rope_type='yarn', rope_theta=1e4, factor=4.0, original_max_position_embeddings=16,
+    ), head_dim=16)),
+    'olmo2': ('olmo2', {}),
+    'gemma': ('gemma', dict(head_dim=12)),
+    'gpt2': ('gpt2', GPT2_SIZES | dict(layer_norm_epsilon=1e-3)),
+}  # fmt: skip
+"""Form → `model_type`, and what differs from `SIZES`."""
+PROMPT, WRITTEN = 16, 8
+"""The tokens of the prompt, and how many are written after it."""
+
+
+def draw(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Returns a random float32 array for each name."""
+    tensors = {}
+    for name, shape in shapes.items():
+        random = np.random.RandomState(zlib.crc32(name.encode()))  # its numbers never change
+        spread = 0.3 if len(shape) == 1 else 1.0 if 'embed' in name or '.wte' in name else shape[-1] ** -0.5
+        tensors[name] = (spread * random.uniform(-1.7, 1.7, shape)).astype(np.float32)
+    return tensors
+
+
+def gains(name: str) -> bool:
+    """Tells whether a tensor of this name is a gain that is 1 at first."""
+    return name.endswith('weight') and ('norm' in name or '.ln_' in name)
+
+
+def make_tensors(recorded: dict) -> dict[str, np.ndarray]:
+    """Returns the tensors of a recorded checkpoint."""
+    around = 0.0 if recorded['config']['model_type'].startswith('gemma') else 1.0
+    drawn = draw(recorded['tensors'])
+    return {name: (x + np.float32(around) if gains(name) else x) for name, x in drawn.items()}
+
+
+def load(form: str) -> dict:
+    """Returns what is recorded of a form."""
+    return json.loads((FOLDER / f'{form}.json').read_text())
+
+
+def write(recorded: dict, folder: pathlib.Path, parts: int = 1) -> dict[str, np.ndarray]:
+    """Writes the checkpoint of a recorded form to `folder`, in several files if `parts` > 1; returns its tensors."""
+    folder.mkdir(exist_ok=True)
+    tensors = make_tensors(recorded)
+    (folder / 'config.json').write_text(json.dumps(recorded['config']))
+    if parts == 1:
+        save_file(tensors, folder / 'model.safetensors')
+        return tensors
+    index = {}
+    for part in range(parts):
+        names, file = sorted(tensors)[part::parts], f'model-{part + 1:05}-of-{parts:05}.safetensors'
+        save_file({name: tensors[name] for name in names}, folder / file)
+        index |= dict.fromkeys(names, file)
+    (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': index}))
+    return tensors
+
+
+def compute(form: str) -> dict:
+    """Returns the record of a form, computed by `transformers`."""
+    import torch
+    import transformers
+
+    kind, changes = FORMS[form]
+    sizes = {} if kind == 'gpt2' else SIZES
+    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
+    model.config.architectures = [type(model).__name__]
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    state = {name: x for name, x in model.state_dict().items() if name not in tied}
+    recorded = {
+        'config': json.loads(config.to_json_string(use_diff=True)),
+        'tensors': {name: list(x.shape) for name, x in state.items()},
+    }
+    with torch.no_grad():
+        for name, x in make_tensors(recorded).items():
+            state[name].copy_(torch.tensor(x))
+        tokens = np.random.RandomState(1).randint(0, config.vocab_size, (1, PROMPT))
+        written = model.generate(torch.tensor(tokens), max_new_tokens=WRITTEN, do_sample=False)
+        found = model(written, labels=written)
+    return recorded | {
+        'transformers': transformers.__version__,
+        'tokens': written[0].tolist(),
+        'loss': found.loss.item(),
+        'logits': [[float(f'{x:.8g}') for x in row] for row in found.logits[0].tolist()],
+    }
+
+
+def dump(recorded: dict) -> str:
+    """Returns a record as JSON, with a line for each entry and each row of logits."""
+    lines = [f' {json.dumps(name)}: {json.dumps(value)}' for name, value in recorded.items() if name != 'logits']
+    rows = ',\n'.join(f'  {json.dumps(row)}' for row in recorded['logits'])
+    return '{\n' + ',\n'.join(lines) + f',\n "logits": [\n{rows}\n ]\n}}\n'
+
+
+if __name__ == '__main__':
+    FOLDER.mkdir(exist_ok=True)
+    for form in sys.argv[1:] or FORMS:
+        (FOLDER / f'{form}.json').write_text(dump(compute(form)))
+        print(form)

@@ -1,0 +1,178 @@
+"""Each family of checkpoints is imported and gives what `transformers` computed from it; no test needs PyTorch."""
+
+import copy
+import json
+import re
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import lm
+from lm.cli import main
+from lm.config.text import dump
+from lm.interop.families import FAMILIES, find
+from lm.interop.families.decoder import find_pattern
+from lm.interop.families.rotary_entry import RotaryEntry
+from lm.interop.import_run import describe_model, read_weights
+from lm.interop.names import from_tensors, to_tensors
+from lm.model.functions import ModelFunctions, split
+
+
+def read(folder):
+    """Returns the model that `lm import` makes of a folder, with its weights."""
+    family, config = find(folder)
+    functions = ModelFunctions(describe_model(family, config, folder), jnp.float32)
+    weights = jax.tree.map(jnp.asarray, read_weights(family, config, folder, functions))
+    return functions.merge(weights)
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)
+
+
+def decode(model, tokens):
+    """Returns the logits of a prompt and of the tokens after it, by the decoding state."""
+    graph, arrays = nnx.split(model)
+    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).decode_step(*arguments))
+    state, parts = model.init_state(1, tokens.shape[1]), []
+    for start in range(0, tokens.shape[1], checkpoints.WRITTEN):
+        state, part = step(arrays, state, tokens[:, start : start + checkpoints.WRITTEN], jnp.int32(start))
+        parts.append(part)
+    return jnp.concatenate(parts, axis=1)
+
+
+def check_round_trip(model):
+    """Compares a model with what its config.gin and its exported tensors give, to the bit."""
+    _, params, buffers = split(model)
+    weights = {'params': params, 'buffers': buffers}
+    again = from_tensors(to_tensors(weights), ModelFunctions(model.config, jnp.float32).abstract, 'export')
+    jax.tree.map(np.testing.assert_array_equal, again, weights)
+    text = dump(lm.Experiment(model=model.config))
+    assert lm.configure([], text.splitlines()[2:]).model == model.config
+
+
+@pytest.mark.parametrize('form', checkpoints.FORMS)
+def test_a_family_gives_the_logits_the_loss_and_the_text_of_transformers(form, tmp_path):
+    recorded = checkpoints.load(form)
+    checkpoints.write(recorded, tmp_path / 'checkpoint', parts=1 + len(form) % 2)
+    model = read(tmp_path / 'checkpoint')
+    check_round_trip(model)
+    tokens, expected = np.array([recorded['tokens']]), np.array(recorded['logits'])
+    found = np.asarray(logits(model, tokens))[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    normal = found - np.log(np.exp(found.astype(np.float64)).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(normal[:-1], tokens[0, 1:, None], -1).mean()
+    assert loss == pytest.approx(recorded['loss'], rel=1e-5)
+    decoded = np.asarray(decode(model, tokens))[0]
+    np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert decoded[checkpoints.PROMPT - 1 : -1].argmax(-1).tolist() == recorded['tokens'][checkpoints.PROMPT :]
+
+
+def test_every_family_has_a_recorded_checkpoint():
+    recorded = {checkpoints.load(form)['config']['model_type'] for form in checkpoints.FORMS}
+    assert recorded == set(FAMILIES) - {'lm_tpu'}
+    assert {path.stem for path in checkpoints.FOLDER.iterdir()} == set(checkpoints.FORMS)
+
+
+def old_form(config: dict) -> dict:
+    """Returns a config.json as transformers 4 writes it."""
+    config = copy.deepcopy(config)
+    rope = config.pop('rope_parameters')
+    config |= {'rope_theta': rope.pop('rope_theta'), 'torch_dtype': 'float32'}
+    kind = rope.pop('rope_type')
+    config['rope_scaling'] = None if kind == 'default' else {'type': kind, **rope}
+    config.pop('layer_types', None)
+    return config
+
+
+@pytest.mark.parametrize('form', [form for form in checkpoints.FORMS if form != 'gpt2'])
+def test_files_of_older_versions_say_the_same(form, tmp_path):
+    config = checkpoints.load(form)['config']
+    family = FAMILIES[config['model_type']]
+    assert family.model(tmp_path, old_form(config)) == family.model(tmp_path, config)
+    assert family.differences(old_form(config)) == []
+
+
+def test_defaults_are_those_of_transformers(tmp_path):
+    """Files may leave out what has its default value."""
+    for form in checkpoints.FORMS:
+        config = checkpoints.load(form)['config']
+        family = FAMILIES[config['model_type']]
+        kept = ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size')
+        small = {name: config[name] for name in kept if name in config}
+        if 'hidden_size' in small:
+            model = family.model(tmp_path, small | {'head_dim': 8})
+            epsilon = 1e-5 if config['model_type'].startswith('olmo') else 1e-6
+            assert model.norm_epsilon == epsilon, form
+            assert model.tied == config['model_type'].startswith('gemma'), form
+    assert RotaryEntry({}, 500.0).base == 500.0
+
+
+def test_an_import_keeps_every_bit_on_its_way_out_and_back(tmp_path, capsys):
+    recorded = checkpoints.load('qwen2')
+    checkpoints.write(recorded, tmp_path / 'qwen2', parts=3)
+    run, out, back = (tmp_path / name for name in ('run', 'out', 'back'))
+    length = ['--gin_param', 'train.context_length = 24', '--gin_param', 'train.tokens_per_step = 48']
+    task = ['--gin_param', 'data.task = @induction_heads()']
+    assert main(['import', str(tmp_path / 'qwen2'), '--run_dir', str(run), *length, *task]) == 0
+    assert main(['export', '--run_dir', str(run), '--out', str(out)]) == 0
+    assert main(['import', str(out), '--run_dir', str(back)]) == 0
+    before, after = lm.load(str(run)), lm.load(str(back))
+    assert after.experiment.model == before.experiment.model
+    assert after.experiment.train.context_length == 24
+    jax.tree.map(np.testing.assert_array_equal, before.weights, after.weights)
+
+
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, capsys):
+    recorded = checkpoints.load('llama')
+    tensors = checkpoints.write(recorded, tmp_path / 'llama')
+    command = ['import', str(tmp_path / 'llama'), '--run_dir', str(tmp_path / 'run')]
+    save_file(
+        {k: v for k, v in tensors.items() if 'layers.1.mlp.up' not in k}, tmp_path / 'llama' / 'model.safetensors'
+    )
+    assert main(command) == 44
+    assert "lacks the tensor 'model.layers.1.mlp.up_proj.weight'" in capsys.readouterr().err
+    save_file(tensors | {'model.layers.1.more': np.zeros(1)}, tmp_path / 'llama' / 'model.safetensors')
+    assert main(command) == 2
+    assert 'a model that no model here equals: it has model.layers.1.more' in capsys.readouterr().err
+    config = {name: value for name, value in recorded['config'].items() if name != 'hidden_size'}
+    (tmp_path / 'llama' / 'config.json').write_text(json.dumps(config))
+    assert main(command) == 44
+    assert "config.json: lacks 'hidden_size'" in capsys.readouterr().err
+
+
+REFUSED = [
+    ('llama', {'rope_scaling': {'rope_type': 'longrope', 'factor': 4}}, "rotary positions scaled by 'longrope'"),
+    ('llama', {'partial_rotary_factor': 0.5}, 'rotary positions on a part of a head'),
+    ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 4, 'mscale': 1.0}}, 'rotary positions with mscale'),
+    ('llama', {'attention_bias': True}, 'biases in attention'),
+    ('llama', {'mlp_bias': True}, 'biases in the linear units'),
+    ('llama', {'hidden_act': 'relu'}, "hidden_act = 'relu'"),
+    ('llama', {'quantization_config': {}}, 'quantized weights'),
+    ('qwen3', {'layer_types': ['linear_attention'] * 2}, 'layers of type linear_attention'),
+    ('gemma', {'use_bidirectional_attention': True}, 'tokens that see later ones'),
+]
+
+
+@pytest.mark.parametrize(('form', 'changes', 'said'), REFUSED)
+def test_what_no_model_here_computes_is_refused_by_name(form, changes, said, tmp_path, capsys):
+    config = {k: v for k, v in checkpoints.load(form)['config'].items() if k != 'rope_parameters'}
+    (tmp_path / 'config.json').write_text(json.dumps(config | changes))
+    assert main(['import', str(tmp_path), '--run_dir', str(tmp_path / 'run')]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.strip().splitlines()) == 1
+    assert re.search(f'a {form} model that no model here equals: it has .*{re.escape(said)}', printed)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_the_pattern_is_the_shortest_that_gives_all_layers():
+    assert find_pattern('aaaa') == 'a'
+    assert find_pattern('abab') == ('a', 'b')
+    assert find_pattern('aabaab') == ('a', 'a', 'b')
+    assert find_pattern('aabaa') == tuple('aabaa')
