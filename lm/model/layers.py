@@ -5,7 +5,7 @@ Layer i of a model with P mechanisms in its pattern is layer i // P of its stack
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +99,8 @@ def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:
     The teacher has it in the same layers and in the same shape. Parameters of a mechanism have a meaning for this
     mechanism alone.
     """
-    theirs = flatten_dict(teacher.abstract['params'])
-    declared = flatten_dict(student.declared)
+    theirs = _flatten(teacher.abstract['params'])
+    declared = _flatten(student.declared)
 
     def is_alike(path, leaf):
         sources = _find_sources(path, teacher, student)
@@ -113,7 +113,7 @@ def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:
             source.path in theirs and theirs[source.path].shape[skipped:] == leaf.shape[skipped:] for source in sources
         )
 
-    ours = flatten_dict(student.abstract['params'])
+    ours = _flatten(student.abstract['params'])
     return unflatten_dict({path: is_alike(path, leaf) for path, leaf in ours.items()})
 
 
@@ -139,7 +139,7 @@ def copy_layers(teacher: ModelFunctions, student: ModelFunctions, theirs: Mappin
         theirs: the parameters of the teacher.
         ours: the initial parameters of the student.
     """
-    copied, arrays = flatten_dict(find_copied(teacher, student)), flatten_dict(theirs)
+    copied, arrays = _flatten(find_copied(teacher, student)), _flatten(theirs)
 
     def take(path, leaf):
         if not copied[path]:
@@ -150,7 +150,12 @@ def copy_layers(teacher: ModelFunctions, student: ModelFunctions, theirs: Mappin
         ]
         return (layers[0] if path[0] != BLOCKS else jnp.stack(layers)).astype(leaf.dtype)
 
-    return unflatten_dict({path: take(path, leaf) for path, leaf in flatten_dict(ours).items()})
+    return unflatten_dict({path: take(path, leaf) for path, leaf in _flatten(ours).items()})
+
+
+def _flatten(tree: Any) -> dict[tuple, Any]:
+    """Returns path → leaf of a nested dict."""
+    return cast(dict[tuple, Any], flatten_dict(tree))
 
 
 class _Source(NamedTuple):

@@ -4,6 +4,7 @@ The defaults are the paper's: AdamW, linear warm-up, then linear decay to zero (
 """
 
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -98,7 +99,10 @@ class OptimizerConfig(Configurable):
         if not any(jax.tree.leaves(frozen)):
             return self._build(steps, declared, widening)
         moved = jax.tree.map(lambda one, fixed: optax.MaskedNode() if fixed else one, declared, frozen)
-        kinds = {'moved': self._build(steps, moved, widening), 'frozen': optax.set_to_zero()}
+        kinds: dict[Hashable, optax.GradientTransformation] = {
+            'moved': self._build(steps, moved, widening),
+            'frozen': optax.set_to_zero(),
+        }
         return optax.partition(kinds, jax.tree.map(lambda fixed: 'frozen' if fixed else 'moved', frozen))
 
     def _build(self, steps: int, declared: Declared, widening: float) -> optax.GradientTransformation:

@@ -187,7 +187,7 @@ class TrainStep:
             return Comparison(*self.weighted_loss(weights, *arrays_BxL), {})
         assert given.teacher is not None, 'a step with a teacher needs its weights'
         pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
-        return self.teaching.objective.compare(pair, *arrays_BxL, self.documents)
+        return self.teaching.objective.compare(pair, *arrays_BxL, documents=self.documents)
 
     def _gradients(
         self, params: Any, buffers: Any, *windows: jax.Array, teacher: Weights | None = None
