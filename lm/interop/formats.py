@@ -104,17 +104,17 @@ class TransformersFormat(Safetensors):
         plain = model.resolve(DEFAULT())
         for attention in model.pattern:
             options = model.resolve(attention)
+            if options.projections:
+                raise ConfigError(
+                    f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
+                    'export with --format safetensors'
+                )
             if options != plain:
                 names = [option.name for option in dataclasses.fields(Attention)]
                 name = next(name for name in names if getattr(attention, name) != MODEL)
                 raise ConfigError(
                     f'{attention.gin_name}.{name} = {getattr(attention, name)!r}: the layers of the model for '
                     f'transformers have no options of their own; set model.{name}, or export with --format safetensors'
-                )
-            if attention.projections(options.dims):
-                raise ConfigError(
-                    f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
-                    'export with --format safetensors'
                 )
         if unknown := {attention.gin_name for attention in model.pattern} - formulated():
             raise ConfigError(
