@@ -38,6 +38,7 @@ FORMS = {
     'gated_linear ssd': GatedLinear(gate='ssd', degree=2),
     'delta': Delta(),
     'delta gate': Delta(gate=True, negative=True),
+    'delta channel': Delta(gate='channel', negative=True),
     'polysketch gate': Polysketch(sketch_size=8, block=8, gate=True),
     'polynomial gate': Polynomial(degree=4, gate=True),
     'softmax gate': Softmax(window=7, gate=True),
@@ -45,10 +46,12 @@ FORMS = {
 
 KNOWN = {type(one) for form in FORMS.values() for one in (form if isinstance(form, tuple) else (form,))}
 OTHERS = {name: mechanism() for name, mechanism in mechanisms().items() if mechanism not in KNOWN}
+OTHERS |= {'softmax sinks': Softmax(window=7, sinks=True, score_cap=3.0, log_base=4.0)}
 MECHANISMS = FORMS | OTHERS
 
 QUICK = (
     'softmax window',
+    'softmax sinks',
     'polynomial 4',
     'polysketch learned local',
     'performer',

@@ -75,13 +75,17 @@ class Safetensors:
 
     def write(self, run: LoadedRun, folder: pathlib.Path) -> None:
         facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
-        write_tensors(folder, to_tensors(run.weights), facts)
+        write_tensors(folder, self.tensors(run), facts)
         files = {CONFIG: dump(run.experiment).encode()}
         if run.experiment.data.task is None:
             files[run.tokenizer.file_name] = run.tokenizer.model
         for name, contents in (files | self.others(run)).items():
             with writing(folder / name):
                 (folder / name).write_bytes(contents)
+
+    def tensors(self, run: LoadedRun) -> dict[str, np.ndarray]:
+        """Returns the tensors by their names in the file."""
+        return to_tensors(run.weights)
 
     def others(self, run: LoadedRun) -> dict[str, bytes]:
         """Returns file name → contents of further files."""

@@ -139,6 +139,12 @@ class Block(nnx.Module):
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
         return self._project(_apply(self.attention_norm, x_BxLxD), rotation, self._rotate)
 
+    def weigh(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
+        """Computes the weights of attention, [B, H, L, L] float32 (`AttentionModule.weigh`)."""
+        normed_BxLxD = _apply(self.attention_norm, x_BxLxD)
+        q_BxLxHxC, k_BxLxKxC, *_ = self._project(normed_BxLxD, rotation, self.attention.prepare)
+        return self.attention.weigh(q_BxLxHxC, k_BxLxKxC, **self._project_for_mechanism(normed_BxLxD))
+
     @jax.named_scope('qkv')
     def _project(
         self,
