@@ -130,7 +130,7 @@ class RunPlan(StepPlan):
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """What a checkpoint of the run depends on: the data, their tokenizer, and a teacher's weights."""
+        """The fingerprints that a checkpoint of the run depends on: of data, tokenizer, and a teacher's weights."""
         return {**self.store.fingerprints, **(self.teacher.check() if self.teacher else {})}
 
 

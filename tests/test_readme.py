@@ -50,6 +50,8 @@ def test_command(command, monkeypatch, reference_run):
         arguments[arguments.index('--run_dir') + 1] = str(reference_run[0])
     if verb == 'distill':
         arguments[arguments.index('--teacher') + 1] = str(reference_run[0])
+    if '--attention' in arguments:
+        arguments[1] = str(reference_run[0])
     if words[0].startswith('scripts/tpu'):
         arguments += ['--run_dir', 'runs/pod']
     # The call is built with its configuration. It is not run: it would take hours.

@@ -14,6 +14,7 @@ import math
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.rotary_scaling import RotaryScaling
@@ -184,6 +185,38 @@ class AttentionModule(nnx.Module):
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
         """Computes attention of queries and keys that `normalize` or `prepare` has returned."""
+
+    def mix(
+        self,
+        q_BxLxHxD: jax.Array,
+        k_BxLxKxD: jax.Array,
+        v_BxLxKxD: jax.Array,
+        *projected: jax.Array,
+        starts_BxL: jax.Array | None = None,
+        **named: jax.Array,
+    ) -> jax.Array:
+        """Computes `attend` without what it does to its outputs token by token, so that the result is linear in v."""
+        return self.attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *projected, starts_BxL=starts_BxL, **named)
+
+    def weigh(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, *projected: jax.Array, **named: jax.Array) -> jax.Array:
+        """Computes the matrix of `mix` from its outputs for one-hot values (Choromanski et al. 2020, App. C.4).
+
+        The rows of mechanisms with means sum to 1. Sketches may weigh negatively, and gates weigh less than 1 in all.
+
+        Returns:
+            [B, H, L, L] float32: the weights of query i for value j.
+        """
+        batch, length, kv_heads, size = k_BxLxKxD.shape
+
+        def weigh_values(first: jax.Array) -> jax.Array:
+            """Weighs as many values as a head has channels, from `first` on: [B, L, H, D]."""
+            one_hot_LxD = jnp.arange(length)[:, None] == first + jnp.arange(size)
+            v_BxLxKxD = jnp.broadcast_to(one_hot_LxD[:, None], (batch, length, kv_heads, size)).astype(k_BxLxKxD.dtype)
+            return self.mix(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *projected, **named).astype(jnp.float32)
+
+        found_NxBxLxHxD = jax.lax.map(weigh_values, jnp.arange(0, length, size))
+        found_BxHxLxNxD = jnp.moveaxis(found_NxBxLxHxD, (0, 3), (3, 1))
+        return found_BxHxLxNxD.reshape(*found_BxHxLxNxD.shape[:3], -1)[..., :length]
 
     @abc.abstractmethod
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:

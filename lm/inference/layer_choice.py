@@ -1,4 +1,4 @@
-"""Which layers of a converted model keep the attention of the teacher: `lm distill --choose`.
+"""The choice of layers of a converted model that keep the attention of the teacher: `lm distill --choose`.
 
 Each layer in turn gets the student's attention while all others stay the teacher's. Two losses answer: of plain text,
 and of passages that stand in the text a second time, which a model predicts by recalling the first. The layers that

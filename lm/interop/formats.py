@@ -75,13 +75,17 @@ class Safetensors:
 
     def write(self, run: LoadedRun, folder: pathlib.Path) -> None:
         facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
-        write_tensors(folder, to_tensors(run.weights), facts)
+        write_tensors(folder, self.tensors(run), facts)
         files = {CONFIG: dump(run.experiment).encode()}
         if run.experiment.data.task is None:
             files[run.tokenizer.file_name] = run.tokenizer.model
         for name, contents in (files | self.others(run)).items():
             with writing(folder / name):
                 (folder / name).write_bytes(contents)
+
+    def tensors(self, run: LoadedRun) -> dict[str, np.ndarray]:
+        """Returns the tensors by their names in the file."""
+        return to_tensors(run.weights)
 
     def others(self, run: LoadedRun) -> dict[str, bytes]:
         """Returns file name → contents of further files."""
@@ -104,17 +108,17 @@ class TransformersFormat(Safetensors):
         plain = model.resolve(DEFAULT())
         for attention in model.pattern:
             options = model.resolve(attention)
+            if options.projections:
+                raise ConfigError(
+                    f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
+                    'export with --format safetensors'
+                )
             if options != plain:
                 names = [option.name for option in dataclasses.fields(Attention)]
                 name = next(name for name in names if getattr(attention, name) != MODEL)
                 raise ConfigError(
                     f'{attention.gin_name}.{name} = {getattr(attention, name)!r}: the layers of the model for '
                     f'transformers have no options of their own; set model.{name}, or export with --format safetensors'
-                )
-            if attention.projections(options.dims):
-                raise ConfigError(
-                    f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
-                    'export with --format safetensors'
                 )
         if unknown := {attention.gin_name for attention in model.pattern} - formulated():
             raise ConfigError(

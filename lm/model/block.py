@@ -88,10 +88,8 @@ class Block(nnx.Module):
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
-        self.widths = attention.projections(dims)
-        if self.widths:
-            sizes = tuple(self.widths.values())
-            self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
+        if own.projections:
+            self.mechanism_in = linear(config.d_model, own.widths, 'embed', 'all_heads', part='mechanism')
         reach = own.convolution  # assigned once: an attribute that began as None could hold no module
         self.convolution = ShortConvolution(sum(own.qkv_sizes), reach, rngs, 'attention') if reach else None
         spans = (('head', 1), ('head', 1))
@@ -155,6 +153,12 @@ class Block(nnx.Module):
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
         return self._project(_apply(self.attention_norm, x_BxLxD), rotation, self._rotate)
 
+    def weigh(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
+        """Computes the weights of attention, [B, H, L, L] float32 (`AttentionModule.weigh`)."""
+        normed_BxLxD = _apply(self.attention_norm, x_BxLxD)
+        q_BxLxHxC, k_BxLxKxC, *_ = self._project(normed_BxLxD, rotation, self.attention.prepare)
+        return self.attention.weigh(q_BxLxHxC, k_BxLxKxC, **self._project_for_mechanism(normed_BxLxD))
+
     @jax.named_scope('qkv')
     def _project(
         self,
@@ -204,10 +208,11 @@ class Block(nnx.Module):
     @jax.named_scope('qkv')
     def _project_for_mechanism(self, normed_BxLxD: jax.Array) -> dict[str, jax.Array]:
         """Computes the mechanism's further inputs, by name."""
-        if not self.widths:
+        if not self.options.projections:
             return {}
-        pieces = np.cumsum(tuple(self.widths.values()))[:-1]
-        return dict(zip(self.widths, jnp.split(self.mechanism_in(normed_BxLxD), pieces, axis=-1), strict=True))
+        names, widths = zip(*self.options.projections, strict=True)
+        pieces = jnp.split(self.mechanism_in(normed_BxLxD), np.cumsum(widths)[:-1], axis=-1)
+        return dict(zip(names, pieces, strict=True))
 
     @jax.named_scope('attention_out')
     def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:

@@ -175,6 +175,11 @@ class ModelConfig(Configurable):
         """The layers of each mechanism of the pattern."""
         return self.n_layers // len(self.pattern)
 
+    @property
+    def dims(self) -> HeadDims:
+        """The heads of layers whose mechanism has none of its own."""
+        return self.resolve(DEFAULT()).dims
+
     def resolve(self, attention: Attention) -> LayerOptions:
         """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
         n_heads, head_dim = self._choose(attention, 'n_heads'), self._choose(attention, 'head_dim')
@@ -186,13 +191,15 @@ class ModelConfig(Configurable):
         form = attention.output_gate
         if form == MODEL:
             form = self.output_gate_form if self.output_gate else None
+        dims = HeadDims(n_heads, n_kv_heads or n_heads, head_dim, self.causal)
         return LayerOptions(
-            dims=HeadDims(n_heads, n_kv_heads or n_heads, head_dim, self.causal),
+            dims=dims,
             rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
             key_offset=self._choose(attention, 'key_offset'),
             convolution=self._choose(attention, 'convolution'),
             qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
             gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
+            projections=tuple(attention.projections(dims).items()),
         )
 
     def _choose(self, attention: Attention, name: str) -> Any:
@@ -266,7 +273,6 @@ class ModelConfig(Configurable):
         dense, attention = self.d_model * self.vocab_size, 0.0
         for mechanism in self.pattern:
             options = self.resolve(mechanism)
-            own = self.d_model * sum(mechanism.projections(options.dims).values())
-            dense += self.repeats * (options.count_products(self.d_model) + own + glu)
+            dense += self.repeats * (options.count_products(self.d_model) + glu)
             attention += self.repeats * mechanism.flops_per_token(options.dims, length)
         return 3 * (2 * dense + attention)

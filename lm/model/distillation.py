@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lm.model.layers import Layer, scan_pairs
+from lm.model.layers import RotatedLayer, scan_pairs
 from lm.model.transformer import PLACES, Transformer
 
 
@@ -38,8 +38,8 @@ def compare_predictions(
 ) -> Predictions:
     """Compares the distributions of the next token. Logits exist for `PLACES` positions at a time.
 
-    The divergence is of the distributions of both models at `temperature`, times its square, so that the size of its
-    gradient does not depend on it (Hinton et al. 2015, §2). The likelihoods are at a temperature of 1.
+    The divergence compares both distributions at `temperature`. Its factor, the square of the temperature, keeps the size
+    of the gradient (Hinton et al. 2015, §2). The likelihoods are at a temperature of 1.
     """
     x_BxLxD = student.hidden(tokens_BxL, positions, starts_BxL)
     y_BxLxD = jax.lax.stop_gradient(teacher.hidden(tokens_BxL, positions, starts_BxL))
@@ -87,7 +87,7 @@ def compare_layers(
     The residual stream is the teacher's, and it has no gradient: no gradient crosses layers.
     """
 
-    def compare(x_BxLxD: jax.Array, ours: Layer, theirs: Layer) -> tuple[jax.Array, LayerErrors]:
+    def compare(x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer) -> tuple[jax.Array, LayerErrors]:
         normed_BxLxD = theirs.block.normalize(x_BxLxD)
         taught_BxLxD = theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL)
         after_BxLxD = theirs.block.finish(x_BxLxD, taught_BxLxD)
@@ -121,7 +121,9 @@ def score_swapped(
     everywhere.
     """
 
-    def apply(x_BxLxD: jax.Array, ours: Layer, theirs: Layer, is_swapped: jax.Array) -> tuple[jax.Array, None]:
+    def apply(
+        x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer, is_swapped: jax.Array
+    ) -> tuple[jax.Array, None]:
         normed_BxLxD = theirs.block.normalize(x_BxLxD)
         mixed_BxLxD = jnp.where(
             is_swapped,

@@ -19,7 +19,7 @@ from lm.ops.rotary import Rotation
 BLOCKS = 'blocks'
 
 
-class Layer(NamedTuple):
+class RotatedLayer(NamedTuple):
     """One layer, and the rotation of its positions."""
 
     block: Block
@@ -62,7 +62,7 @@ def scan_pairs(
             for stacks, turned, state in zip(parts, rotations, states, strict=True):
                 stack = which % len(stacks)
                 block = stacks[stack][0](state, lambda block: block)
-                pair.append(Layer(block, turned[stack]))
+                pair.append(RotatedLayer(block, turned[stack]))
             return function(x_BxLxD, *pair, *given)
 
         return jax.checkpoint(on_layers, prevent_cse=False)(x_BxLxD, states, given)

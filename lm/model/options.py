@@ -35,6 +35,7 @@ class LayerOptions:
         convolution: the tokens of the convolution of queries, keys and values; None: no such.
         qk_norm: what the RMSNorms of queries and keys span, a head or the whole projection; None: there are none.
         gate: None: nothing multiplies the output.
+        projections: the names and widths of further inputs of the mechanism (`Attention.projections`).
     """
 
     dims: HeadDims
@@ -43,6 +44,12 @@ class LayerOptions:
     convolution: int | None
     qk_norm: str | None
     gate: OutputGate | None
+    projections: tuple[tuple[str, int], ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of the further inputs of the mechanism."""
+        return tuple(width for _, width in self.projections)
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -57,4 +64,5 @@ class LayerOptions:
 
     def count_products(self, d_model: int) -> int:
         """Returns the sizes of the layer's matrices around the mechanism, together."""
-        return d_model * (sum(self.qkv_sizes) + self.width) + (self.gate.inputs * self.width if self.gate else 0)
+        gate = self.gate.inputs * self.width if self.gate else 0
+        return d_model * (sum(self.qkv_sizes) + self.width + sum(self.widths)) + gate

@@ -33,6 +33,8 @@ PLACES = 128
 """The number of tokens whose logits are in memory at once when the most probable token is searched."""
 FINAL_GAIN = 0.7
 """The initial gains of the last norm, at the width for which the learning rate is given."""
+_compute, _weigh = nnx.jit(Block.__call__), nnx.jit(Block.weigh)
+"""Compiled once for all layers of a mechanism."""
 
 
 class Transformer(nnx.Module):
@@ -100,11 +102,22 @@ class Transformer(nnx.Module):
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
+        for block, x_BxLxD, rotation in self._layers(tokens_BxL):
+            yield block.attention, *block.project(x_BxLxD, rotation)[:2]
+
+    def attention_weights(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
+        """Yields the weights of each layer's attention, [B, H, L, L] float32: of query i for value j
+        (`AttentionModule.weigh`)."""
+        for block, x_BxLxD, rotation in self._layers(tokens_BxL):
+            yield _weigh(block, x_BxLxD, rotation)
+
+    def _layers(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, Rotation | None]]:
+        """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
         x_BxLxD, rotations = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
             block, rotation = self.layer(i), rotations[i % len(self.blocks)]
-            yield block.attention, *block.project(x_BxLxD, rotation)[:2]
-            x_BxLxD = block(x_BxLxD, rotation)
+            yield block, x_BxLxD, rotation
+            x_BxLxD = _compute(block, x_BxLxD, rotation)
 
     def layer(self, i: int) -> Block:
         """Returns layer `i` of the model."""

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from lm.model.functions import AVERAGE, ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import SHARED_AXIS, batch_axes
-from lm.training.objectives import Comparison, Distillation, Hiding, Pair, Reading, Unpack
+from lm.training.objectives import Distillation, Hiding, Pair, Reading, TeacherLoss, Unpack
 from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
@@ -180,11 +180,11 @@ class TrainStep:
         rows = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
         return step.astype(jnp.uint32) * math.prod(shape) + rows
 
-    def _compare(self, given: '_Given', *arrays_BxL: jax.Array) -> Comparison:
+    def _compare(self, given: '_Given', *arrays_BxL: jax.Array) -> TeacherLoss:
         """Returns the loss to minimize with its parts; with a teacher, the comparison with it."""
         weights = {'params': given.params, 'buffers': given.buffers}
         if self.teaching is None:
-            return Comparison(*self.weighted_loss(weights, *arrays_BxL), {})
+            return TeacherLoss(*self.weighted_loss(weights, *arrays_BxL), {})
         assert given.teacher is not None, 'a step with a teacher needs its weights'
         pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
         return self.teaching.objective.compare(pair, *arrays_BxL, documents=self.documents)

@@ -20,7 +20,7 @@ from lm.model.distillation import compare_layers
 from lm.model.functions import ModelFunctions, over_windows
 from lm.model.layers import BLOCKS, find_copied, find_same_layers
 from lm.ops.documents import Documents
-from lm.training.objectives.distillation import Comparison, Distillation, Pair, Reading
+from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLoss
 
 MOST_SHOWN = 16
 """The layers whose errors the line of a step shows one by one."""
@@ -44,7 +44,7 @@ class Align(Distillation):
         targets_BxL: jax.Array,
         share_BxL: jax.Array,
         documents: Documents | None = None,
-    ) -> Comparison:
+    ) -> TeacherLoss:
         models = [(pair.student, pair.student_weights), (pair.teacher, pair.teacher_weights)]
         found = over_windows(compare_layers, models, documents, tokens_BxL)
         nats_BxL = found.errors_BxLxN.sum(axis=-1)
@@ -52,7 +52,7 @@ class Align(Distillation):
             'layer_errors': jnp.einsum('bln,bl->n', found.errors_BxLxN, share_BxL),
             'layer_sizes': jnp.einsum('bln,bl->n', found.sizes_BxLxN, share_BxL),
         }
-        return Comparison((nats_BxL * share_BxL).sum(), jax.lax.stop_gradient(nats_BxL), jax.lax.stop_gradient(sums))
+        return TeacherLoss((nats_BxL * share_BxL).sum(), jax.lax.stop_gradient(nats_BxL), jax.lax.stop_gradient(sums))
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         zeros_N = jnp.zeros(student.config.n_layers)

@@ -17,7 +17,7 @@ from lm.model import ModelConfig
 from lm.model.distillation import compare_predictions
 from lm.model.functions import ModelFunctions, over_windows
 from lm.ops.documents import Documents
-from lm.training.objectives.distillation import Comparison, Distillation, Pair, Reading
+from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLoss
 
 MEASURES = ('divergence', 'cross_entropy', 'teacher_cross_entropy')
 
@@ -43,7 +43,7 @@ class Distill(Distillation):
         targets_BxL: jax.Array,
         share_BxL: jax.Array,
         documents: Documents | None = None,
-    ) -> Comparison:
+    ) -> TeacherLoss:
         models = [(pair.student, pair.student_weights), (pair.teacher, pair.teacher_weights)]
 
         def predict(student, teacher, tokens_BxL, targets_BxL, *rest):
@@ -56,7 +56,7 @@ class Distill(Distillation):
             'cross_entropy': (found.nats_BxL * share_BxL).sum(),
             'teacher_cross_entropy': (found.teacher_nats_BxL * share_BxL).sum(),
         }
-        return Comparison((mixed_BxL * share_BxL).sum(), jax.lax.stop_gradient(mixed_BxL), jax.lax.stop_gradient(sums))
+        return TeacherLoss((mixed_BxL * share_BxL).sum(), jax.lax.stop_gradient(mixed_BxL), jax.lax.stop_gradient(sums))
 
     def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
         """Returns the divergence from the teacher, and both cross-entropies, in nats per token."""

@@ -29,8 +29,8 @@ class Pair(NamedTuple):
     teacher_weights: Weights
 
 
-class Comparison(NamedTuple):
-    """The result of one comparison over a batch.
+class TeacherLoss(NamedTuple):
+    """The loss of a student against its teacher on a batch.
 
     Attributes:
         loss: the loss to minimize, a scalar.
@@ -78,7 +78,7 @@ class Distillation(Objective):
         targets_BxL: jax.Array,
         share_BxL: jax.Array,
         documents: Documents | None = None,
-    ) -> Comparison:
+    ) -> TeacherLoss:
         """Compares student and teacher on a batch.
 
         Args:
@@ -90,7 +90,7 @@ class Distillation(Objective):
         """
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
-        """Returns zeros with the names and shapes of `Comparison.measures`."""
+        """Returns zeros with the names and shapes of `TeacherLoss.measures`."""
         return {}
 
     @abc.abstractmethod
