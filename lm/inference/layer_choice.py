@@ -16,6 +16,7 @@ import numpy as np
 from lm.config.text import dump
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun, open_run
+from lm.inference.no_data import NoData
 from lm.model.distillation import score_swapped
 from lm.model.functions import over_windows
 from lm.model.layers import find_same_layers
@@ -72,17 +73,19 @@ def plant_passages(tokens_BxL: np.ndarray, seed: int = 0) -> tuple[np.ndarray, n
 def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     """Measures the effect of the student's attention in each layer where it differs from the teacher's.
 
-    Raises ConfigError if the evaluation split or the context is too short.
+    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data.
     """
-    experiment = student.experiment
+    experiment, store = student.experiment, student.store
+    if isinstance(store, NoData):
+        raise store.error
     length = experiment.train.context_length
     split = experiment.evaluate.split or experiment.data.eval_split
     if length < 4 * PASSAGE:
         raise ConfigError(f'train.context_length = {length}: must be at least {4 * PASSAGE} to measure recall')
-    starts = np.arange(0, student.store.tokens(split) - length, length)[:WINDOWS]
+    starts = np.arange(0, store.tokens(split) - length, length)[:WINDOWS]
     if not len(starts):
         raise ConfigError(f'evaluate.split = {split!r}: has fewer tokens than one window of {length}')
-    tokens_BxL = student.store.read_many(split, starts, length + 1).astype(np.int32)
+    tokens_BxL = store.read_many(split, starts, length + 1).astype(np.int32)
     planted_BxL, told_BxL = plant_passages(tokens_BxL)
 
     @jax.jit

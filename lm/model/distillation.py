@@ -38,8 +38,8 @@ def compare_predictions(
 ) -> Predictions:
     """Compares the distributions of the next token. Logits exist for `PLACES` positions at a time.
 
-    The divergence compares both distributions at `temperature`. Its factor, the square of the temperature, keeps the size
-    of the gradient (Hinton et al. 2015, §2). The likelihoods are at a temperature of 1.
+    The divergence compares both distributions at `temperature`. Its factor, the square of the temperature, keeps the
+    size of the gradient (Hinton et al. 2015, §2). The likelihoods are at a temperature of 1.
     """
     x_BxLxD = student.hidden(tokens_BxL, positions, starts_BxL)
     y_BxLxD = jax.lax.stop_gradient(teacher.hidden(tokens_BxL, positions, starts_BxL))
