@@ -101,6 +101,8 @@ class Block(nnx.Module):
         )
         gate, axes = own.gate, ('embed', 'all_heads')
         self.output_gate = linear(gate.inputs, (own.width,), *axes, part='attention') if gate else None
+        size = own.width // dims.n_heads
+        self.output_norm = rms_norm(size, 'head', rngs, part='attention', **options) if own.output_norm else None
         self.attention_out_norm = norm(is_after)
         self.glu_out_norm = norm(is_after)
 
@@ -216,8 +218,8 @@ class Block(nnx.Module):
 
     @jax.named_scope('attention_out')
     def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
-        """Applies the output gate and the output matrix to what the mechanism gives."""
-        y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
+        """Applies norm and gate of the output, and the output matrix, to what the mechanism gives."""
+        y_BxLxN = _apply(self.output_norm, y_BxLxHxC).reshape(*y_BxLxHxC.shape[:2], -1)
         if self.output_gate is not None and self.options.gate is not None:
             form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
             y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
