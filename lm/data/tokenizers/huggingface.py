@@ -1,11 +1,13 @@
 """tokenizer.json of Hugging Face, read by its library `tokenizers`.
 
 Names of special tokens that stand in a text are text: they are encoded as their characters. What a tokenizer.json says
-of padding, truncation and tokens at the beginning of a text does not count here.
+of padding, truncation and tokens at the beginning of a text does not count here. Only imported runs begin a text with
+that token.
 """
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,7 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
+        self.begin_id = _find_begin(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         end = _end(vocabulary, eod)
         self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
@@ -73,6 +76,15 @@ class HuggingFace(Tokenizer):
 
     def piece(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ''
+
+
+def _find_begin(tokenizer: Any) -> int | None:
+    """Returns the token that the post-processor puts before a text; None: there is none."""
+    try:
+        whole, text = (tokenizer.encode('a', add_special_tokens=more).ids for more in (True, False))
+    except Exception:  # it does not know this text
+        return None
+    return whole[0] if whole[:1] != text[:1] else None
 
 
 def _end(vocabulary: dict[str, int], eod: int | str | None) -> int:
