@@ -90,7 +90,7 @@ class Source(Configurable, abc.ABC):
         return {'kind': self.gin_name} | dataclasses.asdict(self)
 
     def list_unread(self) -> list[str]:
-        """Returns the names of files beside those of the splits that no split takes."""
+        """Returns the names of files in the folder of the source that no split takes."""
         return []
 
     def published_words(self, split: str, documents: int) -> int | None:
