@@ -31,6 +31,8 @@ LEVELS = (0.0, 0.16, -0.16, 0.32, -0.32)
 
 WIDTH = 3.4
 """Inches: a column of a two-column page."""
+SMALLEST = 0.85
+"""Inches: the least side of one matrix of many."""
 DOT_LABEL, LEGEND_LABEL, AXIS_LABEL = 26, 48, 28
 """Characters of a label in a line: beside dots, below curves, along the vertical axis."""
 STYLE: dict[Any, Any] = {
@@ -109,12 +111,11 @@ def _in_style(draw: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def check_matplotlib() -> None:
-    """Raises MissingPackageError where matplotlib is missing."""
+def check_matplotlib(remark: str = '') -> None:
+    """Raises MissingPackageError where matplotlib is missing; `remark` says what to do without it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        remark = ', or pass --no_pictures'
         raise MissingPackageError('pictures', 'matplotlib', 'report', remark) from None
 
 
@@ -262,6 +263,53 @@ def draw_bars(
     _limit_ticks(axes.xaxis)
     columns = _count_legend_columns(curves)
     figure.legend(loc='outside lower center', ncols=columns, frameon=False, handlelength=1.2, columnspacing=1.2)
+    _save(figure, path)
+
+
+@_in_style
+def draw_matrices(
+    path: os.PathLike | str,
+    matrices: Sequence[tuple[str, np.ndarray]],
+    columns: int,
+    labels: Sequence[str] | None = None,
+    title: str = '',
+) -> None:
+    """Draws matrices as a grid of colours, row by row. Writes path.png and path.pdf.
+
+    The colour is the root of a number's share of the largest one in its matrix: faint numbers can be seen. Positive
+    numbers are blue, negative ones orange.
+
+    Args:
+        matrices: pairs of a title and numbers [n, m].
+        columns: matrices beside each other.
+        labels: of the rows and columns, where all matrices have the same; None: their numbers.
+        title: a line above all.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(matrices))
+    rows = -(-len(matrices) // columns)
+    side = max(SMALLEST, min(WIDTH, 2 * WIDTH / columns))
+    figure = Figure(figsize=(max(WIDTH, side * columns), (side + 0.2) * rows + 0.3), layout='constrained')
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    colours = LinearSegmentedColormap.from_list('signed', [COLOURS[1], '#ffffff', COLOURS[0]])
+    for axes, (name, matrix) in zip(grid, matrices, strict=False):
+        largest = np.abs(matrix).max(initial=0) or 1.0
+        axes.imshow(np.sign(matrix) * np.sqrt(np.abs(matrix) / largest), cmap=colours, vmin=-1, vmax=1)
+        axes.set_title(name, fontsize=6 if side < 1.5 else 7.5, pad=2)
+        axes.grid(visible=False)
+        if labels is None:
+            axes.tick_params(labelsize=5 if side < 1.5 else 7, length=1.5, pad=1)
+        else:
+            size = min(7.5, 55 * side / max(len(labels), 1))
+            axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=size)
+            axes.set_yticks(range(len(labels)), labels, fontsize=size)
+            axes.tick_params(length=0, pad=1)
+    for axes in grid[len(matrices) :]:
+        axes.set_axis_off()
+    if title:
+        figure.suptitle(title, fontsize=7)
     _save(figure, path)
 
 

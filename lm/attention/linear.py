@@ -71,11 +71,23 @@ class LinearModule(AttentionModule):
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
+        o_BxLxHxD = self.mix(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *projected, starts_BxL=starts_BxL, **named)
+        return self.outputs(o_BxLxHxD, v_BxLxKxD)
+
+    def mix(
+        self,
+        q_BxLxHxD: jax.Array,
+        k_BxLxKxD: jax.Array,
+        v_BxLxKxD: jax.Array,
+        *projected: jax.Array | None,
+        starts_BxL: jax.Array | None = None,
+        **named: jax.Array,
+    ) -> jax.Array:
         call = self.make_call(q_BxLxHxD, k_BxLxKxD, self._columns(v_BxLxKxD), *projected, **named)
         if not self.dims.causal:
             call = dataclasses.replace(call, options=dataclasses.replace(call.options, causal=False))
         o_BxLxHxC = compute(self._separate(call, starts_BxL), self.implementation).o_BxLxHxD
-        return self.outputs(self._divided(o_BxLxHxC, v_BxLxKxD.dtype), v_BxLxKxD)
+        return self._divided(o_BxLxHxC, v_BxLxKxD.dtype)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
         """Returns sums over no keys, float32, of one size for any length, and room for exactly compared keys."""

@@ -72,7 +72,7 @@ def write_files(
     check_split(runs, split)
     climbed = make_ladder(ladder, baseline, runs, Measures(split)) if ladder else None
     if pictures:
-        plots.check_matplotlib()
+        plots.check_matplotlib(', or pass --no_pictures')
     folder = local_path(out, '--out')
     try:
         folder.mkdir(parents=True, exist_ok=True)

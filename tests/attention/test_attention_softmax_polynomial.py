@@ -19,6 +19,8 @@ CONFIGS = [
     Softmax(),
     Softmax(scale=0.5, window=7),
     Softmax(window=100),
+    Softmax(sinks=True, log_base=3.0),
+    Softmax(window=7, score_cap=2.0, log_base=100.0),
     Polynomial(),
     Polynomial(degree=2, denominator_bias=0.1),
 ]
@@ -60,9 +62,14 @@ def numpy_weights(module, q, k):
     if isinstance(config, Polynomial):
         weights = scores**config.degree * (distance >= 0)
         return weights / (config.denominator_bias + weights.sum(-1, keepdims=True))
-    scale = config.scale or 1 / np.sqrt(q.shape[-1])
-    weights = np.exp(scores * scale) * ((distance >= 0) & (distance < (config.window or length)))
-    return weights / weights.sum(-1, keepdims=True)
+    scores *= config.scale or 1 / np.sqrt(q.shape[-1])
+    if config.log_base:
+        scores *= np.log(np.arange(length) + config.log_base)[:, None] / np.log(config.log_base)
+    if config.score_cap:
+        scores = config.score_cap * np.tanh(scores / config.score_cap)
+    weights = np.exp(scores) * ((distance >= 0) & (distance < (config.window or length)))
+    sinks = np.exp(np.asarray(module.sinks[...], np.float64))[:, None, None] if config.sinks else 0.0
+    return weights / (sinks + weights.sum(-1, keepdims=True))
 
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
@@ -114,9 +121,27 @@ def test_a_window_keeps_a_window():
 
 def test_parameters():
     assert not jax.tree.leaves(nnx.state(build(Softmax())))
+    sinks = Softmax(sinks=True).build(DIMS, nnx.Rngs(0)).sinks
+    assert sinks is not None
+    np.testing.assert_array_equal(sinks[...], np.zeros(4))
     shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(build(Polynomial()))))
     norm = {'scale': (16,), 'bias': (16,)}
     assert shapes == {'q_norm': norm, 'k_norm': norm}
+
+
+def test_first_tokens_of_documents_have_plain_scores():
+    """The factor counts the tokens of a document, not of the window, in decoding too."""
+    module, (q, k, v) = build(Softmax(log_base=2.0)), draw(1, 20)
+    starts = jnp.where(jnp.arange(20) < 8, 0, 8)[None]
+    whole = module(q, k, v, starts_BxL=starts)
+    alone = module(*(x[:, 8:] for x in (q, k, v)))
+    np.testing.assert_allclose(whole[:, 8:], alone, atol=1e-5)
+    state, outputs = module.init_state(1, 20, jnp.float32, documents=True), []
+    for at in range(0, 20, 5):
+        part = (x[:, at : at + 5] for x in (q, k, v))
+        state, o = module.decode_step(state, *part, starts_BxT=starts[:, at : at + 5] - at)
+        outputs.append(o)
+    np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=1e-5)
 
 
 def test_gradients_reach_the_normalizations():
@@ -201,6 +226,8 @@ def test_flops_per_token():
         (Polynomial, {'denominator_bias': 0.0}, 'polynomial.denominator_bias = 0.0'),
         (Softmax, {'window': 0}, 'softmax.window = 0'),
         (Softmax, {'scale': -1.0}, 'softmax.scale = -1.0'),
+        (Softmax, {'score_cap': 0.0}, 'softmax.score_cap = 0.0'),
+        (Softmax, {'log_base': 1.0}, 'softmax.log_base = 1.0'),
     ],
 )
 def test_wrong_values_are_named(config, arguments, message):

@@ -35,15 +35,17 @@ def mask(length, keys, causal=True, window=None):
     return seen
 
 
-def numpy_attention(q, k, v, seen, kernel):
-    """Computes outputs, and the gradients for the cotangent cos(index), in float64, head by head from the formulas.
+def numpy_attention(q, k, v, seen, kernel, do=None):
+    """Computes outputs, and the gradients for the cotangent `do`, in float64, head by head from the formulas.
+
+    Without `do` it is cos(index).
 
     `seen` is [L, M], or [B, L, M] if it differs between rows of the batch. kernel(s) returns the unnormalised weights,
     their derivative and the bias of the denominator.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     o, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
-    do = np.cos(np.arange(q.size)).reshape(q.shape)
+    do = np.cos(np.arange(q.size)).reshape(q.shape) if do is None else do
     group = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
@@ -116,6 +118,61 @@ def test_softmax_agrees_with_float64(length, heads, kv_heads, block, window, imp
     )
     expected = numpy_attention(q, k, v, mask(length, length, window=window), exponential(SIZE**-0.5))
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'reference'])
+@pytest.mark.parametrize(('block', 'window', 'cap'), [(None, None, None), (32, 40, 0.7), (24, None, 0.7)])
+def test_sinks_and_caps_agree_with_float64(block, window, cap, implementation):
+    q, k, v = draw(2, 100, 4, 2)
+    sinks = np.array([-2.0, 0.5, 3.0, 40.0])
+    found, scale = [], SIZE**-0.5
+
+    def attention(q, k, v, sinks_H):
+        options = dict(window=window, block=block, score_cap=cap, implementation=implementation)
+        return exact_attention.softmax_attention(q, k, v, sinks_H=sinks_H, **options)
+
+    o, pull = jax.jit(lambda *arrays: jax.vjp(attention, *arrays))(q, k, v, jnp.asarray(sinks, jnp.float32))
+    do = np.cos(np.arange(q.size)).reshape(q.shape)
+    found = [o, *pull(jnp.asarray(do, jnp.float32))]
+
+    def kernel(s, sink):
+        bent = 1.0 if cap is None else 1.0 - np.tanh(s * scale / cap) ** 2
+        w = np.exp(s * scale if cap is None else cap * np.tanh(s * scale / cap))
+        return w, w * scale * bent, np.exp(sink)
+
+    seen = mask(100, 100, window=window)
+    # The function computes head by head. Two query heads share a key head.
+    heads = [
+        numpy_attention(
+            q[:, :, h : h + 1],
+            k[:, :, h // 2 : h // 2 + 1],
+            v[:, :, h // 2 : h // 2 + 1],
+            seen,
+            functools.partial(kernel, sink=sinks[h]),
+            do[:, :, h : h + 1],
+        )
+        for h in range(4)
+    ]
+    o, dq, dk, dv = (np.concatenate(arrays, axis=2) for arrays in zip(*heads, strict=True))
+    dk, dv = (x.reshape(*x.shape[:2], 2, 2, -1).sum(3) for x in (dk, dv))
+    assert_close(found[:4], (o, dq, dk, dv), 1e-5)
+    # A sink is a key whose value is zero: its gradient is minus its weight times ⟨do, o⟩.
+    scores = np.einsum('blhd,bmhd->bhlm', np.asarray(q, np.float64), np.repeat(np.asarray(k, np.float64), 2, axis=2))
+    total = np.where(seen, kernel(scores, 0.0)[0], 0.0).sum(-1) + np.exp(sinks)[:, None]
+    dsinks = -(np.exp(sinks)[:, None] / total * (do * o).sum(-1).swapaxes(1, 2)).sum((0, 2))
+    np.testing.assert_allclose(found[4], dsinks, atol=1e-5 * np.abs(dsinks).max())
+
+
+def test_gradients_of_sinks_keep_precision_in_bfloat16():
+    """All weights are equal and all gradients too, so that a sum of rounded terms would drift (jax#40128)."""
+    x = jnp.ones((1, 1024, 2, SIZE), jnp.bfloat16)
+
+    def loss(sinks_H):
+        return exact_attention.softmax_attention(x, x, x, sinks_H=sinks_H).astype(jnp.float32).sum()
+
+    weight = np.exp(SIZE**0.5) * np.arange(1, 1025)
+    want = -SIZE * (weight / (1.0 + weight) ** 2).sum()
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(jnp.zeros(2)), [want] * 2, rtol=5e-3)
 
 
 @pytest.mark.parametrize('implementation', ['xla', 'reference'])
@@ -470,6 +527,18 @@ def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monk
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
 
+def test_splash_caps_scores():
+    q, k, v = draw(1, 300, 2, 1)
+    attention = softmax_by(interpreted, scale=0.3, block=128, score_cap=0.7)
+
+    def kernel(s):
+        w = np.exp(0.7 * np.tanh(s * 0.3 / 0.7))
+        return w, w * 0.3 * (1.0 - np.tanh(s * 0.3 / 0.7) ** 2), 0.0
+
+    expected = numpy_attention(q, k, v, mask(300, 300), kernel)
+    assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
 @pytest.mark.parametrize(('length', 'block'), [(100, None), (1100, 128)])
 def test_splash_separates_documents(length, block):
     q, k, v = draw(1, length, 2, 2)
@@ -569,6 +638,6 @@ def test_splash_takes_short_blocks_of_a_window_and_keeps_no_gradients_for_each(w
     monkeypatch.setattr(pallas_tpu, '_kernel', lambda *given: made.append(given) or (lambda q, k, v, segments: q))
     x = jnp.zeros((1, 512, 1, 64), jnp.bfloat16)
     pallas_tpu.softmax_attention(SoftmaxCall(x, x, x, scale=1.0, window=window))
-    ((_, sizes, _, fused, _),) = made
+    ((_, sizes, _, fused, *_),) = made
     assert sizes.length == 512
     assert not fused

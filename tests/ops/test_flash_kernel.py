@@ -16,7 +16,7 @@ from lm.ops.exact_attention import PolynomialCall, SoftmaxCall, xla
 from lm.ops.exact_attention.tpu import pairs, plan, polynomial, softmax, splash
 from lm.ops.powers import power_and_slope
 
-NAMES = ('o', 'dq', 'dk', 'dv')
+NAMES = ('o', 'dq', 'dk', 'dv', 'dsinks')
 POWER, SOFTMAX = {'degree': 4}, {'scale': 0.25}
 both = pytest.mark.parametrize('rule', [POWER, SOFTMAX], ids=['polynomial', 'softmax'])
 
@@ -45,20 +45,28 @@ def starts_of(*documents, length):
     return jnp.asarray(np.stack(rows), jnp.int32)
 
 
-def by_definition(options, q, k, v, do, starts=None):
-    """Computes outputs and gradients in float64, all weights at once, with explicit gradients."""
+def by_definition(options, q, k, v, do, starts=None, sinks=None):
+    """Computes outputs and gradients in float64, all weights at once, with explicit gradients.
+
+    With sinks their gradient is the last.
+    """
     group = q.shape[2] // k.shape[2]
     q, k, v, do = (np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, do))
     k, v = (np.repeat(a, group, axis=1) for a in (k, v))
     seen = np.tri(q.shape[2])
+    if (window := options.get('window')) is not None:
+        seen = seen - np.tri(q.shape[2], k=-window)
     if starts is not None:
         seen = seen * (np.arange(q.shape[2]) >= np.asarray(starts)[:, None, :, None])
     degree, bias, scale = options.get('degree'), options.get('denominator_bias', 1.0), options.get('scale', 1.0)
     s = scale * (q @ k.swapaxes(2, 3))
     if degree is None:
-        s = np.where(seen, s, -np.inf)
+        cap = options.get('score_cap')
+        bent = 1.0 if cap is None else 1.0 - np.tanh(s / cap) ** 2
+        s = np.where(seen, s if cap is None else cap * np.tanh(s / cap), -np.inf)
         w = np.exp(s - s.max(-1, keepdims=True))
-        slope, total = scale * w, w.sum(-1, keepdims=True)
+        sink = 0.0 if sinks is None else np.exp(np.asarray(sinks, np.float64)[:, None, None] - s.max(-1, keepdims=True))
+        slope, total = scale * w * bent, w.sum(-1, keepdims=True) + sink
     else:
         w, slope = s**degree * seen, degree * scale * s ** (degree - 1) * seen
         total = bias + w.sum(-1, keepdims=True)
@@ -66,7 +74,8 @@ def by_definition(options, q, k, v, do, starts=None):
     ds = slope * (do @ v.swapaxes(2, 3) - (do * o).sum(-1, keepdims=True)) / total
     dk, dv = ds.swapaxes(2, 3) @ q, (w / total).swapaxes(2, 3) @ do
     dk, dv = (a.reshape(a.shape[0], -1, group, *a.shape[2:]).sum(2) for a in (dk, dv))
-    return [a.transpose(0, 2, 1, 3) for a in (o, ds @ k, dk, dv)]
+    found = [a.transpose(0, 2, 1, 3) for a in (o, ds @ k, dk, dv)]
+    return found if sinks is None else [*found, -((do * o).sum(-1, keepdims=True) * sink / total).sum((0, 2, 3))]
 
 
 def quick(function):
@@ -85,23 +94,27 @@ def compute(q, k, v, **options):
 def program(planner, **options):
     """Compiles once per shape of the arrays; `planner` is the current one, which some tests change."""
 
-    def outputs_and_gradients(q, k, v, do, starts):
-        o, vjp = jax.vjp(functools.partial(compute, **options, starts_BxL=starts), q, k, v)
+    def outputs_and_gradients(q, k, v, do, starts, *sinks):
+        function = functools.partial(compute, **options, starts_BxL=starts)
+        if sinks:
+            o, vjp = jax.vjp(lambda q, k, v, sinks_H: function(q, k, v, sinks_H=sinks_H), q, k, v, *sinks)
+        else:
+            o, vjp = jax.vjp(function, q, k, v)
         return [o, *vjp(do)]
 
     return quick(outputs_and_gradients)
 
 
-def by_kernels(q, k, v, do, starts=None, **options):
+def by_kernels(q, k, v, do, starts=None, sinks=None, **options):
     with interpreted():
-        return program(plan.plan_for, **options)(q, k, v, do, starts)
+        return program(plan.plan_for, **options)(q, k, v, do, starts, *([] if sinks is None else [sinks]))
 
 
 def errors(got, want):
     """Returns relative errors by name."""
     return {
         name: np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
-        for name, a, b in zip(NAMES, got, want, strict=True)
+        for name, a, b in zip(NAMES[: len(want)], got, want, strict=True)
     }
 
 
@@ -137,6 +150,95 @@ def test_outputs_and_gradients(case):
     got = by_kernels(*arrays, **options)
     assert all(a.dtype == dtype for a in got)
     found = errors(got, by_definition(options, *arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert all(error <= limit for error in found.values()), found
+
+
+WINDOWS = {  # in blocks of 128
+    'shorter than a block': ({'window': 100}, {'length': 301, 'heads': 2, 'kv_heads': 1}),
+    'one block': ({'window': 128}, {'length': 390}),
+    'one key more': ({'window': 129}, {'length': 390, 'size': 10, 'value_size': 20}),
+    'ends inside of a block': ({'window': 300}, {'length': 700}),
+    'the own key': ({'window': 1}, {'length': 150}),
+    'the whole': ({'window': 151}, {'length': 150}),
+}
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype'), [*((name, 'float32') for name in WINDOWS), ('ends inside of a block', 'bfloat16')]
+)
+def test_windows(name, dtype):
+    options, sizes = WINDOWS[name]
+    arrays = example(**sizes, dtype=dtype)
+    found = by_kernels(*arrays, **SOFTMAX, **options, block=128)
+    if name == 'the own key':  # a weight of 1 has no gradient
+        np.testing.assert_array_equal(found[0], arrays[2])
+        np.testing.assert_allclose(found[3], arrays[3], rtol=1e-6)
+        assert max(np.abs(a).max() for a in found[1:3]) <= 1e-5
+        return
+    found = errors(found, by_definition(SOFTMAX | options, *arrays))
+    limit = 1e-5 if dtype == 'float32' else 2e-2
+    assert all(error <= limit for error in found.values()), found
+
+
+@pytest.mark.parametrize(('window', 'sides'), [(200, 128), (300, 128), (256, 256)])
+def test_windows_with_documents_in_blocks_of_several_tiles(window, sides, monkeypatch):
+    plan_for = plan.plan_for
+    changed = dict.fromkeys(('piece', 'forward_diagonal', 'tile', 'backward_diagonal'), sides)
+    monkeypatch.setattr(plan, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **changed))
+    arrays = example(700, batch=2)
+    starts = starts_of((300, 520), (10, 255), length=700)
+    got = by_kernels(*arrays, **SOFTMAX, window=window, block=256, starts=starts)
+    found = errors(got, by_definition(SOFTMAX | {'window': window}, *arrays, starts))
+    assert all(error <= 1e-5 for error in found.values()), found
+
+
+def test_nothing_leaks_out_of_a_window():
+    """No bit of a key reaches queries outside of its window, and no bit of such a query reaches the key's gradients."""
+    q, k, v, do = example(390)
+    options = {**SOFTMAX, 'window': 140, 'block': 128}
+    want = by_kernels(q, k, v, do, **options)
+    o, dq, *_ = by_kernels(q, k.at[:, 100].multiply(-3.0), v.at[:, 100].multiply(-3.0), do, **options)
+    for a, b in ((o, want[0]), (dq, want[1])):
+        same = np.all(np.asarray(a) == np.asarray(b), axis=(0, 2, 3))
+        assert set(np.flatnonzero(~same)) == set(range(100, 240))
+    _, _, *sums = by_kernels(q.at[:, 300].multiply(-3.0), k, v, do.at[:, 300].multiply(-3.0), **options)
+    for a, b in zip(sums, want[2:], strict=True):
+        same = np.all(np.asarray(a) == np.asarray(b), axis=(0, 2, 3))
+        assert set(np.flatnonzero(~same)) == set(range(161, 301))
+
+
+def test_a_window_visits_only_the_blocks_that_it_reaches():
+    """The work grows with the window, not with the square of the length; gradients of few queries wait in VMEM."""
+    call = SoftmaxCall(*(jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16),) * 3, scale=1.0, window=2048)
+    made = plan.plan_for(softmax.SoftmaxRule(1.0), call)
+    blocks = 65536 // made.block
+    walks = [
+        pairs.walk_by_queries(made.diagonals(blocks), made.window),
+        pairs.walk_by_keys(made.diagonals(blocks), 0, blocks, made.window),
+    ]
+    assert all(walk.steps == 3 * blocks - 3 for walk in walks)
+    assert (made.block, made.window.back, made.chunk) == (1024, 2, blocks)
+
+
+EXTRAS = {
+    'sinks': ({}, [0.5, -2.0, 3.0, 40.0]),
+    'sinks of a window': ({'window': 200}, [0.5, -2.0, 3.0, -40.0]),
+    'a cap': ({'score_cap': 2.0}, None),
+    'a cap and sinks of a window': ({'score_cap': 2.0, 'window': 100}, [0.5, -2.0, 3.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize(('name', 'dtype'), [*((name, 'float32') for name in EXTRAS), ('sinks', 'bfloat16')])
+def test_sinks_and_caps(name, dtype):
+    options, sinks = EXTRAS[name]
+    arrays = example(301, batch=2, heads=4, kv_heads=2, dtype=dtype)
+    starts = starts_of((50, 140, 150), (), length=301)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    found = errors(
+        by_kernels(*arrays, starts, sinks, **SOFTMAX, **options, block=128),
+        by_definition(SOFTMAX | options, *arrays, starts, sinks),
+    )
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
 
@@ -258,15 +360,17 @@ PARTS = {
 }
 
 
-def by_parts(parts, rule, q, k, v, do, starts=None, block=None):
+def by_parts(parts, rule, q, k, v, do, starts=None, block=None, sinks=None):
     """Runs the operation that a model calls; each of `parts` devices has its part of a window."""
 
-    def loss(q, k, v, do, starts):
-        def function(q, k, v, starts):
+    def loss(q, k, v, do, starts, *sinks):
+        def function(q, k, v, starts, *sinks):
+            options = {'sinks_H': sinks[0]} if sinks else {}
             operation = exact_attention.polynomial_attention if 'degree' in rule else exact_attention.softmax_attention
-            return operation(q, k, v, **rule, block=block, starts_BxL=starts, implementation='pallas_tpu')
+            return operation(q, k, v, **rule, **options, block=block, starts_BxL=starts, implementation='pallas_tpu')
 
-        o = sequence.over_tokens(function, (1, 1, 1, None if starts is None else 1))(q, k, v, starts)
+        axes = (1, 1, 1, None if starts is None else 1, *[None] * len(sinks))
+        o = sequence.over_tokens(function, axes)(q, k, v, starts, *sinks)
         return jnp.sum((o * do).astype(jnp.float32)), o
 
     rows = q.shape[0]
@@ -274,7 +378,10 @@ def by_parts(parts, rule, q, k, v, do, starts=None, block=None):
     # The interpreter with NaN calls back. XLA cannot do this if only some axes are split by hand.
     mode = True if rows > 1 else pltpu.InterpretParams(uninitialized_memory='nan')
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(mode):
-        grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(q, k, v, do, starts)
+        sinks = [] if sinks is None else [sinks]
+        grads, o = quick(jax.grad(loss, argnums=[0, 1, 2, 5][: 3 + len(sinks)], has_aux=True))(
+            q, k, v, do, starts, *sinks
+        )
     return [o, *grads]
 
 
@@ -310,6 +417,25 @@ def test_parts_of_a_window_are_the_whole(name, rule, monkeypatch):
     found = errors(by_parts(parts, rule, *arrays, starts, options.get('block')), by_definition(rule, *arrays, starts))
     assert all(error <= 1e-5 for error in found.values()), found
     assert {made.parts for made in used} == {parts}
+
+
+@pytest.mark.parametrize(
+    ('parts', 'window', 'documents'),
+    [
+        (2, 100, [(5, 130, 256, 300)]),
+        pytest.param(2, 257, None, marks=pytest.mark.slow),  # as many keys as both parts have
+        pytest.param(4, 70, [(5, 130, 256, 300)], marks=pytest.mark.slow),
+        pytest.param(2, 1, None, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_see_the_keys_before_them_inside_the_window(parts, window, documents, monkeypatch):
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    arrays = example(512, heads=2, kv_heads=1)
+    starts = starts_of(*documents, length=512) if documents else None
+    rule, sinks = SOFTMAX | {'window': window}, jnp.asarray([1.0, -2.0])
+    got = by_parts(parts, rule, *arrays, starts, 128, sinks)
+    found = errors(got, by_definition(rule, *arrays, starts, sinks))
+    assert all(error <= 1e-5 for error in found.values()), found
 
 
 @pytest.mark.parametrize(('blocks', 'parts'), [(2, 2), (6, 4), (4, 8), (2, 3)])
@@ -378,14 +504,14 @@ def test_tpus_get_the_kernel(monkeypatch):
         assert exact_attention.POLYNOMIAL.choose(None, call) is module
 
 
-def test_windows_of_softmax_go_to_splash(monkeypatch):
+def test_wide_heads_go_to_splash_and_all_else_to_our_kernels(monkeypatch):
     call = SoftmaxCall(*example(8)[:3], scale=1.0)
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     monkeypatch.setattr(platform.LOG, 'warning', lambda message: pytest.fail(message))
     choose = exact_attention.SOFTMAX.choose
     assert choose(None, call) is softmax
-    assert choose(None, dataclasses.replace(call, window=4)) is splash
-    wide = SoftmaxCall(*example(8, size=256)[:3], scale=1.0)
+    assert choose(None, dataclasses.replace(call, window=4, sinks_H=jnp.zeros(1), score_cap=1.0)) is softmax
+    wide = SoftmaxCall(*example(8, size=256)[:3], scale=1.0, window=4, score_cap=1.0)
     assert choose(None, wide) is splash
 
 
@@ -470,3 +596,30 @@ def test_parts_of_a_window_compile_for_every_generation(generation, rule):
         lowered = jax.jit(gradients).trace(x, x, x, starts).lower(lowering_platforms=('tpu',))
         lowered.compile()
     assert lowered.as_text().count('kernel_name = "flash_attention_backward"') == (2 if 'v5e' in generation else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('generation', ['v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'v7x:2x2x1'])
+def test_windows_with_sinks_and_caps_compile_for_every_generation(generation):
+    """There are whole windows, and parts with the keys before them."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    devices = describe_devices(parse(generation))
+    tokens = jax.sharding.PartitionSpec(None, 'sequence')
+    for parts in (1, len(devices)):
+        mesh = jax.sharding.Mesh(np.array(devices[:parts]).reshape(1, parts), ('data', 'sequence'))
+        split = jax.sharding.NamedSharding(mesh, tokens)
+        x = jax.ShapeDtypeStruct((1, 8192, 2, 64), jnp.bfloat16, sharding=split)
+        starts = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=split)
+        sinks = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
+
+        def gradients(q, k, v, sinks, starts):
+            def of_part(q, k, v, sinks, starts):
+                options = dict(window=700, score_cap=50.0, implementation='pallas_tpu')
+                return exact_attention.softmax_attention(q, k, v, sinks_H=sinks, starts_BxL=starts, **options)
+
+            attention = sequence.over_tokens(of_part, (1, 1, 1, None, 1))
+            return jax.grad(lambda *a: attention(*a, starts).astype(jnp.float32).sum(), (0, 1, 2, 3))(q, k, v, sinks)
+
+        with jax.set_mesh(mesh):
+            jax.jit(gradients).trace(x, x, x, sinks, starts).lower(lowering_platforms=('tpu',)).compile()

@@ -1,20 +1,36 @@
 """Softmax attention."""
 
+import math
+
 import torch
+from torch import nn
 
 from lm.interop.formulas.base import Mechanism, distances, scores
 
 
 class SoftmaxFormula(Mechanism, name='softmax'):
-    """Weights exp(scale ⟨q, k⟩) for the `window` newest keys."""
+    """Weights exp(scale ⟨q, k⟩) for the `window` newest keys; sinks are one more key of each query."""
 
     divides = False  # torch.softmax has done it
 
-    def __init__(self, heads, kv_heads, size, *, scale, window, gate=False):
+    def __init__(
+        self, heads, kv_heads, size, *, scale, window, sinks=False, score_cap=None, log_base=None, gate=False
+    ):  # fmt: skip
         super().__init__()
-        self.scale, self.window = scale or size**-0.5, window
+        self.scale, self.window, self.cap, self.log_base = scale or size**-0.5, window, score_cap, log_base
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
 
     def weights(self, q, k):
         distance = distances(k.shape[1], k.device)
         hidden = (distance < 0) | (distance >= (self.window or k.shape[1]))
-        return torch.softmax((scores(q, k) * self.scale).masked_fill(hidden, -torch.inf), dim=-1)
+        s = scores(q, k) * self.scale
+        if self.log_base is not None:
+            before = torch.arange(k.shape[1], device=k.device)[:, None]
+            s = s * torch.log(before + self.log_base) / math.log(self.log_base)
+        if self.cap is not None:
+            s = self.cap * torch.tanh(s / self.cap)
+        s = s.masked_fill(hidden, -torch.inf)
+        if self.sinks is None:
+            return torch.softmax(s, dim=-1)
+        sinks = self.sinks[:, None, None].expand(*s.shape[:-1], 1)
+        return torch.softmax(torch.cat([s, sinks], dim=-1), dim=-1)[..., :-1]

@@ -49,10 +49,15 @@ def softmax_attention(
     k_start: jax.Array | int = 0,
     starts_BxL: jax.Array | None = None,
     log_decay_BxMxK: jax.Array | None = None,
+    score_cap: float | None = None,
+    sinks_H: jax.Array | None = None,
     block: int | None = None,
     implementation: str | None = None,
 ) -> Annotated[jax.Array, 'BxLxHxD']:
     """Computes softmax attention: weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩).
+
+    A cap c takes c tanh(scale ⟨q_i, k_j⟩ / c) for scale ⟨q_i, k_j⟩ (Gemma 2, Gemma Team 2024, §2). A sink adds
+    exp(sink) to the denominator (gpt-oss, OpenAI 2025, §2.2), so that the weights of a query have a sum below 1.
 
     Args:
         q_BxLxHxD: queries.
@@ -69,6 +74,8 @@ def softmax_attention(
         log_decay_BxMxK: logs of the factors, at most 0, by which the token of each key multiplies the weights of all
             keys before it, for itself and the tokens after it; -inf and all below -104 hide them. Gradients flow to it.
             None: no decay.
+        score_cap: c, above 0; None: scores are not capped. Decay is added to the capped scores.
+        sinks_H: a logit per query head, float32. Gradients flow to it. None: no sinks.
         block: tokens per block; None picks what is fast.
         implementation: one of `SOFTMAX`; None picks the platform's.
 
@@ -89,9 +96,15 @@ def softmax_attention(
         k_start=k_start,
         starts_BxL=starts_BxL,
         log_decay_BxMxK=log_decay_BxMxK,
+        score_cap=score_cap,
+        sinks_H=sinks_H,
         block=block,
     )
     _check(call)
+    if score_cap is not None and not score_cap > 0:
+        raise OperationError(f'score_cap = {score_cap}: must be above 0; None leaves scores as they are')
+    if sinks_H is not None and sinks_H.shape != q_BxLxHxD.shape[2:3]:
+        raise OperationError(f'sinks of shape {sinks_H.shape}: must be {q_BxLxHxD.shape[2:3]}, one per query head')
     call = _with_keys_of_other_parts(_with_decay_of_documents(call))
     return SOFTMAX.choose(implementation, call).softmax_attention(call)
 

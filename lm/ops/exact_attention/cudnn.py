@@ -46,6 +46,10 @@ def unsupported(call: SoftmaxCall) -> str | None:
         return f'takes head sizes that are multiples of 8 up to 128, not {q.shape[-1]}'
     if call.log_decay_BxMxK is not None:
         return 'has no decay'
+    if call.sinks_H is not None:
+        return 'has no sinks'
+    if call.score_cap is not None:
+        return 'has no cap of the scores'
     if not call.is_whole:
         return 'takes as many queries as keys'
     if call.starts_BxL is not None:

@@ -54,7 +54,11 @@ class ExactCall:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxCall(ExactCall):
-    """Weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩)."""
+    """Weights exp(scale ⟨q_i, k_j⟩) / Σ_j' exp(scale ⟨q_i, k_j'⟩), with sinks and a cap where they are given."""
+
+    _: dataclasses.KW_ONLY
+    score_cap: float | None = None
+    sinks_H: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

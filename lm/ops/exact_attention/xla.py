@@ -74,9 +74,10 @@ class RunningSoftmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxWeights:
-    """`BlockWeights` exp(scale s) / Σ exp(scale s), with a running maximum."""
+    """`BlockWeights` exp(scale s) / Σ exp(scale s), with a running maximum; scale s may have a cap."""
 
     scale: float
+    cap: float | None = None
 
     def start(self, rows: tuple[int, ...]) -> RunningSoftmax:
         return RunningSoftmax(jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32))
@@ -94,10 +95,13 @@ class SoftmaxWeights:
 
     def weights(self, s, visible, normalizer, fade=None):
         w = jnp.exp(jnp.where(visible, self._logits(s, fade), MASKED) - normalizer[..., None])
-        return w, w * self.scale
+        if self.cap is None:
+            return w, w * self.scale
+        return w, w * (self.scale * (1.0 - jnp.square(jnp.tanh(s * (self.scale / self.cap)))))
 
     def _logits(self, s, fade):
-        return s * self.scale if fade is None else s * self.scale + fade
+        logits = s * self.scale if self.cap is None else self.cap * jnp.tanh(s * (self.scale / self.cap))
+        return logits if fade is None else logits + fade
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +153,7 @@ class _Residuals(NamedTuple):
     normalizer_BxKxGxL: jax.Array
     seen: Seen
     decay: Decay | None
+    sinks_KxG: jax.Array | None
 
 
 class _Gradients(NamedTuple):
@@ -211,7 +216,7 @@ class Blocks:
 
 def softmax_attention(call: SoftmaxCall) -> jax.Array:
     """Computes a call in blocks."""
-    return _attend_in_blocks(SoftmaxWeights(call.scale), call)
+    return _attend_in_blocks(SoftmaxWeights(call.scale, call.score_cap), call, call.sinks_H)
 
 
 def polynomial_attention(call: PolynomialCall) -> jax.Array:
@@ -238,7 +243,7 @@ def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) ->
     return block_q, block_k
 
 
-def _attend_in_blocks(rule: BlockWeights, call: ExactCall) -> jax.Array:
+def _attend_in_blocks(rule: BlockWeights, call: ExactCall, sinks_H: jax.Array | None = None) -> jax.Array:
     batch, length, heads, size = call.q_BxLxHxD.shape
     keys, kv_heads = call.k_BxMxKxD.shape[1:3]
     rows = -(-batch // platform.batch_shards()) * heads
@@ -253,17 +258,27 @@ def _attend_in_blocks(rule: BlockWeights, call: ExactCall) -> jax.Array:
         first_N = starts_BxL[:, blocks.query_start(jnp.arange(blocks.n_q))].min(0)
     seen = Seen(offset, k_start, starts_BxL, first_N)
     decay = None if call.log_decay_BxMxK is None else decays.accumulate(call.log_decay_BxMxK)
-    o_BxKxGxLxD = _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay)
+    sinks_KxG = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(kv_heads, -1)
+    o_BxKxGxLxD = _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay, sinks_KxG)
     return o_BxKxGxLxD.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, call.v_BxMxKxD.shape[-1])
 
 
 @custom_vjp(0, 1)
-def _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay) -> jax.Array:
-    return _forward(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay)[0]
+def _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay, sinks_KxG) -> jax.Array:
+    return _forward(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay, sinks_KxG)[0]
 
 
-def _forward(rule: BlockWeights, blocks: Blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen: Seen, decay: Decay | None):
-    """Returns the outputs and the normalizers."""
+def _forward(
+    rule: BlockWeights,
+    blocks: Blocks,
+    q_BxKxGxLxD: jax.Array,
+    k_BxKxMxD: jax.Array,
+    v_BxKxMxD: jax.Array,
+    seen: Seen,
+    decay: Decay | None,
+    sinks_KxG: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs and the normalizers. With sinks these are the logarithms of the sums."""
     lead, size = q_BxKxGxLxD.shape[:3], v_BxKxMxD.shape[-1]
     rows = (*lead, blocks.block_q)
 
@@ -283,6 +298,9 @@ def _forward(rule: BlockWeights, blocks: Blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxM
         carry = (jnp.zeros((*rows, size), jnp.float32), rule.start(rows))
         low, high = blocks.key_range(i, seen)
         o_block, normalizer_block = rule.finish(*loop(low, high, key_block, carry, blocks.n_k == 1))
+        if sinks_KxG is not None:
+            joined = jnp.logaddexp(normalizer_block, sinks_KxG[:, :, None])
+            o_block, normalizer_block = o_block * jnp.exp(normalizer_block - joined)[..., None], joined
         return put(o, o_block, start, 3), put(normalizer, normalizer_block, start, 3)
 
     shape = (*lead, blocks.queries)
@@ -304,10 +322,10 @@ def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> 
     return visible, jnp.where(visible, fade, 0.0)
 
 
-def _attend_forward(rule, blocks, q, k, v, seen, decay):
-    o, normalizer = _forward(rule, blocks, q, k, v, seen, decay)
+def _attend_forward(rule, blocks, q, k, v, seen, decay, sinks):
+    o, normalizer = _forward(rule, blocks, q, k, v, seen, decay, sinks)
     o, normalizer = save_residual(o), save_residual(normalizer)
-    return o, _Residuals(q, k, v, o, normalizer, seen, decay)
+    return o, _Residuals(q, k, v, o, normalizer, seen, decay, sinks)
 
 
 def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: _Residuals, do_BxKxGxLxD: jax.Array):
@@ -355,7 +373,11 @@ def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: _Residuals, 
     )
     dq, dk, dv, dtotal = loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
     ddecay = None if dtotal is None else decays.cotangent(dtotal)
-    return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None, ddecay
+    dsinks_KxG = None
+    if residuals.sinks_KxG is not None:  # a key whose value is zero
+        w_BxKxGxL = jnp.exp(residuals.sinks_KxG[:, :, None] - residuals.normalizer_BxKxGxL)
+        dsinks_KxG = -(w_BxKxGxL * row_BxKxGxL).sum((0, 3))
+    return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None, ddecay, dsinks_KxG
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -3,14 +3,16 @@
 A `WeightRule` turns scores into weights; softmax and polynomial attention have one each. Inside the kernels everything
 is feature by token ([N, D, L], N = batch · heads, tokens on the 128 lanes): a head of 64 would leave half of the lanes
 idle, and half of a matrix unit in all products. The grid visits the pairs (block of queries, block of keys) on and
-below the diagonal from a table; pairs above it cost nothing. With documents, a pair whose queries see none of its keys
-computes nothing. Only pairs in which a document begins, or whose queries belong to several, are masked.
+below the diagonal from a table, with a window the pairs inside it; all other pairs cost nothing. With documents, a pair
+whose queries see none of its keys computes nothing. Only pairs in which a document begins, or whose queries belong to
+several, are masked.
 
 Static cycles per token and head are measured by `lm bench kernels`.
 """
 
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,7 +28,6 @@ from lm.ops.exact_attention.tpu.pairs import (
     Piece,
     cut,
     document_arrays,
-    number_diagonals,
     pair_of,
     split_documents,
     step_of,
@@ -52,6 +53,7 @@ class FlashOperands(NamedTuple):
         v_KxDxM: values.
         starts_BxL: the first key that each query sees, int32, ascending; None where plan.documents is None.
         part: which part of the window the queries are; None where plan.parts is 1.
+        sinks_N: a logit in base 2 per query head, float32; None: there are no sinks.
     """
 
     q_NxDxL: jax.Array
@@ -59,6 +61,7 @@ class FlashOperands(NamedTuple):
     v_KxDxM: jax.Array
     starts_BxL: jax.Array | None = None
     part: jax.Array | None = None
+    sinks_N: jax.Array | None = None
 
 
 class FlashResiduals(NamedTuple):
@@ -71,6 +74,7 @@ class FlashResiduals(NamedTuple):
     kept_Nx1xL: jax.Array
     starts_BxL: jax.Array | None
     part: jax.Array | None
+    sinks_N: jax.Array | None
 
 
 class SweepOperands(NamedTuple):
@@ -91,8 +95,10 @@ class KeySums(NamedTuple):
     dv_NxDxM: jax.Array
 
 
-def attention(plan: FlashPlan, call: ExactCall) -> jax.Array:
+def attention(plan: FlashPlan, call: ExactCall, sinks_H: jax.Array | None = None) -> jax.Array:
     """Returns [B, L, H, D] of a call that `plan.unsupported` does not refuse.
+
+    `sinks_H` are logits in base 2, float32.
 
     Of a window in parts, each device computes two halves of parts, one early and one late: in order, the last device
     would see nearly twice as many keys as the mean, and all others would wait for it.
@@ -102,17 +108,24 @@ def attention(plan: FlashPlan, call: ExactCall) -> jax.Array:
     if plan.parts > 1:
         q_BxLxHxD, starts = jax.tree.map(sequence.balanced, (q_BxLxHxD, starts))
         part = sequence.index()
+    if plan.documents is not None and starts is None:
+        starts = jnp.zeros(q_BxLxHxD.shape[:2], jnp.int32)
+    if not call.is_whole and plan.parts == 1 and starts is not None:
+        starts = jnp.maximum(starts, call.k_start) + (plan.ahead * plan.block - plan.before)
 
-    def function(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts_BxL, part):
+    def function(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, starts_BxL, part, sinks_H):
         if starts_BxL is not None:
             starts_BxL = jnp.pad(starts_BxL.astype(jnp.int32), ((0, 0), (0, beyond)), mode='edge')
+        if front := plan.ahead * plan.block - plan.before:  # keys that are out of every query's window
+            k_BxMxKxD, v_BxMxKxD = (jnp.pad(a, ((0, 0), (front, 0), (0, 0), (0, 0))) for a in (k_BxMxKxD, v_BxMxKxD))
+        sinks_N = None if sinks_H is None else jnp.tile(sinks_H, q_BxLxHxD.shape[0])
         # Keys after the last token are in every query's future; queries after it have no gradient.
         q, k, v = (by_token(a, a.shape[1] + beyond, a.shape[2]) for a in (q_BxLxHxD, k_BxMxKxD, v_BxMxKxD))
-        o_NxDxL = attend(plan, FlashOperands(q, k, v, starts_BxL, part))
+        o_NxDxL = attend(plan, FlashOperands(q, k, v, starts_BxL, part, sinks_N))
         return by_head(o_NxDxL, q_BxLxHxD, v_BxMxKxD.shape[-1])
 
-    run = platform.per_device(function, split=(True, True, True, True, False))
-    o_BxLxHxD = run(q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, starts, part)
+    run = platform.per_device(function, split=(True, True, True, True, False, False))
+    o_BxLxHxD = run(q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, starts, part, sinks_H)
     return o_BxLxHxD if part is None else sequence.in_order(o_BxLxHxD)
 
 
@@ -124,8 +137,8 @@ def attend(plan: FlashPlan, operands: FlashOperands) -> jax.Array:
 
 def _attend_forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, FlashResiduals]:
     o, kept = map(save_residual, forward(plan, operands))
-    q, k, v, starts, part = operands
-    return o, FlashResiduals(q, k, v, o, kept, starts, part)
+    q, k, v, starts, part, sinks = operands
+    return o, FlashResiduals(q, k, v, o, kept, starts, part, sinks)
 
 
 def _attend_backward(plan: FlashPlan, residuals: FlashResiduals, do: jax.Array) -> tuple[FlashOperands]:
@@ -137,14 +150,16 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs [N, D, L], and what the rule keeps of each query, [N, 1, L] in float32."""
-    q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part = operands
+    q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part, sinks_N = operands
     n, _, length = q_NxDxL.shape
     size, block = v_KxDxM.shape[1], plan.block
-    walk = walk_by_queries(number_diagonals(length // block, plan.parts))
+    walk = walk_by_queries(plan.diagonals(length // block), plan.window)
     outputs = [
         jax.ShapeDtypeStruct((n, rows, length), dtype) for rows, dtype in ((size, v_KxDxM.dtype), (1, jnp.float32))
     ]
     queries, keys, rows = _specs(plan)
+    sinks = [] if sinks_N is None else [sinks_N]
+    sinks_specs = [pl.BlockSpec(memory_space=pltpu.SMEM) for _ in sinks]
     ends, starts = document_arrays(starts_BxL, plan.block)
     tables = walk.tables(part) + ends
     o_NxDxL, kept_Nx1xL = pl.pallas_call(
@@ -153,7 +168,7 @@ def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Ar
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
             grid=(n, walk.steps),
-            in_specs=[*rows, queries(q_NxDxL), keys(k_KxDxM), keys(v_KxDxM)],
+            in_specs=[*rows, *sinks_specs, queries(q_NxDxL), keys(k_KxDxM), keys(v_KxDxM)],
             out_specs=[queries(a) for a in outputs],
             scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES, 1)],
         ),
@@ -162,23 +177,23 @@ def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Ar
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=_cost(plan, q_NxDxL, v_KxDxM, walk.steps, products=(1, 1), arrays=4),
-    )(*tables, *starts, q_NxDxL, k_KxDxM, v_KxDxM)
+    )(*tables, *starts, *sinks, q_NxDxL, k_KxDxM, v_KxDxM)
     return o_NxDxL, kept_Nx1xL
 
 
 def backward(plan: FlashPlan, residuals: FlashResiduals, do_NxDxL: jax.Array) -> FlashOperands:
-    """Returns the gradients of q, k and v from the gradient of the outputs; starts and part have none.
+    """Returns the gradients of q, k, v and sinks from the gradient of the outputs; starts and part have none.
 
     One kernel computes all three: five products per pair of blocks, where separate kernels would need seven. The
     gradient of the queries waits in VMEM until the keys up to their diagonal block are done; where it does not fit, the
     queries are taken in chunks.
     """
-    q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, starts_BxL, part = residuals
+    q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, starts_BxL, part, sinks_N = residuals
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number per query.
     row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
     read = SweepOperands(q_NxDxL, k_KxDxM, v_KxDxM, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
     blocks, tokens = q_NxDxL.shape[2] // plan.block, k_KxDxM.shape[2]
-    dqs, sums, diagonal_PxI = [], None, number_diagonals(blocks, plan.parts)
+    dqs, sums, diagonal_PxI = [], None, plan.diagonals(blocks)
     if blocks > plan.chunk:
         sums = KeySums(*(jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)))
     for start in range(0, blocks, plan.chunk):
@@ -189,7 +204,12 @@ def backward(plan: FlashPlan, residuals: FlashResiduals, do_NxDxL: jax.Array) ->
         seen_M = jnp.arange(tokens) < jnp.asarray((diagonal_PxI.max(1) + 1) * plan.block)[part]
         sums = jax.tree.map(lambda a: jnp.where(seen_M, a, 0.0), sums)
     shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums or ())
-    return FlashOperands(jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared))
+    gradients = FlashOperands(jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared))
+    if sinks_N is None:
+        return gradients
+    # A sink is a key of every query whose value is zero; its logit is in base 2.
+    w_NxL = jnp.exp2(sinks_N[:, None] - kept_Nx1xL[:, 0])
+    return gradients._replace(sinks_N=-math.log(2.0) * jnp.sum(w_NxL * row_Nx1xL[:, 0], axis=1))
 
 
 def _sweep(
@@ -205,7 +225,8 @@ def _sweep(
     """Returns the gradient of the query blocks start … stop - 1, and `sums` with what these blocks add to them."""
     n, compared, _ = read.q_NxDxL.shape
     size, tokens, block = *read.v_KxDxM.shape[1:], plan.block
-    walk = walk_by_keys(diagonal_PxI, start, stop)
+    walk = walk_by_keys(diagonal_PxI, start, stop, plan.window)
+    waiting = stop - start if plan.window is None else min(stop - start, plan.window.back + 1)
     added = [] if sums is None else [*sums]
     sums_dtype = jnp.float32 if plan.group > 1 or added else read.v_KxDxM.dtype
     outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), read.q_NxDxL.dtype)]
@@ -233,7 +254,7 @@ def _sweep(
             out_specs=[column, *by_key],
             scratch_shapes=[
                 pltpu.VMEM(shape, jnp.float32)
-                for shape in ((stop - start, compared, block), (compared, block), (size, block))
+                for shape in ((waiting, compared, block), (compared, block), (size, block))
             ],
         ),
         out_shape=outputs,
@@ -247,14 +268,20 @@ def _sweep(
 
 
 def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
-    documents, (q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ) = split_documents(plan.documents, refs)
-    step, rule = step_of(pairs, diagonals, pl.program_id(1)), plan.rule
+    documents, refs = split_documents(plan.documents, refs)
+    sinks, refs = (refs[0], refs[1:]) if plan.sinks else (None, refs)
+    q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ = refs
+    step, rule = step_of(pairs, diagonals, pl.program_id(1), plan.window), plan.rule
 
-    @pl.when(step.j == 0)
+    @pl.when(step.j == step.first_keys)
     def _():
         acc_DxQ[...] = jnp.zeros_like(acc_DxQ)
-        sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
-        level_1xQ[...] = jnp.full_like(level_1xQ, rule.lowest)
+        if sinks is None:
+            sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
+            level_1xQ[...] = jnp.full_like(level_1xQ, rule.lowest)
+        else:  # the first weight of each query, relative to the sink
+            sums_8xQ[...] = jnp.full_like(sums_8xQ, 1.0 / SUBLANES)
+            level_1xQ[...] = jnp.full_like(level_1xQ, sinks[pl.program_id(0)])
 
     def score(piece: Piece) -> jax.Array:
         return rule.score(dot(k[0, :, piece.keys], q[0, :, piece.queries], (0, 0)), piece.seen)
@@ -287,12 +314,8 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
             sums_8xQ[:, queries], acc_DxQ[:, queries], level_1xQ[:, queries] = sums, acc, now_1xQ
 
     parts = cut(plan.block, plan.piece)
-    diagonal = [
-        (queries, slice(keys.start, min(keys.stop, queries.stop)))
-        for queries, keys in itertools.product(cut(plan.block, plan.forward_diagonal), parts)
-        if keys.start < queries.stop
-    ]
-    visit(list(itertools.product(parts, parts)), diagonal, plan.block, documents, step, add)
+    fine = list(itertools.product(cut(plan.block, plan.forward_diagonal), parts))
+    visit(list(itertools.product(parts, parts)), fine, plan.block, documents, step, add, plan.window)
 
     @pl.when(step.j == step.last_keys)
     def _():
@@ -305,10 +328,12 @@ def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, diagonals, 
     documents, (q, k, v, do, row, kept, *refs) = split_documents(plan.documents, refs)
     added = KeySums(*refs[:2]) if adds else None
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
-    step = step_of(pairs, diagonals, pl.program_id(1))
+    step = step_of(pairs, diagonals, pl.program_id(1), plan.window)
     mine, scale = step.i - start, plan.rule.gradient_scale
+    if plan.window is not None:
+        mine = lax.rem(mine, jnp.int32(dq_IxCxQ.shape[0]))
 
-    @pl.when(step.j == 0)
+    @pl.when(step.j == step.first_keys)
     def _():
         dq_IxCxQ[mine] = jnp.zeros(dq_IxCxQ.shape[1:], jnp.float32)
 
@@ -330,8 +355,8 @@ def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, diagonals, 
             dv_DxK[:, keys] += dot(do_DxQ, w_KxQ, (1, 1))
 
     below = [(slice(0, plan.block), keys) for keys in cut(plan.block, plan.tile)]
-    diagonal = [(queries, slice(0, queries.stop)) for queries in cut(plan.block, plan.backward_diagonal)]
-    visit(below, diagonal, plan.block, documents, step, add)
+    fine = [(queries, slice(0, plan.block)) for queries in cut(plan.block, plan.backward_diagonal)]
+    visit(below, fine, plan.block, documents, step, add, plan.window)
 
     @pl.when(step.j == step.last_keys)
     def _():
@@ -366,8 +391,11 @@ def _specs(plan: FlashPlan):
 
 
 def _cost(plan: FlashPlan, q, v, pairs: int, products: tuple[int, int], arrays: int) -> pl.CostEstimate:
-    n, compared, _ = q.shape
+    n, compared, length = q.shape
     weights = n * pairs * plan.block**2
+    if plan.window is not None:  # many pairs are visited in part
+        first = plan.window.tokens - 1 - plan.before  # the first queries, which see fewer keys
+        weights = n * (length * plan.window.tokens - first * (first + 1) // 2)
     width = products[0] * compared + products[1] * v.shape[1]
     block = plan.block * max(compared, v.shape[1]) * q.dtype.itemsize
     return pl.CostEstimate(flops=2 * weights * width, transcendentals=0, bytes_accessed=n * pairs * arrays * block)

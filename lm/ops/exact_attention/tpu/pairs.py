@@ -15,12 +15,50 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from lm.ops import sequence
+from lm.ops.tpu import LANES
 
 
 class Hide(Protocol):
     def __call__(self, numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
         """Returns the numbers of the keys that the queries see, and `hidden` in the place of the others."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A window of keys in blocks: a query sees its own and the `tokens` - 1 keys before it.
+
+    Attributes:
+        tokens: keys that a query sees.
+        block: tokens per block.
+        back: the distance from the diagonal of the last block of keys that a block of queries sees.
+        whole: the greatest distance of a block of which all queries see all keys; 0 or below: there is none.
+    """
+
+    tokens: int
+    block: int
+
+    @property
+    def back(self) -> int:
+        return -(-(self.tokens - 1) // self.block)
+
+    @property
+    def whole(self) -> int:
+        return self.tokens // self.block - 1
+
+    def cut(self, pieces: list[tuple[slice, slice]], distance: int) -> list[tuple[slice, slice]]:
+        """Returns what is left of (queries, keys) of blocks at a distance without the keys that no query sees."""
+        found = []
+        for queries, keys in pieces:
+            first = self.hidden(distance) + queries.start + 1
+            start = max(keys.start, first // LANES * LANES)
+            if start < keys.stop:
+                found.append((queries, slice(start, keys.stop)))
+        return found
+
+    def hidden(self, distance: int) -> int:
+        """Returns the last key of a block at this distance that is hidden from its first query; below 0: none is."""
+        return distance * self.block - self.tokens
 
 
 IDLE = 1 << 30
@@ -64,23 +102,28 @@ def number_diagonals(blocks: int, parts: int) -> np.ndarray:
     return (halves_Px2[:, :, None] * (blocks // 2) + np.arange(blocks // 2)).reshape(parts, blocks)
 
 
-def walk_by_queries(diagonal_PxI: np.ndarray) -> Walk:
+def walk_by_queries(diagonal_PxI: np.ndarray, window: Window | None = None) -> Walk:
     """Returns the walk over blocks of queries, each with the keys that it sees, and its diagonal last."""
     columns = np.arange(diagonal_PxI.max() + 1)
-    pairs = [np.stack(np.nonzero(diagonal[:, None] >= columns)) for diagonal in diagonal_PxI]
+    pairs = [np.stack(np.nonzero(_sees(diagonal[:, None], columns, window))) for diagonal in diagonal_PxI]
     return Walk(_packed(pairs), diagonal_PxI)
 
 
-def walk_by_keys(diagonal_PxI: np.ndarray, start: int, stop: int) -> Walk:
+def walk_by_keys(diagonal_PxI: np.ndarray, start: int, stop: int, window: Window | None = None) -> Walk:
     """Returns the walk over blocks of keys, each with the queries of the blocks start … stop - 1 that see it."""
     columns, pairs, following = np.arange(diagonal_PxI.max() + 1), [], []
     for diagonal in diagonal_PxI[:, start:stop]:
-        j, i = np.nonzero(columns[:, None] <= diagonal)
+        j, i = np.nonzero(_sees(diagonal, columns[:, None], window))
         pairs.append(np.stack([i + start, j]))
         order = np.argsort(diagonal)
         places = np.searchsorted(diagonal[order], columns)
         following.append(order[np.minimum(places, len(order) - 1)])
     return Walk(_packed(pairs), diagonal_PxI, np.stack(following))
+
+
+def _sees(diagonal: np.ndarray, j: np.ndarray, window: Window | None) -> np.ndarray:
+    """Returns whether queries with this diagonal see any key of block j."""
+    return (j <= diagonal) if window is None else (j <= diagonal) & (diagonal - j <= window.back)
 
 
 def _packed(pairs: list[np.ndarray]) -> np.ndarray:
@@ -103,6 +146,7 @@ class Step(NamedTuple):
         i: the block of queries.
         j: the block of keys.
         last_keys: the last block of keys that these queries see; -1 where there is nothing to do.
+        first_keys: the first block of keys that these queries see.
         opens: True where the step before has other keys.
         closes: True where the next step has other keys.
     """
@@ -110,16 +154,18 @@ class Step(NamedTuple):
     i: jax.Array
     j: jax.Array
     last_keys: jax.Array
+    first_keys: jax.Array | int
     opens: jax.Array
     closes: jax.Array
 
 
-def step_of(pairs: jax.Ref, diagonal_I: jax.Ref, t: jax.Array) -> Step:
+def step_of(pairs: jax.Ref, diagonal_I: jax.Ref, t: jax.Array, window: Window | None = None) -> Step:
     """Returns step t, from the tables in scalar memory."""
     i, j = pair_of(pairs, t)
     opens = (t == 0) | (pair_of(pairs, jnp.maximum(t - 1, 0))[1] != j)
     last_keys = jnp.where(pairs[t] >= IDLE, -1, diagonal_I[i])
-    return Step(i, j, last_keys, opens, pair_of(pairs, t + 1)[1] != j)
+    first_keys = 0 if window is None else jnp.maximum(last_keys - window.back, 0)
+    return Step(i, j, last_keys, first_keys, opens, pair_of(pairs, t + 1)[1] != j)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,59 +220,119 @@ class Piece(NamedTuple):
 
 def visit(
     below: list[tuple[slice, slice]],
-    diagonal: list[tuple[slice, slice]],
+    fine: list[tuple[slice, slice]],
     block: int,
     documents: Boundaries | None,
     step: Step,
     add: Callable[[list[Piece]], None],
+    window: Window | None = None,
 ) -> None:
     """Calls `add` with the pieces of a step in which queries see keys, if there are any.
 
     Args:
         below: (queries, keys) of a pair of different blocks, in the order of the pieces.
-        diagonal: (queries, keys) of the same tokens; keys after all of their queries are left out.
+        fine: (queries, keys) of a pair in which some queries do not see some keys because of their distance.
         block: tokens per block.
+        documents: what the kernel reads of them.
         step: the place of the kernel in its walk.
         add: takes the pieces of this pair.
+        window: the keys that a query sees; None: all before it.
     """
     i, j, last_keys = step[:3]
 
-    def hide(queries: slice, keys: slice, causal: bool, within: bool) -> Hide:
-        if not (causal or within):
-            return _all
-
-        def seen(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
-            key = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 0)
-            visible = None
-            if causal:
-                query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
-                visible = key <= query + (queries.start - keys.start)
-            if within and documents is not None:
-                inside = key >= documents.starts[0, :, queries] - (j * block + keys.start)
-                visible = inside if visible is None else visible & inside
-            return numbers_KxQ if visible is None else jnp.where(visible, numbers_KxQ, hidden)
-
-        return seen
+    hide = functools.partial(_hide, step, block, documents, window)
 
     def earlier(within: bool) -> None:
         add([Piece(queries, keys, hide(queries, keys, False, within)) for queries, keys in below])
 
-    if documents is None:
-        pl.when(j < last_keys)(lambda: earlier(within=False))
-    else:
+    def sees_all() -> jax.Array:
+        return j < last_keys if window is None else (j < last_keys) & (last_keys - j <= window.whole)
+
+    has_whole = window is None or window.whole > 0
+    if has_whole and documents is None:
+        pl.when(sees_all())(lambda: earlier(within=False))
+    elif has_whole and documents is not None:
         first, last = documents.first_and_last(i)
         whole = last <= j * block
-        pl.when((j < last_keys) & whole)(lambda: earlier(within=False))
-        pl.when((j < last_keys) & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
+        pl.when(sees_all() & whole)(lambda: earlier(within=False))
+        pl.when(sees_all() & ~whole & (first < (j + 1) * block))(lambda: earlier(within=True))
+
+    diagonal = [
+        (queries, slice(keys.start, min(keys.stop, queries.stop)))
+        for queries, keys in fine
+        if keys.start < queries.stop
+    ]
 
     @pl.when(j == last_keys)
     def _():
+        pieces = diagonal if window is None else window.cut(diagonal, 0)
         add(
             [
-                Piece(queries, keys, hide(queries, keys, keys.stop > queries.start + 1, documents is not None))
-                for queries, keys in diagonal
+                Piece(queries, keys, hide(queries, keys, keys.stop > queries.start + 1, documents is not None, 0))
+                for queries, keys in pieces
             ]
         )
+
+    def at_the_edge(distance: int) -> None:
+        pieces = [] if window is None else window.cut(fine, distance)
+        add([Piece(*piece, hide(*piece, False, documents is not None, distance)) for piece in pieces])
+
+    for distance in [] if window is None else range(max(window.whole, 0) + 1, window.back + 1):
+        at = (j == last_keys - distance) & (last_keys >= 0)
+        if documents is not None:
+            at &= documents.first_and_last(i)[0] < (j + 1) * block
+        pl.when(at)(functools.partial(at_the_edge, distance))
+
+
+def _hide(
+    step: Step,
+    block: int,
+    documents: Boundaries | None,
+    window: Window | None,
+    queries: slice,
+    keys: slice,
+    causal: bool,
+    within: bool,
+    distance: int | None = None,
+) -> Hide:
+    """Returns the function that hides keys of a piece.
+
+    Args:
+        step: the place of the kernel in its walk.
+        block: tokens per block.
+        documents: what the kernel reads of them.
+        window: the keys that a query sees.
+        queries: the queries of the piece.
+        keys: the keys of the piece.
+        causal: whether some keys are after some queries.
+        within: whether a document may begin among them.
+        distance: the distance of the block from the diagonal; None: all queries see all keys of the block.
+    """
+    # The keys up to this one, counted from the first at hand, are out of the first query's window.
+    edge = None
+    if window is not None and distance is not None:
+        edge = window.hidden(distance) + queries.start - keys.start
+        if edge + queries.stop - queries.start - 1 < 0:
+            edge = None
+    if not (causal or within or edge is not None):
+        return _all
+
+    def seen(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:
+        key = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 0)
+        visible = None
+        if causal:
+            query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
+            visible = key <= query + (queries.start - keys.start)
+        if edge is not None:
+            query = lax.broadcasted_iota(jnp.int32, numbers_KxQ.shape, 1)
+            inside = key > query + edge
+            visible = inside if visible is None else visible & inside
+        if within and documents is not None:
+            inside = key >= documents.starts[0, :, queries] - (step.j * block + keys.start)
+            visible = inside if visible is None else visible & inside
+        return numbers_KxQ if visible is None else jnp.where(visible, numbers_KxQ, hidden)
+
+    return seen
 
 
 def _all(numbers_KxQ: jax.Array, hidden: float = 0.0) -> jax.Array:

@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
 from lm.ops import platform
+from lm.ops.exact_attention.tpu.pairs import Window, number_diagonals
 from lm.ops.exact_attention.tpu.weight_rule import WeightRule
-from lm.ops.exact_attention.types import ExactCall
+from lm.ops.exact_attention.types import ExactCall, SoftmaxCall
 from lm.ops.tpu import LANES, MIB, padded_rows
 
 MAX_BLOCK = 1024
@@ -29,6 +31,9 @@ class FlashPlan:
         group: query heads that share a key head.
         parts: the parts of the window. The queries are one part, the keys belong to all.
         documents: query heads of each row of the batch, which has documents; None: a window is one text.
+        window: the keys that a query sees; None: all before it.
+        before: keys before the first query, in a window whose earlier tokens another device has.
+        sinks: whether each head has a sink.
         vmem_limit_bytes: memory that the compiler may use; None: its default.
     """
 
@@ -42,7 +47,19 @@ class FlashPlan:
     group: int
     parts: int = 1
     documents: int | None = None
+    window: Window | None = None
+    before: int = 0
+    sinks: bool = False
     vmem_limit_bytes: int | None = None
+
+    @property
+    def ahead(self) -> int:
+        """Blocks of keys before the first query."""
+        return -(-self.before // self.block)
+
+    def diagonals(self, blocks: int) -> np.ndarray:
+        """Returns `Walk.diagonal_PxI` of so many blocks of queries."""
+        return number_diagonals(blocks, self.parts) + self.ahead
 
 
 def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
@@ -58,6 +75,10 @@ def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
     if rule.keeps_levels:
         piece = short if platform.matrix_side() > LANES else LANES
     gradient = (4 if small else 16) * MIB
+    reach = reach_of_part(call)
+    window = None if call.window is None or call.window >= length + (reach or 0) else Window(call.window, block)
+    # The gradients of queries whose windows begin at one block of keys are few: they wait in VMEM for any length.
+    blocks = -(-length // block)
     return FlashPlan(
         rule=rule,
         block=block,
@@ -65,10 +86,13 @@ def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
         forward_diagonal=min(piece, long),
         tile=short if small else block,
         backward_diagonal=short,
-        chunk=max(1, gradient // (2 * width * block)),
+        chunk=max(1, gradient // (2 * width * block)) if window is None else blocks,
         group=heads // call.k_BxMxKxD.shape[2],
         parts=parts,
-        documents=None if call.starts_BxL is None else heads,
+        documents=None if call.starts_BxL is None and reach is None else heads,
+        window=window,
+        before=reach or 0,
+        sinks=isinstance(call, SoftmaxCall) and call.sinks_H is not None,
         vmem_limit_bytes=None if small else 56 * MIB,
     )
 
@@ -78,9 +102,11 @@ def unsupported(call: ExactCall) -> str | None:
     q, k, v, block = call.q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, call.block
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    parts = _parts(call)
-    if reason := call.beyond_causal(parts):
+    parts, reach = _parts(call), reach_of_part(call)
+    if reason := call.beyond_causal(parts if reach is None else platform.sequence_shards()):
         return reason
+    if parts > 1 and call.window is not None:
+        return f'takes no window of {call.window} tokens over parts of {q.shape[1]}'
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -90,10 +116,24 @@ def unsupported(call: ExactCall) -> str | None:
     length = q.shape[1]
     if parts > 1 and length % (2 * LANES):
         return f'takes parts of a window that are multiples of {2 * LANES} tokens, not {length}'
-    blocks = -(-length // _block(length, parts, block, MAX_BLOCK))
-    if blocks * (parts * blocks + 1) // 2 > MAX_PAIRS:
+    side = _block(length, parts, block, MAX_BLOCK)
+    blocks, seen = -(-length // side), (parts * -(-length // side) + 1) / 2
+    if call.window is not None:
+        seen = min(seen, Window(call.window, side).back + 1)
+    if blocks * seen > MAX_PAIRS:
         return f'takes fewer than {blocks} blocks of tokens'
     return platform.uneven_batch(q.shape[0])
+
+
+def reach_of_part(call: ExactCall) -> int | None:
+    """Returns how many keys the window reaches back to before a part of it, where the call has one; else None.
+
+    With windows longer than a part, the keys belong to all parts, and may be as many.
+    """
+    if call.window is None or platform.sequence_shards() == 1:
+        return None
+    length, reach = call.q_BxLxHxD.shape[1], call.window - 1
+    return reach if reach <= length and call.k_BxMxKxD.shape[1] == length + reach else None
 
 
 def block_size(length: int, most: int = MAX_BLOCK) -> int:
@@ -111,5 +151,5 @@ def _block(length: int, parts: int, requested: int | None, most: int) -> int:
 
 def _parts(call: ExactCall) -> int:
     """Returns the parts of the window, where the queries are one part and the keys belong to all; else 1."""
-    parts = platform.sequence_shards()
+    parts = platform.sequence_shards() if reach_of_part(call) is None else 1
     return parts if call.k_BxMxKxD.shape[1] == parts * call.q_BxLxHxD.shape[1] else 1

@@ -16,15 +16,22 @@ from lm.ops.exact_attention.tpu.pairs import Hide
 from lm.ops.exact_attention.types import SoftmaxCall
 from lm.ops.tpu import SUBLANES
 
+LOG2_E = math.log2(math.e)
 HIDDEN = -1e30
 """The score of a hidden key: less than any other, and its difference to itself is a number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxRule:
-    """A `WeightRule`: weights exp(scale · score). It keeps the base-2 logarithm of the sum of each query's weights."""
+    """A `WeightRule`: weights exp(scale · score). It keeps the base-2 logarithm of the sum of each query's weights.
+
+    Attributes:
+        scale: factor of the scores.
+        cap: c, where c tanh(scale · score / c) stands for scale · score; None: no cap.
+    """
 
     scale: float
+    cap: float | None = None
     keeps_levels = True
     lowest = HIDDEN
 
@@ -32,12 +39,8 @@ class SoftmaxRule:
     def gradient_scale(self) -> float:
         return self.scale
 
-    @property
-    def _to_base_2(self) -> float:
-        return self.scale * math.log2(math.e)
-
     def score(self, s_KxQ: jax.Array, seen: Hide) -> jax.Array:
-        return seen(s_KxQ * self._to_base_2, HIDDEN)
+        return seen(self._logits(s_KxQ), HIDDEN)
 
     def level(self, scores: list[jax.Array], before_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
         folded = [s_KxQ.reshape(-1, SUBLANES, s_KxQ.shape[1]).max(0) for s_KxQ in scores]
@@ -49,21 +52,32 @@ class SoftmaxRule:
         return jnp.exp2(s_KxQ - level_1xQ)
 
     def finish(self, total_1xQ: jax.Array, level_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return 1.0 / total_1xQ, level_1xQ + jnp.log(total_1xQ) * math.log2(math.e)
+        return 1.0 / total_1xQ, level_1xQ + jnp.log(total_1xQ) * LOG2_E
 
     def kept_for_gradients(self, kept_Nx1xL: jax.Array) -> jax.Array:
         return kept_Nx1xL
 
     def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, kept_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        w_KxQ = jnp.exp2(s_KxQ * self._to_base_2 - kept_1xQ)
-        return w_KxQ, w_KxQ * dw_KxQ
+        if self.cap is None:
+            w_KxQ = jnp.exp2(self._logits(s_KxQ) - kept_1xQ)
+            return w_KxQ, w_KxQ * dw_KxQ
+        bent_KxQ = jnp.tanh(s_KxQ * (self.scale / self.cap))
+        w_KxQ = jnp.exp2(bent_KxQ * (self.cap * LOG2_E) - kept_1xQ)
+        return w_KxQ, w_KxQ * dw_KxQ * (1.0 - bent_KxQ * bent_KxQ)
+
+    def _logits(self, s_KxQ: jax.Array) -> jax.Array:
+        """Returns the scores in base 2."""
+        if self.cap is None:
+            return s_KxQ * (self.scale * LOG2_E)
+        return jnp.tanh(s_KxQ * (self.scale / self.cap)) * (self.cap * LOG2_E)
 
 
 def softmax_attention(call: SoftmaxCall) -> jax.Array:
     """Computes calls that `unsupported` does not refuse."""
-    return flash.attention(plan.plan_for(SoftmaxRule(call.scale), call), call)
+    sinks_H = None if call.sinks_H is None else call.sinks_H.astype(jnp.float32) * LOG2_E
+    return flash.attention(plan.plan_for(SoftmaxRule(call.scale, call.score_cap), call), call, sinks_H)
 
 
 def unsupported(call: SoftmaxCall) -> str | None:
     """Returns why the kernels cannot compute this call, or None."""
-    return 'has no windows' if call.window is not None else plan.unsupported(call)
+    return plan.unsupported(call)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.chips import limits_of
-from lm.ops.exact_attention.tpu.plan import block_size
+from lm.ops.exact_attention.tpu.plan import block_size, reach_of_part
 from lm.ops.exact_attention.types import SoftmaxCall
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.ops.tpu import LANES, MIB
@@ -25,7 +25,7 @@ WIDE = 256
 def softmax_attention(call: SoftmaxCall, *, interpret: bool = False) -> jax.Array:
     """Computes calls that `unsupported` does not refuse. `interpret` runs the kernels on any platform, slowly."""
     q_BxLxHxD, ids_BxL, window = call.q_BxLxHxD, call.starts_BxL, call.window
-    reach = _reach(call)
+    reach = reach_of_part(call)
     if reach is not None:  # a whole window, whose first queries nobody asks for
         ids_BxL = _ids_of_part(call, reach)
         q_BxLxHxD = jnp.pad(q_BxLxHxD, ((0, 0), (reach, 0), (0, 0), (0, 0)))
@@ -44,7 +44,7 @@ def softmax_attention(call: SoftmaxCall, *, interpret: bool = False) -> jax.Arra
             ids_BxL = jnp.pad(ids_BxL, ((0, 0), (0, sizes.length - length)), constant_values=length)
             segments = _segments(ids_BxL)
         fused = window is None and is_fused(q_BxHxLxD, sizes.keys)
-        kernel = jax.vmap(_kernel(heads, sizes, window, fused, interpret))
+        kernel = jax.vmap(_kernel(heads, sizes, window, fused, interpret, call.score_cap))
         o_BxHxLxD = kernel(q_BxHxLxD, k_BxKxLxD, v_BxKxLxD, segments)
         return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
 
@@ -57,9 +57,11 @@ def unsupported(call: SoftmaxCall) -> str | None:
     """Returns why splash attention cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    parts = 1 if _reach(call) is None else platform.sequence_shards()
+    parts = 1 if reach_of_part(call) is None else platform.sequence_shards()
     if reason := call.beyond_causal(parts):
         return reason
+    if call.sinks_H is not None:
+        return 'rounds the gradients of sinks (jax#40128)'
     if call.block is not None and call.block % LANES:
         return f'takes blocks that are multiples of {LANES}, not {call.block}'
     return platform.uneven_batch(call.q_BxLxHxD.shape[0])
@@ -97,17 +99,6 @@ def is_fused(q_BxHxLxD: jax.Array | jax.ShapeDtypeStruct, key_block: int) -> boo
     return written <= FUSED_SHARE * memory
 
 
-def _reach(call: SoftmaxCall) -> int | None:
-    """Returns how many keys the window reaches back to before a part of it, where the call has one; else None.
-
-    With windows longer than a part, the keys belong to all parts, and may be as many.
-    """
-    if call.window is None or platform.sequence_shards() == 1:
-        return None
-    length, reach = call.q_BxLxHxD.shape[1], call.window - 1
-    return reach if reach <= length and call.k_BxMxKxD.shape[1] == length + reach else None
-
-
 def _ids_of_part(call: SoftmaxCall, reach: int) -> jax.Array:
     """Returns a number per token, of a part and the `reach` tokens before it: tokens with one number see each other.
 
@@ -127,7 +118,9 @@ def _segments(ids_BxL: jax.Array) -> Any:
     return splash.SegmentIds(ids_BxL, ids_BxL)
 
 
-def _kernel(heads: int, sizes: SplashSizes, window: int | None, fused: bool, interpret: bool) -> Callable:
+def _kernel(
+    heads: int, sizes: SplashSizes, window: int | None, fused: bool, interpret: bool, score_cap: float | None = None
+) -> Callable:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     block, shape = sizes.queries, (sizes.length, sizes.length)
@@ -152,6 +145,7 @@ def _kernel(heads: int, sizes: SplashSizes, window: int | None, fused: bool, int
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=RESIDUAL_NAME,
+        attn_logits_soft_cap=score_cap,
         interpret=interpret,
     )
 

@@ -1,0 +1,136 @@
+"""`lm inspect --attention`: what each head of a run weighs for a text, as a picture and a table.
+
+The weights of every mechanism are what it makes of one-hot values (Choromanski et al. 2020, App. C.4 and Figs. 7 to 9),
+so linear mechanisms, which never form them, are shown like softmax.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lm import plots
+from lm.data.tokenizers import Tokenizer
+from lm.errors import ConfigError
+from lm.experiment import Experiment
+from lm.inference.loaded_run import LoadedRun, load_run
+from lm.runs.records import to_json
+
+MOST_TOKENS = 2048
+"""A head then has 4M weights."""
+MOST_LABELS = 64
+"""Tokens that are written beside a matrix; more would hide each other."""
+
+Head = tuple[int, int]
+"""Layer and head, from 0."""
+
+
+def show_attention(
+    experiment: Experiment,
+    run_dir: str,
+    step: int | None,
+    *,
+    text: str,
+    heads: Sequence[Head] | None = None,
+    tokens: int | None = None,
+    out: str = 'attention',
+    as_json: bool = False,
+) -> None:
+    """Draws what each head weighs for `text` by the weights of a run at `step` (None: the newest); prints a table.
+
+    Args:
+        heads: the heads of the picture; None: all.
+        tokens: only the first ones are drawn, with the weights that they have in the whole text; None: all.
+        out: the picture, without a suffix.
+        as_json: print JSON instead of the table.
+
+    Raises ConfigError for a text that is too long, and for heads that the model does not have.
+    """
+    plots.check_matplotlib()
+    jax.config.update('jax_platforms', 'cpu')  # the accelerators of this machine may be busy with this very run
+    model = experiment.model
+    for layer, head in heads or ():
+        if layer >= model.n_layers or head >= model.n_heads:
+            raise ConfigError(
+                f'--heads {layer}-{head}: the model has the layers 0 to {model.n_layers - 1}, with the heads 0 to '
+                f'{model.n_heads - 1} each'
+            )
+    run = load_run(experiment, run_dir, step)
+    # Every document of the training data follows an end-of-document token.
+    ids = np.concatenate([[run.tokenizer.eod_id], run.tokenizer.encode(text)]).astype(np.int32)
+    if len(ids) > MOST_TOKENS:
+        raise ConfigError(f'--attention: has {len(ids):,} tokens, more than {MOST_TOKENS:,}; give a shorter text')
+    model.check_length(len(ids))
+    drawn, measured = [], []
+    for layer, weights_HxLxL in enumerate(weigh(run, ids)):
+        for head, weights_LxL in enumerate(weights_HxLxL):
+            measured.append({'layer': layer, 'head': head} | describe(weights_LxL))
+            if heads is None or (layer, head) in heads:
+                shown = weights_LxL[:tokens, :tokens]
+                drawn.append((f'{layer}-{head}, up to {shown.flat[np.abs(shown).argmax()]:.2g}', shown))
+    labels = name_tokens(run.tokenizer, ids[:tokens])
+    columns = model.n_heads if heads is None else 4
+    beside = labels if columns <= 4 and len(labels) <= MOST_LABELS else None
+    title = f'weights of queries (down) for keys, layer-head, {run_dir} at step {run.step}'
+    plots.draw_matrices(out, drawn, columns, beside, title)
+    if as_json:
+        print(to_json({'kind': 'attention', 'step': run.step, 'tokens': labels, 'heads': measured, 'picture': out}))
+    else:
+        print_heads(measured)
+        print(f'{len(drawn)} heads are drawn in {out}.png and {out}.pdf')
+
+
+def weigh(run: LoadedRun, ids: np.ndarray) -> Any:
+    """Yields the weights of each layer [H, L, L] for token ids [L]."""
+    with jax.set_mesh(run.mesh):
+        for weights_1xHxLxL in run.model.attention_weights(jnp.asarray(ids)[None]):
+            yield np.asarray(weights_1xHxLxL[0])
+
+
+def describe(weights_LxL: np.ndarray) -> dict[str, float]:
+    """Describes where a head looks, as means over the queries.
+
+    Shares are of the sum of the absolute weights of a query. A query without a weight has none.
+    """
+    length = len(weights_LxL)
+    size_LxL = np.abs(weights_LxL)
+    sums_L = size_LxL.sum(1)
+    seen = sums_L > 0
+    share_LxL = size_LxL[seen] / sums_L[seen, None]
+    queries = np.arange(length)
+    distance_LxL = np.abs(queries[:, None] - queries)[seen]
+
+    def sum_shares(chosen_LxL: np.ndarray) -> float:
+        return float((share_LxL * chosen_LxL).sum(1).mean()) if seen.any() else 0.0
+
+    return {
+        'own': sum_shares(distance_LxL == 0),
+        'neighbours': sum_shares(distance_LxL == 1),
+        'first': sum_shares(np.broadcast_to(queries == 0, (length, length))[seen]),
+        'distance': sum_shares(distance_LxL),
+        'negative': sum_shares(weights_LxL[seen] < 0),
+        'sum': float(weights_LxL.sum(1).mean()),
+    }
+
+
+def name_tokens(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
+    """Names tokens as the tokenizer writes them."""
+    return [tokenizer.piece(int(index)) for index in ids]
+
+
+def print_heads(measured: Sequence[dict[str, Any]]) -> None:
+    """Prints where each head looks."""
+    table = Table(title='shares of the weights, and their mean distance in tokens', title_justify='left')
+    names = ('own token', 'neighbours', 'first token', 'distance', 'negative', 'sum of a query')
+    for name in ('layer', 'head', *names):
+        table.add_column(name, justify='right')
+    for row in measured:
+        shares = (f'{100 * row[name]:.1f} %' for name in ('own', 'neighbours', 'first'))
+        rest = (f'{row["distance"]:.1f}', f'{100 * row["negative"]:.1f} %', f'{row["sum"]:.3g}')
+        table.add_row(str(row['layer']), str(row['head']), *shares, *rest)
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
