@@ -55,7 +55,6 @@ class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config = config
         self.options = own = config.resolve(attention)
         dims, options = own.dims, {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
@@ -229,9 +228,9 @@ class Block(nnx.Module):
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
             normed_TxD = _apply(self.glu_norm, x_TxD)
-        activate = ACTIVATIONS[self.config.activation]
+        activate = ACTIVATIONS[self.options.activation]
         with jax.named_scope('glu'):
-            if self.config.gated:
+            if self.options.gated:
                 products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
                 value_TxF, gate_TxF = map(tokens_on_lanes, products)
                 hidden_TxF = value_TxF * activate(gate_TxF)

@@ -203,6 +203,8 @@ class ModelConfig(Configurable):
             qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
             output_norm=self._choose(attention, 'output_norm'),
             gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
+            activation=self.activation,
+            gated=self.gated,
             projections=tuple(attention.projections(dims).items()),
         )
 
