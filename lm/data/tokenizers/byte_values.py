@@ -3,7 +3,8 @@
     0–255  the values
     256    <end>
 
-People read and write values as two hexadecimal digits each, with spaces between them: '00 7f ff'.
+As text, a value is one character, so that texts can be joined and cut: Braille patterns, from U+2800 for 0 to U+28FF
+for 255.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from lm.errors import ConfigError, MismatchError
 
 HEAD = b'{"byte_values": 256}\n'
 END = 256
+FIRST = 0x2800
 
 
 @configurable('byte_values', resume=True)
@@ -36,7 +38,7 @@ class ByteValues(Tokenizer):
     what = 'values of bytes'
     file_name = 'byte_values.json'
     library = 'numpy'
-    probe = bytes(range(256)).hex(' ')
+    probe = ''.join(chr(FIRST + value) for value in range(END))
     holds_text = False
 
     def __init__(self, model: bytes, eod: int | str | None = None):
@@ -50,17 +52,17 @@ class ByteValues(Tokenizer):
         return model == HEAD
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Raises MismatchError for what is not pairs of hexadecimal digits."""
-        try:
-            return [np.frombuffer(bytes.fromhex(text), np.uint8).astype(np.int32) for text in texts]
-        except ValueError as error:
-            raise MismatchError(
-                f"values of bytes are pairs of hexadecimal digits, such as '00 7f ff' ({error})"
-            ) from None
+        """Raises MismatchError for other characters."""
+        found = [np.frombuffer(text.encode('utf-32-le'), np.uint32).astype(np.int64) - FIRST for text in texts]
+        for ids in found:
+            if len(wrong := ids[(ids < 0) | (ids >= END)]):
+                character = chr(wrong[0] + FIRST)
+                raise MismatchError(f'{character!r} is no value of a byte; values are written as U+2800 to U+28FF')
+        return [ids.astype(np.int32) for ids in found]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         values = np.asarray(ids, np.int64)
-        return values[values < END].astype(np.uint8).tobytes().hex(' ')
+        return (values[values < END] + FIRST).astype('<u4').tobytes().decode('utf-32-le')
 
     def piece(self, index: int) -> str:
-        return '<end>' if index == END else f'{index:02x}'
+        return '<end>' if index == END else chr(FIRST + index)
