@@ -6,7 +6,7 @@ import functools
 from lm.commands.flags import add_gin_flags, add_run_flags, read_experiment_of_run
 from lm.commands.verb import Call, Verb
 
-FORMATS = ('safetensors', 'huggingface')
+FORMATS = ('safetensors', 'huggingface', 'native')
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--format',
         choices=FORMATS,
         default='safetensors',
-        help='huggingface: with what transformers needs to run the model; default: safetensors',
+        help='huggingface: with what transformers needs to run the model; native: as a class that transformers has; '
+        'default: safetensors',
     )
     parser.add_argument('--out', required=True, metavar='DIR', help='a new or empty folder')
     add_gin_flags(parser)

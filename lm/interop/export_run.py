@@ -9,6 +9,7 @@ from lm.experiment import Experiment
 from lm.files import LockedError, local_path, lock
 from lm.inference.loaded_run import load_run
 from lm.interop.formats import FORMATS, NAMES
+from lm.interop.native import NativeFormat
 from lm.interop.tensors import check_safetensors
 
 UNFINISHED = '.unfinished_export'
@@ -16,9 +17,11 @@ UNFINISHED = '.unfinished_export'
 
 
 def export_run(experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str) -> None:
-    """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in the format of `FORMATS`."""
+    """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in a format of `FORMATS` or
+    natively."""
     check_safetensors()
-    format, folder = FORMATS[format_name], local_path(out, '--out')
+    format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
+    folder = local_path(out, '--out')
     check_out(folder)
     format.check(experiment.model)
     run = load_run(experiment, run_dir, step)

@@ -41,6 +41,9 @@ FORMS = {
     ), head_dim=16)),
     'olmo2': ('olmo2', {}),
     'gemma': ('gemma', dict(head_dim=12)),
+    'gemma2': ('gemma2', dict(
+        head_dim=12, sliding_window=5, query_pre_attn_scalar=9, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+    )),
     'gpt2': ('gpt2', GPT2_SIZES | dict(layer_norm_epsilon=1e-3)),
 }  # fmt: skip
 """Form → `model_type`, and what differs from `SIZES`."""

@@ -1,6 +1,7 @@
 """Each family of checkpoints is imported and gives what `transformers` computed from it; no test needs PyTorch."""
 
 import copy
+import dataclasses
 import json
 import re
 
@@ -9,25 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shapes
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import lm
+from lm.attention.hybrid import Hybrid
+from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.config.text import dump
-from lm.interop.families import FAMILIES, find
+from lm.errors import ConfigError
+from lm.interop.checkpoints import open_checkpoint
+from lm.interop.families import FAMILIES, choose
 from lm.interop.families.decoder import find_pattern
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.import_run import describe_model, read_weights
 from lm.interop.names import from_tensors, to_tensors
+from lm.interop.native import NativeFormat
 from lm.model.functions import ModelFunctions, split
 
 
 def read(folder):
     """Returns the model that `lm import` makes of a folder, with its weights."""
-    family, config = find(folder)
-    functions = ModelFunctions(describe_model(family, config, folder), jnp.float32)
-    weights = jax.tree.map(jnp.asarray, read_weights(family, config, folder, functions))
+    checkpoint = open_checkpoint(folder)
+    family = choose(checkpoint.config, folder)
+    functions = ModelFunctions(describe_model(family, checkpoint), jnp.float32)
+    weights = jax.tree.map(jnp.asarray, read_weights(family, checkpoint, functions))
     return functions.merge(weights)
 
 
@@ -47,10 +55,15 @@ def decode(model, tokens):
     return jnp.concatenate(parts, axis=1)
 
 
+def weights_of(model):
+    """Returns the weights of a model."""
+    _, params, buffers = split(model)
+    return {'params': params, 'buffers': buffers}
+
+
 def check_round_trip(model):
     """Compares a model with what its config.gin and its exported tensors give, to the bit."""
-    _, params, buffers = split(model)
-    weights = {'params': params, 'buffers': buffers}
+    weights = weights_of(model)
     again = from_tensors(to_tensors(weights), ModelFunctions(model.config, jnp.float32).abstract, 'export')
     jax.tree.map(np.testing.assert_array_equal, again, weights)
     text = dump(lm.Experiment(model=model.config))
@@ -176,3 +189,59 @@ def test_the_pattern_is_the_shortest_that_gives_all_layers():
     assert find_pattern('abab') == ('a', 'b')
     assert find_pattern('aabaab') == ('a', 'a', 'b')
     assert find_pattern('aabaa') == tuple('aabaa')
+
+
+NATIVE = [form for form in checkpoints.FORMS if form != 'gpt2']
+
+
+@pytest.mark.parametrize('form', NATIVE)
+def test_an_imported_model_goes_out_as_it_came_in(form, tmp_path):
+    """`--format native` gives the same config.json, as far as it counts, and the same tensors."""
+    recorded = checkpoints.load(form)
+    theirs = checkpoints.write(recorded, tmp_path / 'checkpoint')
+    model = read(tmp_path / 'checkpoint')
+    run = shapes.run_of(shapes.experiment(Softmax()), weights_of(model))
+    run.experiment = dataclasses.replace(run.experiment, model=model.config)
+    NativeFormat().check(model.config)
+    (tmp_path / 'out').mkdir()
+    NativeFormat().write(run, tmp_path / 'out')
+    again = load_file(tmp_path / 'out' / 'model.safetensors')
+    assert again.keys() == theirs.keys()
+    bits = 2e-7 if recorded['config']['model_type'].startswith('gemma') else 0.0  # gains of 1 + w
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(again[name], tensor, rtol=0, atol=bits, err_msg=name)
+    config = open_checkpoint(tmp_path / 'out').config
+    family = choose(config, tmp_path / 'out')
+    found = family.model(tmp_path, config)
+    assert dataclasses.replace(found, embedding_scale=None) == dataclasses.replace(model.config, embedding_scale=None)
+    assert config['max_position_embeddings'] == run.experiment.train.context_length
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_a_model_of_our_own_goes_out_as_a_llama(tied, tmp_path):
+    config = shapes.experiment(Softmax(), **shapes.LLAMA | {'tied': tied})
+    weights = shapes.random_weights(config)
+    NativeFormat().write(shapes.run_of(config, weights), tmp_path)
+    assert json.loads((tmp_path / 'config.json').read_text())['architectures'] == ['LlamaForCausalLM']
+    tokens = np.random.default_rng(1).integers(0, 97, (1, 24))
+    ours = shapes.our_logits(config, weights, tokens)
+    np.testing.assert_allclose(logits(read(tmp_path), tokens), ours, rtol=0, atol=1e-5 * np.abs(ours).max())
+
+
+@pytest.mark.parametrize(
+    ('attention', 'changes', 'said'),
+    [
+        (
+            Softmax(),
+            {'norm': 'layer'},
+            "model.norm = 'layer': no class of transformers .* LlamaForCausalLM is the nearest",
+        ),
+        (Hybrid(), {}, r'model.attention of layer 0 = @hybrid\(\)'),
+        (Softmax(gate=True), {}, r"model.attention of layer 0 = @softmax\(\) with \{'gate': True"),
+        (Softmax(), {'rotary_base': None}, 'model.rotary_base = None: no class'),
+        (Softmax(), {'output_gate': True}, 'model.output_gate = True: no class'),
+    ],
+)
+def test_a_model_that_no_class_of_transformers_computes_is_refused(attention, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        NativeFormat().check(shapes.experiment(attention, **shapes.LLAMA | changes).model)

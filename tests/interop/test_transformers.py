@@ -19,6 +19,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
 from lm.interop.formats import FORMATS
+from lm.interop.native import NativeFormat
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip('torch', reason='needs PyTorch: scripts/test.sh -m interop')
@@ -118,7 +119,7 @@ def test_families_come_in_and_go_out(form, tmp_path):
     expected = np.array(recorded['logits'])
     check_equal(expected, np.array(today['logits']))
     checkpoints.write(today, tmp_path / 'checkpoint')
-    run, length = tmp_path / 'run', ['--gin_param', 'train.context_length = 24']
+    run, length = tmp_path / 'run', ['--gin_param', 'train.context_length = 32']
     assert main(['import', str(tmp_path / 'checkpoint'), '--run_dir', str(run), *length]) == 0
     config = load([str(run / 'config.gin')])
     with Checkpointer(run / 'checkpoints') as saved:
@@ -132,6 +133,16 @@ def test_families_come_in_and_go_out(form, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out', trust_remote_code=True).eval()
     with torch.no_grad():
         check_equal(expected, model(torch.tensor(tokens)).logits[0].numpy())
+    if form == 'gpt2':
+        return
+    (tmp_path / 'native').mkdir()
+    NativeFormat().write(shapes.run_of(task, weights), tmp_path / 'native')
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'native', attn_implementation='eager').eval()
+    with torch.no_grad():
+        check_equal(expected, model(torch.tensor(tokens)).logits[0].numpy())
+        prompt = torch.tensor(tokens[:, : checkpoints.PROMPT])
+        written = model.generate(prompt, max_new_tokens=checkpoints.WRITTEN, do_sample=False)
+    assert written[0].tolist() == recorded['tokens']
 
 
 @pytest.mark.parametrize('tied', [False, True])

@@ -1,6 +1,7 @@
 """The decoder that most families share: layers with Llama's names, with what a family changes."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,23 +10,32 @@ import numpy as np
 
 from lm.attention import DEFAULT, Attention
 from lm.interop.families.base import Family, Tensors
-from lm.interop.families.rotary_entry import RotaryEntry
+from lm.interop.families.rotary_entry import RotaryEntry, describe_scaling
 from lm.model import ModelConfig
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 """Types of layers."""
+MAPS = {
+    'qkv': [f'self_attn.{x}_proj' for x in 'qkv'],
+    'attention_out': ['self_attn.o_proj'],
+    'glu_in': ['mlp.up_proj', 'mlp.gate_proj'],
+    'glu_out': ['mlp.down_proj'],
+}
+"""Our linear maps of a layer → their maps, whose outputs stand side by side."""
 
 
 class Decoder(Family):
     """RMSNorm, gated linear units, rotary positions, grouped queries. Embeddings are tied or not.
 
     Attributes:
+        architecture: the class of `transformers` that computes it; '': nothing is exported to it.
         rotary_base: the base where config.json states none, and so are `epsilon`, `tied` and `activation`.
         norms: our name of each normalization → their name.
         gain: added to their gains.
     """
 
     ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
+    architecture: ClassVar[str] = ''
     rotary_base: ClassVar[float] = 10_000.0
     epsilon: ClassVar[float] = 1e-6
     tied: ClassVar[bool] = False
@@ -42,7 +52,7 @@ class Decoder(Family):
 
     def layer_types(self, config: Mapping[str, Any]) -> list[str]:
         """Returns the type of each layer."""
-        return config.get('layer_types') or [FULL] * config['num_hidden_layers']
+        return [FULL] * config['num_hidden_layers']
 
     def window(self, config: Mapping[str, Any]) -> int | None:
         """Returns the window of the layers of type `SLIDING`."""
@@ -120,22 +130,67 @@ class Decoder(Family):
 
     def layer(self, theirs: Tensors, begin: str) -> Tensors:
         """Returns the tensors of one layer, whose names begin with `begin` in `theirs`."""
-        maps = {
-            'qkv': [f'self_attn.{x}_proj' for x in 'qkv'],
-            'attention_out': ['self_attn.o_proj'],
-            'glu_in': ['mlp.up_proj', 'mlp.gate_proj'],
-            'glu_out': ['mlp.down_proj'],
-        }
         found = {
             f'{our}.weight': np.concatenate([theirs.pop(f'{begin}{name}.weight') for name in names])
-            for our, names in maps.items()
+            for our, names in MAPS.items()
         }
-        biases = [f'{begin}{name}.bias' for name in maps['qkv']]
+        biases = [f'{begin}{name}.bias' for name in MAPS['qkv']]
         if biases[0] in theirs:
             found['qkv.bias'] = np.concatenate([theirs.pop(name) for name in biases])
         for our, their in self.norms.items():
             found[f'{our}.weight'] = theirs.pop(f'{begin}{their}.weight') + np.float32(self.gain)
         return found
+
+    def describe(self, model: ModelConfig) -> dict[str, Any]:
+        """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
+        windows = [getattr(one, 'window', None) for one in model.pattern] * (model.n_layers // len(model.pattern))
+        scaling = {'rope_type': 'default'} if model.rotary_scaling is None else describe_scaling(model.rotary_scaling)
+        window = next(filter(None, windows), None)
+        return {
+            'model_type': self.model_types[0],
+            'architectures': [self.architecture],
+            'vocab_size': model.vocab_size,
+            'num_hidden_layers': model.n_layers,
+            'hidden_size': model.d_model,
+            'num_attention_heads': model.n_heads,
+            'num_key_value_heads': model.dims.n_kv_heads,
+            'head_dim': model.head_dim,
+            'intermediate_size': model.glu_dim,
+            'hidden_act': {'silu': 'silu', 'gelu': 'gelu_pytorch_tanh'}[model.activation],
+            'rms_norm_eps': model.norm_epsilon,
+            'rope_parameters': {'rope_theta': model.rotary_base, **scaling},
+            'tie_word_embeddings': model.tied,
+            'sliding_window': window,
+            'use_sliding_window': window is not None,
+            'layer_types': [FULL if one is None else SLIDING for one in windows],
+        }
+
+    def back(self, ours: Tensors, model: ModelConfig) -> Tensors:
+        """Returns the tensors under the names of this family, from tensors under ours."""
+        scale = np.float32(self.scale_of(model))
+        theirs: Tensors = {'model.embed_tokens.weight': ours['embedding.weight'] * scale}
+        gains = ours['final_norm.weight']
+        theirs['model.norm.weight'] = (gains / scale if model.tied else gains) - np.float32(self.gain)
+        if not model.tied:
+            theirs['lm_head.weight'] = ours['head.weight']
+        queries, keys = model.n_heads * model.head_dim, model.dims.n_kv_heads * model.head_dim
+        for i in range(model.n_layers):
+            for our, names in MAPS.items():
+                cuts = {'qkv': [queries, queries + keys], 'glu_in': [model.glu_dim]}.get(our, [])
+                for part in ('weight', 'bias'):
+                    if (whole := ours.get(f'layers.{i}.{our}.{part}')) is not None:
+                        for name, tensor in zip(names, np.split(whole, cuts), strict=True):
+                            theirs[f'model.layers.{i}.{name}.{part}'] = np.ascontiguousarray(tensor)
+            for our, their in self.norms.items():
+                tensor = ours[f'layers.{i}.{our}.weight'] - np.float32(self.gain)
+                theirs[f'model.layers.{i}.{their}.weight'] = tensor
+        return theirs
+
+    def scale_of(self, model: ModelConfig) -> float:
+        """Returns the factor of the embeddings of this family: the model's over its own."""
+        root = math.sqrt(model.d_model)
+        own = {'embedding_scale': 1.0, **self.options(self.describe(model))}['embedding_scale']
+        return (root if model.embedding_scale is None else model.embedding_scale) / (root if own is None else own)
 
 
 def find_pattern(layers: Sequence[Attention]) -> Attention | tuple[Attention, ...]:

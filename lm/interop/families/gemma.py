@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lm.interop.families.decoder import Decoder
+from lm.model import ModelConfig
 
 
 class Gemma(Decoder):
@@ -11,6 +12,7 @@ class Gemma(Decoder):
     their own."""
 
     model_types = ('gemma',)
+    architecture = 'GemmaForCausalLM'
     tied = True
     gain = 1.0
 
@@ -24,3 +26,6 @@ class Gemma(Decoder):
         """Returns tanh's GELU, whatever `hidden_act` is: transformers computes it for 'gelu' too."""
         name = config.get('hidden_activation') or config.get('hidden_act') or 'gelu'
         return 'gelu_pytorch_tanh' if name == 'gelu' else name
+
+    def describe(self, model: ModelConfig) -> dict[str, Any]:
+        return super().describe(model) | {'hidden_act': 'gelu_pytorch_tanh'}

@@ -7,3 +7,4 @@ class Llama(Decoder):
     """The shared decoder as it is, with rotary positions that may be scaled."""
 
     model_types = ('llama',)
+    architecture = 'LlamaForCausalLM'

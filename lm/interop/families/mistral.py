@@ -10,6 +10,7 @@ class Mistral(Decoder):
     """Llama with a sliding window in all layers, or in none."""
 
     model_types = ('mistral',)
+    architecture = 'MistralForCausalLM'
 
     def layer_types(self, config: Mapping[str, Any]) -> list[str]:
         return [SLIDING] * config['num_hidden_layers']

@@ -11,6 +11,7 @@ class Olmo2(Decoder):
     keys."""
 
     model_types = ('olmo2',)
+    architecture = 'Olmo2ForCausalLM'
     epsilon = 1e-5
     norms: ClassVar = {
         'attention_out_norm': 'post_attention_layernorm',

@@ -12,6 +12,7 @@ class Qwen3(Qwen2):
     window."""
 
     model_types = ('qwen3',)
+    architecture = 'Qwen3ForCausalLM'
     norms: ClassVar = {**Decoder.norms, 'q_norm': 'self_attn.q_norm', 'k_norm': 'self_attn.k_norm'}
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,3 +72,30 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any]], RotaryScaling | None]] = {
     'yarn': _make_yarn,
 }
 """`rope_type` → a function of the entries."""
+
+
+def describe_scaling(scaling: RotaryScaling) -> dict[str, Any]:
+    """Returns the entries of a scaling for config.json, which `RotaryEntry` reads back."""
+    match scaling:
+        case LinearRotary():
+            return {'rope_type': 'linear', 'factor': scaling.factor}
+        case Llama3Rotary():
+            return {
+                'rope_type': 'llama3',
+                'factor': scaling.factor,
+                'low_freq_factor': scaling.low_turns,
+                'high_freq_factor': scaling.high_turns,
+                'original_max_position_embeddings': scaling.length,
+            }
+        case YarnRotary():
+            factor = {} if scaling.attention_factor is None else {'attention_factor': scaling.attention_factor}
+            return {
+                'rope_type': 'yarn',
+                'factor': scaling.factor,
+                'beta_slow': scaling.low_turns,
+                'beta_fast': scaling.high_turns,
+                'original_max_position_embeddings': scaling.length,
+                'truncate': scaling.whole,
+                **factor,
+            }
+    return {'rope_type': scaling.gin_name}

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lm.ops.channel_decay import add_logs
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class DeltaCall:
     beta_BxLxK: jax.Array
     log_decay_BxLxK: jax.Array | None = None
     initial_state_BxKxExD: jax.Array | None = None
+    channel_log_decay_BxLxKxE: jax.Array | None = None
     query_length: float | None = dataclasses.field(default=None, metadata={'static': True})
 
     @property
@@ -30,6 +33,12 @@ class DeltaCall:
             return self.initial_state_BxKxExD
         batch, _, heads, size = self.k_BxLxKxE.shape
         return jnp.zeros((batch, heads, size, self.v_BxLxKxD.shape[-1]), jnp.float32)
+
+    @property
+    def all_log_decay_BxLxKxE(self) -> jax.Array | None:
+        """The logs of the factors of all channels, float32; None where channels have no factors of their own."""
+        channels = self.channel_log_decay_BxLxKxE
+        return None if channels is None else add_logs(channels, self.log_decay_BxLxK)
 
     @property
     def groups(self) -> int:

@@ -1,0 +1,59 @@
+"""Gemma 2."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.attention import Attention
+from lm.interop.families.decoder import FULL, SLIDING
+from lm.interop.families.gemma import Gemma
+from lm.model import ModelConfig
+
+
+class Gemma2(Gemma):
+    """Gemma with normalizations before and after, soft caps of scores and logits, and a window in every second
+    layer."""
+
+    model_types = ('gemma2',)
+    architecture = 'Gemma2ForCausalLM'
+    norms: ClassVar = {
+        'attention_norm': 'input_layernorm',
+        'attention_out_norm': 'post_attention_layernorm',
+        'glu_norm': 'pre_feedforward_layernorm',
+        'glu_out_norm': 'post_feedforward_layernorm',
+    }
+    caps: ClassVar[Mapping[str, float | None]] = {'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0}
+    """The soft caps where config.json states none."""
+    every: ClassVar[int] = 2
+    """One layer of this many sees all tokens."""
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        cap = {**self.caps, **config}['final_logit_softcapping']
+        return {'embedding_scale': None, 'norm_placement': 'both', 'logit_cap': cap}
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
+        every = config.get('sliding_window_pattern') or self.every
+        types = [FULL if i % every == every - 1 else SLIDING for i in range(config['num_hidden_layers'])]
+        return config.get('layer_types') or types
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        return config.get('sliding_window', 4096)
+
+    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+        size = config.get('query_pre_attn_scalar', 256)
+        scale = None if size == self.head_dim(config) else size**-0.5
+        cap = {**self.caps, **config}['attn_logit_softcapping']
+        return dataclasses.replace(super().attention(config, layer), scale=scale, score_cap=cap)
+
+    def find_activation(self, config: Mapping[str, Any]) -> str:
+        """Returns their name of the activation."""
+        return config.get('hidden_activation') or 'gelu_pytorch_tanh'
+
+    def describe(self, model: ModelConfig) -> dict[str, Any]:
+        scale, cap = (getattr(model.pattern[0], name, None) for name in ('scale', 'score_cap'))
+        return super().describe(model) | {
+            'hidden_activation': 'gelu_pytorch_tanh',
+            'query_pre_attn_scalar': model.head_dim if scale is None else round(scale**-2),
+            'attn_logit_softcapping': cap,
+            'final_logit_softcapping': model.logit_cap,
+        }

@@ -1,0 +1,80 @@
+"""The format of `lm export` for models that a class of `transformers` computes."""
+
+import json
+import pathlib
+from typing import ClassVar
+
+from lm.errors import ConfigError
+from lm.inference.loaded_run import LoadedRun
+from lm.interop.families import FAMILIES
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import Decoder
+from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors
+from lm.model import ModelConfig
+
+
+class NativeFormat(Safetensors):
+    """Writes config.json and the tensors of a class that `transformers` has; loading needs no trust_remote_code."""
+
+    name: ClassVar[str] = 'native'
+
+    def check(self, model: ModelConfig) -> None:
+        find_family(model)
+
+    def tensors(self, run: LoadedRun) -> Tensors:
+        model = run.experiment.model
+        return find_family(model).back(super().tensors(run), model)
+
+    def others(self, run: LoadedRun) -> dict[str, bytes]:
+        model = run.experiment.model
+        end = None if run.experiment.data.task else run.tokenizer.eod_id
+        described = find_family(model).describe(model) | {
+            'max_position_embeddings': run.experiment.train.context_length,
+            'bos_token_id': end,
+            'eos_token_id': end,
+            'torch_dtype': 'float32',
+        }
+        return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()}
+
+
+def find_family(model: ModelConfig) -> Decoder:
+    """Returns the first family that computes the model.
+
+    Raises ConfigError if none does; the message names what the nearest family does not have.
+    """
+    differences: dict[str, list[str]] = {}
+    families = [family for family in dict.fromkeys(FAMILIES.values()) if isinstance(family, Decoder)]
+    for family in sorted(families, key=lambda family: family.scale_of(model) != 1):  # others change the tensors' bits
+        if family.architecture:
+            differences[family.architecture] = compare(model, family)
+            if not differences[family.architecture]:
+                return family
+    nearest = min(differences, key=lambda name: len(differences[name]))
+    raise ConfigError(
+        f'{differences[nearest][0]}: no class of transformers that is written computes this, {nearest} is the nearest; '
+        'export with --format huggingface'
+    )
+
+
+def compare(model: ModelConfig, family: Decoder) -> list[str]:
+    """Returns the settings of a model that are lost on the way to the config.json of a family and back."""
+    if model.rotary_base is None:
+        return ['model.rotary_base = None']
+    again = family.model(pathlib.Path(), family.describe(model))
+    ours, theirs = _facts(model), _facts(again)
+    return [f'model.{name} = {value}' for name, value in ours.items() if theirs[name] != value]
+
+
+def _facts(model: ModelConfig) -> dict[str, str]:
+    """Returns the fields that change what a model computes, apart from factors that its tensors can hold."""
+    names = (
+        *('norm', 'norm_epsilon', 'norm_placement', 'activation', 'gated', 'biases', 'qkv_biases', 'sinusoids'),
+        *('learned_positions', 'rotary_base', 'rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution'),
+        *('qk_norm', 'qk_norm_span', 'output_gate', 'tied', 'logit_cap', 'causal'),
+    )
+    layers = [model.pattern[i % len(model.pattern)] for i in range(model.n_layers)]
+    resolved = [(one, model.resolve(one)) for one in layers]
+    attention = [f'@{one.gin_name}() with {one.portable(options.dims)}, {options}' for one, options in resolved]
+    return {name: repr(getattr(model, name)) for name in names} | {
+        f'attention of layer {i}': text for i, text in enumerate(attention)
+    }
