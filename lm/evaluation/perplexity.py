@@ -222,7 +222,7 @@ def describe_text(sum_nats: float, store: TokenStore, split: str) -> dict:
     """Returns the figures that need the nats of a whole split. Text without words, such as white space, has none per
     word and byte. Images have none per word; their bits per byte are bits per dimension."""
     n_bytes, n_words = store.bytes(split), store.words(split)
-    found = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
+    found: dict[str, Any] = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
     if n_words:
         found['word_perplexity'] = perplexity(sum_nats / n_words)
     if n_words or not store.info['tokenizer'].get('holds_text', True):

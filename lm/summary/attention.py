@@ -61,8 +61,8 @@ def show_attention(
                 f'{model.n_heads - 1} each'
             )
     run = load_run(experiment, run_dir, step)
-    # Every document of the training data follows an end-of-document token.
-    ids = np.concatenate([[run.tokenizer.eod_id], run.tokenizer.encode(text)]).astype(np.int32)
+    # Every document of the training data follows this token.
+    ids = np.concatenate([[run.begin_id], run.tokenizer.encode(text)]).astype(np.int32)
     if len(ids) > MOST_TOKENS:
         raise ConfigError(f'--attention: has {len(ids):,} tokens, more than {MOST_TOKENS:,}; give a shorter text')
     model.check_length(len(ids))

@@ -3,7 +3,7 @@
 import contextlib
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Images(FilePatterns):
                         )
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
+    def _opened(self, name: str) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
         """Opens the array of a file behind its header, and returns its shape.
 
         Raises ConfigError where the file has no such array of images, MismatchError where it is damaged.

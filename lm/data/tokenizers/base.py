@@ -46,12 +46,9 @@ class Tokenizer(abc.ABC):
     probe = PROBE
     """A text that a lossless tokenizer of the kind decodes to itself."""
     mask_id: int | None = None
-<<<<<<< HEAD
+    begin_id: int | None = None
     holds_text = True
     """False: tokens are values. A value is a byte of the data, and the data have no words."""
-=======
-    begin_id: int | None = None
->>>>>>> main
 
     def __init__(self, model: bytes, vocab_size: int, eod_id: int):
         self.model, self.vocab_size, self.eod_id = model, vocab_size, eod_id
