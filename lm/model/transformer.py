@@ -38,7 +38,11 @@ _compute, _weigh = nnx.jit(Block.__call__), nnx.jit(Block.weigh)
 
 
 class Transformer(nnx.Module):
-    """The language model. `blocks[i]` holds the layers i, i + P, i + 2P, … of a pattern of P mechanisms, stacked."""
+    """The language model.
+
+    `blocks[i]` holds the layers i, i + P, i + 2P, … of a pattern of P mechanisms, stacked. Where
+    the last repeat is cut, each of its layers has a block of its own.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -58,8 +62,10 @@ class Transformer(nnx.Module):
         self.embedding = embedding(config.vocab_size, 'vocabulary')
         if config.learned_positions:
             self.positions = embedding(config.learned_positions, 'position')
-        stacks = [stack_blocks(config, attention, config.repeats, rngs, self.dtype) for attention in config.pattern]
-        self.blocks = nnx.List(stacks)
+        self.blocks = nnx.List(
+            stack_blocks(config, attention, config.count_layers(i), rngs, self.dtype)
+            for i, attention in enumerate(config.stacks)
+        )
         gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
         options = {
             'part': 'norms',
@@ -87,7 +93,16 @@ class Transformer(nnx.Module):
         """
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
         x_BxLxD, rotations = self._embed(tokens_BxL, positions)
-        applies, states = zip(*map(take_apart, self.blocks), strict=True)
+        for part in self._scans:
+            x_BxLxD = self._compute_layers(part, x_BxLxD, rotations[part], starts_BxL)
+        with jax.named_scope('norms'):
+            return self.final_norm(x_BxLxD)
+
+    def _compute_layers(
+        self, part: slice, x_BxLxD: jax.Array, rotations: Sequence[Rotation | None], starts_BxL: jax.Array | None
+    ) -> jax.Array:
+        """Computes the layers of some stacks, which have one layer of each in turn."""
+        applies, states = zip(*map(take_apart, self.blocks[part]), strict=True)
 
         def layers(x_BxLxD, states):
             for apply, state, rotation in zip(applies, states, rotations, strict=True):
@@ -96,9 +111,7 @@ class Transformer(nnx.Module):
 
         if self.config.remat != 'none':
             layers = jax.checkpoint(layers, policy=REMAT[self.config.remat], prevent_cse=False)
-        x_BxLxD, _ = jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
-        with jax.named_scope('norms'):
-            return self.final_norm(x_BxLxD)
+        return jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)[0]
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
@@ -114,8 +127,13 @@ class Transformer(nnx.Module):
     def _layers(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, Rotation | None]]:
         """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
         x_BxLxD, rotations = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
-        for i in range(self.config.n_layers):
-            repeat, which = divmod(i, len(self.blocks))
+        places = [
+            (repeat, which)
+            for part in self._scans
+            for repeat in range(self.config.count_layers(part.start))
+            for which in range(*part.indices(len(self.blocks)))
+        ]
+        for repeat, which in places:
             apply, state = take_apart(self.blocks[which])
             block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
             yield block, x_BxLxD, rotations[which]
@@ -160,8 +178,7 @@ class Transformer(nnx.Module):
             return weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
 
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
-        """Returns the decoding state of empty sequences: the states of each mechanism of the pattern, stacked over
-        layers.
+        """Returns the decoding state of empty sequences: the states of each stack of layers.
 
         `documents`: the tokens will come with the starts of their documents (`extend`).
 
@@ -204,7 +221,22 @@ class Transformer(nnx.Module):
                 tokens: negative for earlier tokens.
         """
         x_BxTxD, rotations = self._embed(tokens_BxT, positions)
-        applies, params = zip(*map(take_apart, self.blocks), strict=True)
+        new_state = []
+        for part in self._scans:
+            x_BxTxD, new = self._extend_layers(part, state[part], x_BxTxD, rotations[part], starts_BxT)
+            new_state += new
+        return new_state, self.final_norm(x_BxTxD)
+
+    def _extend_layers(
+        self,
+        part: slice,
+        state: list[Any],
+        x_BxTxD: jax.Array,
+        rotations: Sequence[Rotation | None],
+        starts_BxT: jax.Array | None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Computes the layers of some stacks like `_compute_layers`; also returns their state."""
+        applies, params = zip(*map(take_apart, self.blocks[part]), strict=True)
 
         def layers(x_BxTxD, params_and_state):
             new = []
@@ -213,11 +245,10 @@ class Transformer(nnx.Module):
                 new.append(layer_state)
             return x_BxTxD, new
 
-        x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
-        return state, self.final_norm(x_BxTxD)
+        return jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
-        """Draws new random projections in the layers of the mechanisms `which` of the pattern."""
+        """Draws new random projections in the layers of the stacks `which` (`ModelConfig.stacks`)."""
 
         def redrawn(block, key):
             block.attention.redraw(key)
@@ -225,7 +256,7 @@ class Transformer(nnx.Module):
 
         for i in which:
             apply, state = take_apart(self.blocks[i])
-            keys = jax.random.split(jax.random.fold_in(key, i), self.config.repeats)
+            keys = jax.random.split(jax.random.fold_in(key, i), self.config.count_layers(i))
             new = jax.vmap(lambda state, key, apply=apply: apply(state, redrawn, key))(state, keys)
             nnx.update(self.blocks[i], new)
 
@@ -234,13 +265,18 @@ class Transformer(nnx.Module):
         return self.embedding.embedding if self.config.tied else self.head
 
     @property
+    def _scans(self) -> list[slice]:
+        """The stacks that each scan computes: the pattern, and what is left of its last repeat."""
+        whole = len(self.config.pattern)
+        return [slice(0, whole)] + [slice(whole, None)] * (len(self.config.stacks) > whole)
+
+    @property
     def _unroll(self) -> int:
         return max(1, self.config.unroll // len(self.config.pattern))
 
     @jax.named_scope('embedding')
     def _embed(self, tokens_BxL, positions):
-        """Returns the input of the first layer, and the rotation of each mechanism of the pattern: each is computed
-        once."""
+        """Returns the input of the first layer, and the rotation of each stack: each is computed once."""
         config = self.config
         config.check_length(tokens_BxL.shape[1])
         x_BxLxD = self.embedding(tokens_BxL)
@@ -249,7 +285,7 @@ class Transformer(nnx.Module):
         x_BxLxD *= math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
-        chosen = [config.resolve(attention).rotary for attention in config.pattern]
+        chosen = [config.resolve(attention).rotary for attention in config.stacks]
         rotations: dict[RotaryOptions | None, Rotation | None] = {None: None}
         for one in dict.fromkeys(filter(None, chosen)):
             rotations[one] = rotary(positions, one.head_dim, one.base, one.fraction, one.scaling)
