@@ -185,6 +185,16 @@ class ModelConfig(Configurable):
         """The mechanism of each stack of layers: the pattern, then the layers of a last repeat that is cut."""
         return self.pattern + self.pattern[: self.n_layers % len(self.pattern)]
 
+    def find_layer(self, layer: int) -> tuple[int, int]:
+        """Returns the stack of a layer, and its place there."""
+        size = len(self.pattern)
+        repeat, place = divmod(layer, size)
+        return (place, repeat) if repeat < self.repeats else (size + place, 0)
+
+    def list_layers(self, stack: int) -> list[int]:
+        """Returns the layers of a stack."""
+        return [layer for layer in range(self.n_layers) if self.find_layer(layer)[0] == stack]
+
     def count_layers(self, stack: int) -> int:
         """Returns the layers of a stack: one per repeat, or one alone."""
         return self.repeats if stack < len(self.pattern) else 1
@@ -251,6 +261,11 @@ class ModelConfig(Configurable):
         """The output sizes of the first linear map of a feed-forward layer: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
+    @property
+    def glu_products(self) -> int:
+        """The sizes of the matrices of a feed-forward layer, together."""
+        return self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+
     def resolve_dtype(self, platform: str) -> jnp.dtype:
         """Returns the type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
         if self.dtype == 'auto':
@@ -278,7 +293,7 @@ class ModelConfig(Configurable):
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
-        glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+        glu = self.glu_products
         dense, attention = self.d_model * self.vocab_size, 0.0
         for stack, mechanism in enumerate(self.stacks):
             options, layers = self.resolve(mechanism), self.count_layers(stack)
