@@ -21,7 +21,8 @@ from lm.experiment import load
 from lm.interop.formats import FORMATS
 from lm.interop.names import from_tensors, to_tensors
 from lm.model import ModelConfig
-from lm.model.functions import count_parameters, split
+from lm.model.functions import ModelFunctions, count_parameters, split
+from lm.model.layers import find_same_layers, scan_pairs
 from lm.model.options import OutputGate, RotaryOptions
 from lm.runs.config_diff import compare_texts, is_permitted
 
@@ -137,6 +138,28 @@ def test_the_last_repeat_of_a_pattern_may_be_cut():
     assert cut.config.flops_per_token(64) == listed.config.flops_per_token(64)
     inputs = [module.config for module, *_ in cut.attention_inputs(tokens())]
     assert inputs == [*HYBRID, *HYBRID, HYBRID[0]]
+
+
+def test_two_models_go_through_their_layers_together_where_a_pattern_is_cut():
+    cut, plain = build(HYBRID, n_layers=5), build(Softmax(), n_layers=5)
+    positions = jnp.arange(20)
+
+    @nnx.jit
+    def outputs(first, second):
+        def call(x_BxLxD, ours, theirs, number):
+            return ours.block(x_BxLxD, ours.rotation), (number, theirs.block(x_BxLxD, theirs.rotation))
+
+        x_BxLxD, found = scan_pairs(first, second, positions, call, first.embed(tokens(), positions), jnp.arange(5))
+        return first.final_norm(x_BxLxD), found
+
+    hidden, (numbers, others) = outputs(cut, plain)
+    np.testing.assert_array_equal(numbers, np.arange(5))
+    np.testing.assert_allclose(hidden, cut.hidden(tokens()), atol=1e-5, rtol=1e-5)
+    assert others.shape == (5, 2, 20, 32)
+    cut_functions = ModelFunctions(cut.config, jnp.float32)
+    found = [cut_functions.config.find_layer(i) for i in range(5)]
+    assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]
+    assert find_same_layers(cut_functions, cut_functions) == {0, 1, 2}
 
 
 def test_the_parameters_of_a_hybrid_model_learn():
