@@ -84,7 +84,7 @@ def scan_pairs(
         return x_BxLxD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def cut_places(which):
-        """Returns how arrays are cut that have one of every `count` layers: those of both models, and `given_N`."""
+        """Returns the cuts of arrays with one of every `count` layers: for both models, and for `given_N`."""
 
         def cut(count):
             return lambda leaf: leaf[which // count : repeats * period // count : period // count]
