@@ -113,6 +113,7 @@ class TransformersFormat(Safetensors):
                     f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
                     'export with --format safetensors'
                 )
+            attention.portable(options.dims)  # it refuses options that have no formula
             if options != plain:
                 names = [option.name for option in dataclasses.fields(Attention)]
                 name = next(name for name in names if getattr(attention, name) != MODEL)

@@ -70,7 +70,7 @@ def _facts(model: ModelConfig) -> dict[str, str]:
     names = (
         *('norm', 'norm_epsilon', 'norm_placement', 'activation', 'gated', 'biases', 'qkv_biases', 'sinusoids'),
         *('learned_positions', 'rotary_base', 'rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution'),
-        *('qk_norm', 'qk_norm_span', 'output_gate', 'tied', 'logit_cap', 'causal'),
+        *('qk_norm', 'qk_norm_span', 'output_norm', 'output_gate', 'tied', 'logit_cap', 'causal'),
     )
     layers = [model.pattern[i % len(model.pattern)] for i in range(model.n_layers)]
     resolved = [(one, model.resolve(one)) for one in layers]
