@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import DEFAULT, Attention, HeadDims
+from lm.attention.base import GATES, MODEL
 from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
+from lm.model.options import LayerOptions, OutputGate, RotaryOptions
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 
@@ -43,8 +45,6 @@ PLACEMENTS = ('before', 'after', 'both')
 """The places of the normalizations around attention and the feed-forward layer."""
 SPANS = ('head', 'projection')
 """The parts of queries and keys that `qk_norm` normalizes."""
-GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
-"""Forms of the output gate."""
 
 
 @configurable('model')
@@ -125,6 +125,9 @@ class ModelConfig(Configurable):
         choices=SPANS,
         help='what qk_norm normalizes: each head, or the whole projection of queries or keys (OLMo 2)',
     )
+    output_norm: bool = field(
+        default=False, help='RMSNorm of what attention gives, of each head, before the output gate (Qwen3-Next)'
+    )
     output_gate: bool = field(
         default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
     )
@@ -154,10 +157,10 @@ class ModelConfig(Configurable):
     )
 
     def __post_init__(self):
-        if self.n_heads % self.dims.n_kv_heads:
-            raise ConfigError(f'model.n_kv_heads = {self.n_kv_heads}: must divide model.n_heads = {self.n_heads}')
         if not self.pattern:
             raise ConfigError('model.attention = []: name at least one mechanism, such as @softmax()')
+        for attention in self.pattern:
+            self._check_heads(attention)
         if self.n_layers % len(self.pattern):
             raise ConfigError(
                 f'model.attention lists {len(self.pattern)} mechanisms: must divide model.n_layers = {self.n_layers}'
@@ -171,8 +174,53 @@ class ModelConfig(Configurable):
         return self.attention if isinstance(self.attention, tuple) else (self.attention,)
 
     @property
+    def repeats(self) -> int:
+        """The layers of each mechanism of the pattern."""
+        return self.n_layers // len(self.pattern)
+
+    @property
     def dims(self) -> HeadDims:
-        return HeadDims(self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim, self.causal)
+        """The heads of layers whose mechanism has none of its own."""
+        return self.resolve(DEFAULT()).dims
+
+    def resolve(self, attention: Attention) -> LayerOptions:
+        """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
+        n_heads, head_dim = self._choose(attention, 'n_heads'), self._choose(attention, 'head_dim')
+        n_kv_heads, share = (
+            self._choose(attention, 'n_kv_heads') or n_heads,
+            self._choose(attention, 'output_gate_inputs'),
+        )
+        base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
+        form = attention.output_gate
+        if form == MODEL:
+            form = self.output_gate_form if self.output_gate else None
+        dims = HeadDims(n_heads, n_kv_heads or n_heads, head_dim, self.causal)
+        return LayerOptions(
+            dims=dims,
+            rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
+            key_offset=self._choose(attention, 'key_offset'),
+            convolution=self._choose(attention, 'convolution'),
+            qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
+            output_norm=self._choose(attention, 'output_norm'),
+            gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
+            activation=self.activation,
+            gated=self.gated,
+            projections=tuple(attention.projections(dims).items()),
+        )
+
+    def _choose(self, attention: Attention, name: str) -> Any:
+        value = getattr(attention, name)
+        return getattr(self, name) if value == MODEL else value
+
+    def _check_heads(self, attention: Attention) -> None:
+        """Raises ConfigError where the key heads do not divide the query heads."""
+        dims = self.resolve(attention).dims
+        if dims.n_heads % dims.n_kv_heads:
+            keys, queries = (
+                'model' if getattr(attention, name) == MODEL else attention.gin_name
+                for name in ('n_kv_heads', 'n_heads')
+            )
+            raise ConfigError(f'{keys}.n_kv_heads = {dims.n_kv_heads}: must divide {queries}.n_heads = {dims.n_heads}')
 
     @property
     def looks_ahead(self) -> str | None:
@@ -187,11 +235,6 @@ class ModelConfig(Configurable):
         return self.d_model / (self.base_width or self.d_model)
 
     @property
-    def gate_dim(self) -> int:
-        """The number of channels that the output gate reads."""
-        return max(1, round(self.output_gate_inputs * self.d_model))
-
-    @property
     def glu_dim(self) -> int:
         return self.hidden_dim or (max(8, 8 * self.d_model // 3 // 8 * 8) if self.gated else 4 * self.d_model)
 
@@ -199,6 +242,11 @@ class ModelConfig(Configurable):
     def glu_sizes(self) -> tuple[int, ...]:
         """The output sizes of the first linear map of a feed-forward layer: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
+
+    @property
+    def glu_products(self) -> int:
+        """The sizes of the matrices of a feed-forward layer, together."""
+        return self.d_model * (sum(self.glu_sizes) + self.glu_dim)
 
     def resolve_dtype(self, platform: str) -> jnp.dtype:
         """Returns the type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
@@ -227,10 +275,10 @@ class ModelConfig(Configurable):
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
-        qkvo = self.d_model * self.head_dim * 2 * (self.n_heads + self.dims.n_kv_heads)
-        qkvo += self.output_gate * self.gate_dim * self.n_heads * self.head_dim
-        glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
-        mechanism = self.d_model * sum(sum(a.projections(self.dims).values()) for a in self.pattern) / len(self.pattern)
-        dense = 2 * (self.n_layers * (qkvo + glu + mechanism) + self.d_model * self.vocab_size)
-        attention = sum(a.flops_per_token(self.dims, length) for a in self.pattern) * self.n_layers / len(self.pattern)
-        return 3 * (dense + attention)
+        glu = self.glu_products
+        dense, attention = self.d_model * self.vocab_size, 0.0
+        for mechanism in self.pattern:
+            options = self.resolve(mechanism)
+            dense += self.repeats * (options.count_products(self.d_model) + glu)
+            attention += self.repeats * mechanism.flops_per_token(options.dims, length)
+        return 3 * (2 * dense + attention)

@@ -18,6 +18,7 @@ from etils import epath
 
 from lm.attention import mechanisms
 from lm.checkpoint.snapshot import Snapshot
+from lm.config.names import is_omitted
 from lm.config.text import format_value
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path, parse_json
@@ -65,7 +66,8 @@ class Run:
         directory = RunDir(path, found=True)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        config = make_all_visible(parse_bindings(read_text(directory.config)))
+        bindings = make_all_visible(parse_bindings(read_text(directory.config)))
+        config = {name: text for name, text in bindings.items() if not is_omitted(name, text)}
         numbers = [config[name] for name in NUMBERS if name in config]
         if not config.keys() >= OWN_BINDINGS or not all(re.fullmatch(r'\d{1,18}', number) for number in numbers):
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')

@@ -102,11 +102,16 @@ class Trainer:
     is_save_due: bool = False
 
     def run(self) -> State:
-        """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
+        """Trains to the last step. Returns the final state; raises Preempted (saved), or Diverged, also where
+        the last steps were not finite."""
         config, note = self.config, self.records.progress.note
         self.record_goodput()
         with self.services.goodput.charge('step'):
             self.run_steps()
+        if bad := int(jax.device_get(self.state['in_a_row'])):  # as saved: the same command ends in the same way
+            last = f'the last {format_count(bad, "step")} of {config.steps} were not finite and changed nothing'
+            how = f'step {config.steps} is saved and has the weights of step {config.steps - bad}'
+            raise Diverged(f'{last}; {how}: use these, or train anew with a lower optimizer.peak_learning_rate')
         note(
             f'done: {format_count(config.steps, "step")} in {format_duration(self.records.throughput.seconds)}, '
             f'{format_si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
@@ -161,7 +166,8 @@ class Trainer:
             records.progress.note(f'first step after {goodput.describe_start()}')
         losses, targets = metrics.pop('window_loss', None), metrics.pop('window_targets', None)
         by_source = {} if losses is None else windows.by_source(step - 1, losses, targets)
-        metrics = {name: value.item() for name, value in metrics.items()}
+        metrics = {name: value.tolist() for name, value in metrics.items()}
+        compared = self.computation.step.read_comparison(metrics)
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
             self.checkpointer.wait()
@@ -183,10 +189,11 @@ class Trainer:
             'seconds': records.throughput.seconds,
             'skipped_steps': metrics['skipped'],
             'data_wait_seconds': goodput.read_lap('data'),
+            **compared.measures,
             **by_source,
         }
         records.metrics_file.write(record)
-        records.progress.step(record, seconds_left)
+        records.progress.step(record, seconds_left, compared.summary)
         if goodput.age > GOODPUT_SECONDS:
             self.record_goodput()
 
@@ -224,6 +231,7 @@ class Trainer:
             'step_seconds': self.services.goodput.total('step'),
             'config': self.records.text,
             'skipped_batches': self.computation.batches.windows.skipped_before(step),
+            'metrics_lines': self.records.metrics_file.count,
         }
         metrics = {} if loss is None else {'loss': loss}
         with self.pause('checkpoint'):

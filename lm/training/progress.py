@@ -32,11 +32,15 @@ def describe_divergence(
     `saved` is the newest checkpoint here."""
     first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
     others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
+    batches = (
+        f"with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these batches out"
+    )
+    # No batch is to blame for a rate that is not finite.
+    remedy = '' if what == 'learning rate' else f'{batches}, or '
     return (
         f'loss, gradient or update was not finite for {format_count(bad_steps, "step")} in a row, up to step {step}, '
         f'there first: {what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
-        f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these "
-        'batches out, or with a lower optimizer.peak_learning_rate '
+        f'run it again {remedy}with a lower optimizer.peak_learning_rate '
         + ('in a new --run_dir' if saved is None else f'and --rewind_to {saved}')
     )
 
@@ -89,11 +93,13 @@ class Progress:
         self.total_steps, self.enabled = total_steps, enabled
         self.terminal = sys.stdout.isatty()
 
-    def step(self, record: dict, seconds_left: float) -> None:
+    def step(self, record: dict, seconds_left: float, summary: str | None = None) -> None:
+        """Prints the line of a step. `summary` describes its loss; None: the loss is a cross-entropy."""
+        summary = f'ppl {perplexity(record["loss"]):.2f}' if summary is None else summary
         mfu = f'  mfu {100 * record["mfu"]:.1f}%' if record['mfu'] is not None else ''
         self._show(
             f'step {record["step"]:>{self.width}}/{self.total_steps}'
-            f'  loss {record["loss"]:.4f}  ppl {perplexity(record["loss"]):.2f}  lr {record["learning_rate"]:.2e}'
+            f'  loss {record["loss"]:.4f}  {summary}  lr {record["learning_rate"]:.2e}'
             f'  grad {record["grad_norm"]:.3f}  {format_si(record["tokens_per_second"])} tok/s{mfu}'
             f'  left {format_duration(seconds_left)}'
             + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),

@@ -1,0 +1,23 @@
+"""A window of softmax and linear attention over older keys (Zhang et al. 2024, LoLCATs)."""
+
+import torch
+from torch import nn
+
+from lm.interop.formulas.base import Mechanism, distances, scores, two_sided
+
+
+class WindowLinearFormula(Mechanism, name='window_linear'):
+    """Weights γ exp(s - c) for the `window` newest keys, c the largest s; ⟨φ(q), φ(k)⟩ for older keys, φ Hedgehog's."""
+
+    def __init__(self, heads, kv_heads, size, *, window, scale, map=None, mix=None):
+        super().__init__()
+        self.window, self.scale = window, scale or size**-0.5
+        self.mix_logit = nn.Parameter(torch.zeros(heads))
+        self.q_weight, self.k_weight = (nn.Parameter(torch.zeros(n, size, size)) for n in (heads, kv_heads))
+
+    def weights(self, q, k):
+        distance = distances(k.shape[1], k.device)
+        inside = (distance >= 0) & (distance < self.window)
+        s = (scores(q, k) * self.scale).masked_fill(~inside, -torch.inf)
+        near = torch.sigmoid(self.mix_logit)[:, None, None] * torch.exp(s - s.amax(-1, keepdim=True))
+        return torch.where(inside, near, scores(two_sided(q, self.q_weight), two_sided(k, self.k_weight)))
