@@ -72,8 +72,7 @@ def _facts(model: ModelConfig) -> dict[str, str]:
         *('learned_positions', 'rotary_base', 'rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution'),
         *('qk_norm', 'qk_norm_span', 'output_norm', 'output_gate', 'tied', 'logit_cap', 'causal'),
     )
-    layers = [model.pattern[i % len(model.pattern)] for i in range(model.n_layers)]
-    resolved = [(one, model.resolve(one)) for one in layers]
+    resolved = [(one, model.resolve(one)) for one in model.layers]
     attention = [f'@{one.gin_name}() with {one.portable(options.dims)}, {options}' for one, options in resolved]
     return {name: repr(getattr(model, name)) for name in names} | {
         f'attention of layer {i}': text for i, text in enumerate(attention)

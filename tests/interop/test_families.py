@@ -188,7 +188,8 @@ def test_the_pattern_is_the_shortest_that_gives_all_layers():
     assert find_pattern('aaaa') == 'a'
     assert find_pattern('abab') == ('a', 'b')
     assert find_pattern('aabaab') == ('a', 'a', 'b')
-    assert find_pattern('aabaa') == tuple('aabaa')
+    assert find_pattern('aabaa') == ('a', 'a', 'b')  # the last repeat is cut
+    assert find_pattern('aabbb') == tuple('aabbb')
 
 
 NATIVE = [form for form in checkpoints.FORMS if form != 'gpt2']

@@ -143,7 +143,7 @@ class Decoder(Family):
 
     def describe(self, model: ModelConfig) -> dict[str, Any]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
-        windows = [getattr(one, 'window', None) for one in model.pattern] * (model.n_layers // len(model.pattern))
+        windows = [getattr(one, 'window', None) for one in model.layers]
         scaling = {'rope_type': 'default'} if model.rotary_scaling is None else describe_scaling(model.rotary_scaling)
         window = next(filter(None, windows), None)
         return {
@@ -194,8 +194,8 @@ class Decoder(Family):
 
 
 def find_pattern(layers: Sequence[Attention]) -> Attention | tuple[Attention, ...]:
-    """Returns the shortest list that gives the mechanisms of all layers if it is repeated."""
+    """Returns the shortest list that gives the mechanisms of all layers if it is repeated, the last time in part."""
     for size in range(1, len(layers) + 1):
-        if len(layers) % size == 0 and all(one == layers[i % size] for i, one in enumerate(layers)):
+        if all(one == layers[i % size] for i, one in enumerate(layers)):
             return layers[0] if size == 1 else tuple(layers[:size])
     raise ValueError('there are no layers')
