@@ -30,8 +30,8 @@ from lm.training.mesh import JobAddress, initialize_distributed
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""
 SLOW = 2**26
-"""Bytes of weights that a CPU reads in several milliseconds. The host's work per dispatch is less than one, so each
-token of a larger model is a dispatch of its own, and is shown when it is there."""
+"""Bytes of weights that a CPU reads in several milliseconds. The host's work per dispatch is less than one. So each
+token of a larger model is a dispatch of its own, and is shown at once."""
 PIECE = 4096
 """Tokens of each prompt that are read at a time. The remainder of the length is a shorter piece, the first one."""
 END = 1000
@@ -314,7 +314,7 @@ class Continuations:
 
     @property
     def ended(self) -> bool:
-        """Whether every continuation has met its end."""
+        """True if every continuation has met its end."""
         ends = (self._end(row, prompt) for row, prompt in zip(self._rows, self._prompts, strict=True))
         lengths = zip(ends, self._rows, self._prompts, strict=True)
         return all(end < len(row) or end == len(prompt) - 1 + self._max_tokens for end, row, prompt in lengths)
