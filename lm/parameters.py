@@ -64,7 +64,8 @@ def layer_norm(
     """Returns a layer normalization whose gain and bias are declared; `options` are flax's, such as `epsilon`."""
     kinds = {'scale_metadata': 'gain', 'bias_metadata': 'bias'}
     metadata = {name: declare(kind, axis, part=part, output=output) for name, kind in kinds.items()}
-    return nnx.LayerNorm(size, rngs=rngs, **metadata, **({'epsilon': EPSILON} | options))
+    options = {'epsilon': EPSILON} | options
+    return nnx.LayerNorm(size, rngs=rngs, **metadata, **options)
 
 
 def rms_norm(
@@ -73,7 +74,8 @@ def rms_norm(
     """Returns a root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options`
     are flax's, such as `epsilon`."""
     metadata = declare('gain', axis, part=part, output=output)
-    return nnx.RMSNorm(size, rngs=rngs, scale_metadata=metadata, **({'epsilon': EPSILON} | options))
+    options = {'epsilon': EPSILON} | options
+    return nnx.RMSNorm(size, rngs=rngs, scale_metadata=metadata, **options)
 
 
 NORMS = {'layer': layer_norm, 'rms': rms_norm}

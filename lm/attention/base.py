@@ -11,16 +11,22 @@ sharding. Mechanisms on the linear engine build on `lm.attention.linear`, featur
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.config.configurable import Configurable
+from lm.attention.rotary_scaling import RotaryScaling
+from lm.config.configurable import Configurable, field
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
+
+MODEL: Literal['model'] = 'model'
+"""The default of a mechanism's options: the layer has the model's value."""
+GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
+"""Forms of the output gate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +40,18 @@ class HeadDims:
     causal: bool = True
 
 
+def _option(**rules: Any) -> Any:
+    """Returns a field that a mechanism leaves to the model unless it is set."""
+    return field(default=MODEL, omit_default=True, **rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(Configurable, abc.ABC):
-    """Base of the attention configurations (frozen dataclasses made by `@configurable`)."""
+    """Base of the attention configurations (frozen dataclasses made by `@configurable`).
+
+    Its fields are the options of a layer. Where one is 'model', the layer has the value of the model's field of the
+    same name (`ModelConfig.resolve`). The mechanism's own module does not read them.
+    """
 
     is_default: ClassVar[bool] = False
     """Models have this mechanism where nothing else is configured. Exactly one mechanism sets it."""
@@ -43,6 +59,32 @@ class Attention(Configurable, abc.ABC):
     """Training steps after which the random projections are drawn anew; None: never."""
     causal = True
     """False: tokens see later tokens, whatever `model.causal` is."""
+
+    n_heads: int | Literal['model'] = _option(minimum=1, help='query heads')
+    n_kv_heads: int | Literal['model'] | None = _option(minimum=1, help='key heads; None: as many as query heads')
+    head_dim: int | Literal['model'] = _option(minimum=2, even=True, help='size of a query and of a key')
+    rotary_base: float | Literal['model'] | None = _option(
+        above=1, help='of the wavelengths of rotary positions; None: no such'
+    )
+    rotary_fraction: float | Literal['model'] = _option(
+        above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
+    )
+    rotary_scaling: RotaryScaling | Literal['model'] | None = _option(  # noqa: RUF009
+        help='change of the frequencies of rotary positions for longer contexts; None: none'
+    )
+    key_offset: float | Literal['model'] = _option(
+        minimum=0, maximum=1, help='share of the channels of each key that come from the token before'
+    )
+    convolution: int | Literal['model'] | None = _option(
+        minimum=2, maximum=16, help='tokens of the causal convolution of queries, keys and values; None: no such'
+    )
+    qk_norm: bool | Literal['model'] = _option(help='RMSNorm of the queries and keys of each head')
+    output_gate: str | None = _option(
+        choices=(MODEL, *GATES), help='form of the gate of the output; None: no such gate'
+    )
+    output_gate_inputs: float | Literal['model'] = _option(
+        above=0, maximum=1, help="share of the channels of the layer's input that the output gate reads"
+    )
 
     @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
@@ -82,9 +124,10 @@ class Attention(Configurable, abc.ABC):
     def portable(self, dims: HeadDims) -> dict[str, Any]:
         """Returns its fields as plain values, and values derived from them, for programs that do not read gin.
 
-        `implementation` is left out, because such programs choose how they compute.
+        `implementation` is left out, because such programs choose how they compute. So are the options of the layer.
         """
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != 'implementation'}
+        left_out = {option.name for option in dataclasses.fields(Attention)} | {'implementation'}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 
 class AttentionModule(nnx.Module):

@@ -36,6 +36,10 @@ class Configurable:
         """Raises ConfigError for a value of a wrong type or outside its range."""
         check_fields(self)
 
+    def __repr__(self) -> str:
+        values = ((spec.name, getattr(self, spec.name)) for spec in dataclasses.fields(self) if is_stated(self, spec))
+        return f'{type(self).__qualname__}({", ".join(f"{name}={value!r}" for name, value in values)})'
+
 
 T = TypeVar('T', bound=Configurable)
 
@@ -56,6 +60,7 @@ def field(
     help: str = '',
     resume: bool = False,
     formerly: str | None = None,
+    omit_default: bool = False,
 ) -> Any:
     """Returns a dataclass field with the range of its values.
 
@@ -70,11 +75,16 @@ def field(
         resume: the value does not change what is learned: a run may be resumed with another one.
         formerly: the name in earlier versions, which gin files may still use: `bias`, or `optimizer.b1` of a field that
             stood in another configurable. Where the value was the name of a configurable, it becomes a reference.
+        omit_default: config.gin and other texts leave the field out while it has its default.
     """
     rules = dict(minimum=minimum, maximum=maximum, above=above, below=below, even=even, choices=choices, check=check)
-    return dataclasses.field(
-        default=default, metadata={'rules': rules, 'help': help, 'resume': resume, 'formerly': formerly}
-    )
+    facts = {'help': help, 'resume': resume, 'formerly': formerly, 'omit_default': omit_default}
+    return dataclasses.field(default=default, metadata={'rules': rules} | facts)
+
+
+def is_stated(config: 'Configurable', spec: dataclasses.Field) -> bool:
+    """Returns whether texts state the value of a field (`omit_default` of `field`)."""
+    return not spec.metadata.get('omit_default') or getattr(config, spec.name) != spec.default
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -97,6 +107,8 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
         cls.__post_init__ = check
         cls.gin_name = name
         cls.gin_resume = resume or cls.gin_resume
+        if '__repr__' not in cls.__dict__:
+            cls.__repr__ = Configurable.__repr__
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         known = REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
@@ -128,7 +140,8 @@ def check_fields(config: Configurable) -> None:
             ) from None
         if converted is not value:
             object.__setattr__(config, spec.name, converted)
-        _check_range(label, converted, spec.metadata.get('rules', {}))
+        if not (isinstance(converted, str) and converted == spec.default):  # a word for the default has no range
+            _check_range(label, converted, spec.metadata.get('rules', {}))
 
 
 def check_kind(name: str, given: object, kind: type, remedy: str) -> None:
@@ -162,6 +175,10 @@ def convert(value: object, annotation: Any) -> object:
         if len(arguments) != len(value):
             raise TypeError
         return tuple(convert(v, a) for v, a in zip(value, arguments, strict=True))
+    if origin is typing.Literal:
+        if value in arguments:
+            return value
+        raise TypeError
     if annotation is None or annotation is type(None):
         if value is None:
             return None
@@ -189,6 +206,8 @@ def describe(annotation: Any) -> str:
         return f'({", ".join(describe(a) for a in arguments)})'
     if origin is tuple:
         return 'a list, each item ' + describe(arguments[0])
+    if origin is typing.Literal:
+        return ' or '.join(map(repr, arguments))
     if annotation is type(None):
         return 'None'
     name = getattr(annotation, '__name__', str(annotation))

@@ -24,6 +24,17 @@ def may_change(binding: str, *, rewound: bool = False) -> bool:
     return allowed or any(f.name == parameter and f.metadata.get('resume') for f in _fields(name))
 
 
+def is_omitted(binding: str, text: str) -> bool:
+    """Returns whether config.gin leaves `scope/section.field` out while its gin text is `text` (`omit_default`)."""
+    name, _, parameter = binding.rpartition('/')[2].partition('.')
+    fields = {field.name: field for field in _fields(name)} if name in REGISTRY else {}
+    return (
+        parameter in fields
+        and fields[parameter].metadata.get('omit_default') is True
+        and (text == format_value(fields[parameter].default))
+    )
+
+
 def find_class(text: str) -> type[Configurable] | None:
     """Returns the class that a reference such as '@a/wsd()' names; None for all other values."""
     match = re.fullmatch(r'@(?:[\w./]*/)?(\w+)\(\)', text)

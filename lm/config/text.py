@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lm.config.configurable import Configurable
+from lm.config.configurable import Configurable, is_stated
 from lm.errors import ConfigError
 
 
@@ -107,7 +107,7 @@ def dump(experiment: object) -> str:
     ):
         title = f'{scope}/{name}' if scope else name
         lines += ['', f'# {title}']
-        for field in sorted(field.name for field in dataclasses.fields(config)):
+        for field in sorted(field.name for field in dataclasses.fields(config) if is_stated(config, field)):
             value = replace_nodes(getattr(config, field), reference)
             try:
                 lines.append(f'{title}.{field} = {format_value(value)}')

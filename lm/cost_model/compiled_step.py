@@ -164,9 +164,10 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
     assert compiled.memory is not None, 'compilers for TPUs describe the memory'
     memory, text = _make_memory(compiled.memory, limit), compiled.text
-    dims, length = experiment.model.dims, experiment.train.context_length
-    undeclared = [a for a in experiment.model.pattern if not a.kernels_declare_cost(dims)]
-    forward = sum(a.flops_per_token(dims, length) for a in undeclared) / max(1, len(undeclared))
+    layers = [(attention, experiment.model.resolve(attention).dims) for attention in experiment.model.pattern]
+    undeclared = [(attention, dims) for attention, dims in layers if not attention.kernels_declare_cost(dims)]
+    costs = [attention.flops_per_token(dims, experiment.train.context_length) for attention, dims in undeclared]
+    forward = sum(costs) / max(1, len(costs))
     least = plan.flops_per_token * experiment.train.tokens_per_step / len(devices)
     bound, program = roofline(text, topology, forward, least), HloProgram(text)
     model = step_time(program, topology, KernelCycles(program, topology)) if text else None

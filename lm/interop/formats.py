@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lm.attention import DEFAULT, Attention
+from lm.attention.base import MODEL
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
@@ -103,11 +105,20 @@ class TransformersFormat(Safetensors):
                     f'model.{field.name} = {getattr(model, field.name)!r}: the model for transformers has no such '
                     'option; export with --format safetensors'
                 )
+        plain = model.resolve(DEFAULT())
         for attention in model.pattern:
-            if attention.projections(model.dims):
+            options = model.resolve(attention)
+            if options.projections:
                 raise ConfigError(
                     f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
                     'export with --format safetensors'
+                )
+            if options != plain:
+                names = [option.name for option in dataclasses.fields(Attention)]
+                name = next(name for name in names if getattr(attention, name) != MODEL)
+                raise ConfigError(
+                    f'{attention.gin_name}.{name} = {getattr(attention, name)!r}: the layers of the model for '
+                    f'transformers have no options of their own; set model.{name}, or export with --format safetensors'
                 )
         if unknown := {attention.gin_name for attention in model.pattern} - formulated():
             raise ConfigError(
@@ -137,10 +148,13 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'architectures': ['LmForCausalLM'],
         'auto_map': {'AutoConfig': 'modeling_lm.LmConfig', 'AutoModelForCausalLM': 'modeling_lm.LmForCausalLM'},
         **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
-        'num_key_value_heads': model.dims.n_kv_heads,
+        'num_key_value_heads': model.resolve(model.pattern[0]).dims.n_kv_heads,
         'intermediate_size': model.glu_dim,
         **describe_rotation(model),
-        'attention': [{'name': attention.gin_name, **attention.portable(model.dims)} for attention in model.pattern],
+        'attention': [
+            {'name': attention.gin_name, **attention.portable(model.resolve(attention).dims)}
+            for attention in model.pattern
+        ],
         'max_position_embeddings': train.context_length,
         'bos_token_id': eod,
         'eos_token_id': eod,

@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm.attention import Attention, HeadDims
+from lm.attention import Attention
+from lm.attention.base import GATES
 from lm.attention.recurrent.convolution import ShortConvolution
-from lm.model.config import ACTIVATIONS, GATES, ModelConfig
+from lm.model.config import ACTIVATIONS, ModelConfig
 from lm.model.dense import Dense
 from lm.model.key_offset import offset_keys, select_channels
 from lm.ops.rotary import Rotation, rotate
@@ -54,11 +55,11 @@ class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config, dims = config, config.dims
-        options = {'dtype': dtype, 'epsilon': config.norm_epsilon}
+        self.config = config
+        self.options = own = config.resolve(attention)
+        dims, options = own.dims, {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
         residual_init = nnx.initializers.variance_scaling(1 / (2 * config.n_layers), 'fan_in', 'truncated_normal')
-        qkv_sizes = tuple(n * dims.head_dim for n in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads))
 
         def norm(is_there):
             return NORMS[config.norm](config.d_model, 'embed', rngs, part='norms', **options) if is_there else None
@@ -79,36 +80,29 @@ class Block(nnx.Module):
         is_before, is_after = config.norm_placement != 'after', config.norm_placement != 'before'
         self.attention_norm = norm(is_before)
         biased = config.biases or config.qkv_biases
-        self.qkv = linear(config.d_model, qkv_sizes, 'embed', 'all_heads', part='attention', biased=biased)
+        self.qkv = linear(config.d_model, own.qkv_sizes, 'embed', 'all_heads', part='attention', biased=biased)
         self.attention = attention.build(dims, rngs)
-        heads, width = dims.n_heads * dims.head_dim, (config.d_model,)
-        self.attention_out = linear(heads, width, 'all_heads', 'embed', part='attention', init=residual_init)
+        width = (config.d_model,)
+        self.attention_out = linear(own.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
         self.glu_norm = norm(is_before)
         self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
         self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
-        self.widths = attention.projections(dims)
-        if self.widths:
-            sizes = tuple(self.widths.values())
-            self.mechanism_in = linear(config.d_model, sizes, 'embed', 'all_heads', part='mechanism')
-        channels = sum(qkv_sizes)
-        width = config.convolution  # assigned once: an attribute that began as None could hold no module
-        self.convolution = ShortConvolution(channels, width, rngs, 'attention') if width else None
+        if own.projections:
+            self.mechanism_in = linear(config.d_model, own.widths, 'embed', 'all_heads', part='mechanism')
+        reach = own.convolution  # assigned once: an attribute that began as None could hold no module
+        self.convolution = ShortConvolution(sum(own.qkv_sizes), reach, rngs, 'attention') if reach else None
         spans = (('head', 1), ('head', 1))
-        if config.qk_norm_span == 'projection':
+        if own.qk_norm == 'projection':
             spans = (('all_heads', dims.n_heads), ('all_heads', dims.n_kv_heads))
         self.q_norm, self.k_norm = (
-            rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if config.qk_norm else None
+            rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if own.qk_norm else None
             for axis, n in spans
         )
-        to_gate = (config.gate_dim, (heads,), 'embed', 'all_heads')
-        self.output_gate = linear(*to_gate, part='attention') if config.output_gate else None
+        gate, axes = own.gate, ('embed', 'all_heads')
+        self.output_gate = linear(gate.inputs, (own.width,), *axes, part='attention') if gate else None
         self.attention_out_norm = norm(is_after)
         self.glu_out_norm = norm(is_after)
-
-    @property
-    def dims(self) -> HeadDims:
-        return self.config.dims
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
@@ -125,7 +119,8 @@ class Block(nnx.Module):
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
         state = self.attention.init_state(batch, max_length, dtype, documents)
         convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
-        key = jnp.zeros((batch, 1, self.dims.n_kv_heads, self.dims.head_dim), dtype) if self.config.key_offset else None
+        dims = self.options.dims
+        key = jnp.zeros((batch, 1, dims.n_kv_heads, dims.head_dim), dtype) if self.options.key_offset else None
         return state, EarlierTokens(convolved, key)
 
     def decode_step(
@@ -164,52 +159,54 @@ class Block(nnx.Module):
         `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. If nothing is applied
         to both at once, queries and keys are separate products.
         """
-        H, K, C = self.dims.n_heads, self.dims.n_kv_heads, self.dims.head_dim
+        dims = self.options.dims
+        H, K, C = dims.n_heads, dims.n_kv_heads, dims.head_dim
         is_joined = rotation is not None or self.attention.norms is not None
         products = self.qkv.pieces(normed_BxLxD, [n * C for n in ((H + K, K) if is_joined else (H, K, K))])
         convolved, key = kept
         if self.convolution:
             products, convolved = self.convolution(products, convolved, starts_BxL)
         *qk, v_BxLxKxC = (product.reshape(*product.shape[:2], -1, C) for product in products)
-        if is_joined and self.q_norm is None and not self.config.key_offset:
+        if is_joined and self.q_norm is None and not self.options.key_offset:
             return Projections(*prepare(qk[0], rotation), v_BxLxKxC, EarlierTokens(convolved))
         q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [H], axis=2) if is_joined else qk
-        if self.config.key_offset:
+        if self.options.key_offset:
             key = k_BxLxKxC[:, -1:]
-            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.config.key_offset), kept.key, starts_BxL)
+            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.options.key_offset), kept.key, starts_BxL)
         q_BxLxHxC, k_BxLxKxC = self._normalize(q_BxLxHxC, k_BxLxKxC)
         if is_joined:
             q_BxLxHxC, k_BxLxKxC = prepare(jnp.concatenate([q_BxLxHxC, k_BxLxKxC], axis=2), rotation)
         return Projections(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, EarlierTokens(convolved, key))
 
     def _normalize(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Applies `model.qk_norm`."""
+        """Applies `qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return q_BxLxHxC, k_BxLxKxC
-        if self.config.qk_norm_span == 'head':
+        if self.options.qk_norm == 'head':
             return self.q_norm(q_BxLxHxC), self.k_norm(k_BxLxKxC)
         whole = lambda norm, x_BxLxNxC: norm(x_BxLxNxC.reshape(*x_BxLxNxC.shape[:2], -1)).reshape(x_BxLxNxC.shape)  # noqa: E731
         return whole(self.q_norm, q_BxLxHxC), whole(self.k_norm, k_BxLxKxC)
 
     def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
         """Rotates by XLA: decoding has too few tokens for a kernel."""
-        return rotate(qk_BxLxNxC, rotation, self.dims.n_heads, implementation='xla')
+        return rotate(qk_BxLxNxC, rotation, self.options.dims.n_heads, implementation='xla')
 
     @jax.named_scope('qkv')
     def _project_for_mechanism(self, normed_BxLxD: jax.Array) -> dict[str, jax.Array]:
         """Computes the mechanism's further inputs, by name."""
-        if not self.widths:
+        if not self.options.projections:
             return {}
-        pieces = np.cumsum(tuple(self.widths.values()))[:-1]
-        return dict(zip(self.widths, jnp.split(self.mechanism_in(normed_BxLxD), pieces, axis=-1), strict=True))
+        names, widths = zip(*self.options.projections, strict=True)
+        pieces = jnp.split(self.mechanism_in(normed_BxLxD), np.cumsum(widths)[:-1], axis=-1)
+        return dict(zip(names, pieces, strict=True))
 
     def _finish(self, x_BxLxD: jax.Array, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
         """Computes the rest of the layer from the output of attention."""
         with jax.named_scope('attention_out'):
             y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
-            if self.output_gate is not None:
-                form = GATES[self.config.output_gate_form]
-                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., : self.output_gate.in_features]))
+            if self.output_gate is not None and self.options.gate is not None:
+                form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
+                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
             x_BxLxD = tokens_on_lanes(x_BxLxD + _apply(self.attention_out_norm, self.attention_out(y_BxLxN)))
         return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import DEFAULT, Attention, HeadDims
+from lm.attention.base import GATES, MODEL
 from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
+from lm.model.options import LayerOptions, OutputGate, RotaryOptions
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 
@@ -43,8 +45,6 @@ PLACEMENTS = ('before', 'after', 'both')
 """The places of the normalizations around attention and the feed-forward layer."""
 SPANS = ('head', 'projection')
 """The parts of queries and keys that `qk_norm` normalizes."""
-GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
-"""Forms of the output gate."""
 
 
 @configurable('model')
@@ -154,10 +154,10 @@ class ModelConfig(Configurable):
     )
 
     def __post_init__(self):
-        if self.n_heads % self.dims.n_kv_heads:
-            raise ConfigError(f'model.n_kv_heads = {self.n_kv_heads}: must divide model.n_heads = {self.n_heads}')
         if not self.pattern:
             raise ConfigError('model.attention = []: name at least one mechanism, such as @softmax()')
+        for attention in self.pattern:
+            self._check_heads(attention)
         if self.n_layers % len(self.pattern):
             raise ConfigError(
                 f'model.attention lists {len(self.pattern)} mechanisms: must divide model.n_layers = {self.n_layers}'
@@ -171,8 +171,45 @@ class ModelConfig(Configurable):
         return self.attention if isinstance(self.attention, tuple) else (self.attention,)
 
     @property
-    def dims(self) -> HeadDims:
-        return HeadDims(self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim, self.causal)
+    def repeats(self) -> int:
+        """The layers of each mechanism of the pattern."""
+        return self.n_layers // len(self.pattern)
+
+    def resolve(self, attention: Attention) -> LayerOptions:
+        """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
+        n_heads, head_dim = self._choose(attention, 'n_heads'), self._choose(attention, 'head_dim')
+        n_kv_heads, share = (
+            self._choose(attention, 'n_kv_heads') or n_heads,
+            self._choose(attention, 'output_gate_inputs'),
+        )
+        base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
+        form = attention.output_gate
+        if form == MODEL:
+            form = self.output_gate_form if self.output_gate else None
+        dims = HeadDims(n_heads, n_kv_heads or n_heads, head_dim, self.causal)
+        return LayerOptions(
+            dims=dims,
+            rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
+            key_offset=self._choose(attention, 'key_offset'),
+            convolution=self._choose(attention, 'convolution'),
+            qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
+            gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
+            projections=tuple(attention.projections(dims).items()),
+        )
+
+    def _choose(self, attention: Attention, name: str) -> Any:
+        value = getattr(attention, name)
+        return getattr(self, name) if value == MODEL else value
+
+    def _check_heads(self, attention: Attention) -> None:
+        """Raises ConfigError where the key heads do not divide the query heads."""
+        dims = self.resolve(attention).dims
+        if dims.n_heads % dims.n_kv_heads:
+            keys, queries = (
+                'model' if getattr(attention, name) == MODEL else attention.gin_name
+                for name in ('n_kv_heads', 'n_heads')
+            )
+            raise ConfigError(f'{keys}.n_kv_heads = {dims.n_kv_heads}: must divide {queries}.n_heads = {dims.n_heads}')
 
     @property
     def looks_ahead(self) -> str | None:
@@ -185,11 +222,6 @@ class ModelConfig(Configurable):
     def widening(self) -> float:
         """The model's width over the base width, for which the learning rate is given."""
         return self.d_model / (self.base_width or self.d_model)
-
-    @property
-    def gate_dim(self) -> int:
-        """The number of channels that the output gate reads."""
-        return max(1, round(self.output_gate_inputs * self.d_model))
 
     @property
     def glu_dim(self) -> int:
@@ -227,10 +259,10 @@ class ModelConfig(Configurable):
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
-        qkvo = self.d_model * self.head_dim * 2 * (self.n_heads + self.dims.n_kv_heads)
-        qkvo += self.output_gate * self.gate_dim * self.n_heads * self.head_dim
         glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
-        mechanism = self.d_model * sum(sum(a.projections(self.dims).values()) for a in self.pattern) / len(self.pattern)
-        dense = 2 * (self.n_layers * (qkvo + glu + mechanism) + self.d_model * self.vocab_size)
-        attention = sum(a.flops_per_token(self.dims, length) for a in self.pattern) * self.n_layers / len(self.pattern)
-        return 3 * (dense + attention)
+        dense, attention = self.d_model * self.vocab_size, 0.0
+        for mechanism in self.pattern:
+            options = self.resolve(mechanism)
+            dense += self.repeats * (options.count_products(self.d_model) + glu)
+            attention += self.repeats * mechanism.flops_per_token(options.dims, length)
+        return 3 * (2 * dense + attention)

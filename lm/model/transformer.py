@@ -22,6 +22,7 @@ from lm.attention import AttentionModule
 from lm.errors import ConfigError
 from lm.model.block import Block, stack_blocks, take_apart
 from lm.model.config import REMAT, ModelConfig
+from lm.model.options import RotaryOptions
 from lm.model.positions import rotary, sinusoids
 from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
@@ -57,8 +58,7 @@ class Transformer(nnx.Module):
         self.embedding = embedding(config.vocab_size, 'vocabulary')
         if config.learned_positions:
             self.positions = embedding(config.learned_positions, 'position')
-        repeats = config.n_layers // len(config.pattern)
-        stacks = [stack_blocks(config, attention, repeats, rngs, self.dtype) for attention in config.pattern]
+        stacks = [stack_blocks(config, attention, config.repeats, rngs, self.dtype) for attention in config.pattern]
         self.blocks = nnx.List(stacks)
         gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
         options = {
@@ -86,11 +86,11 @@ class Transformer(nnx.Module):
                 one document (`lm.ops.documents`).
         """
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
-        x_BxLxD, rotation = self._embed(tokens_BxL, positions)
+        x_BxLxD, rotations = self._embed(tokens_BxL, positions)
         applies, states = zip(*map(take_apart, self.blocks), strict=True)
 
         def layers(x_BxLxD, states):
-            for apply, state in zip(applies, states, strict=True):
+            for apply, state, rotation in zip(applies, states, rotations, strict=True):
                 x_BxLxD = apply(state, Block.__call__, x_BxLxD, rotation, starts_BxL)
             return x_BxLxD, None
 
@@ -113,13 +113,13 @@ class Transformer(nnx.Module):
 
     def _layers(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, Rotation | None]]:
         """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
-        x_BxLxD, rotation = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
+        x_BxLxD, rotations = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
             repeat, which = divmod(i, len(self.blocks))
             apply, state = take_apart(self.blocks[which])
             block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
-            yield block, x_BxLxD, rotation
-            x_BxLxD = _compute(block, x_BxLxD, rotation)
+            yield block, x_BxLxD, rotations[which]
+            x_BxLxD = _compute(block, x_BxLxD, rotations[which])
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns logits, [B, L, V] float32. Training uses `token_losses`, which never holds all logits."""
@@ -203,12 +203,12 @@ class Transformer(nnx.Module):
             starts_BxT: the first token of each token's document, as in `hidden`, but counted from the first of these
                 tokens: negative for earlier tokens.
         """
-        x_BxTxD, rotation = self._embed(tokens_BxT, positions)
+        x_BxTxD, rotations = self._embed(tokens_BxT, positions)
         applies, params = zip(*map(take_apart, self.blocks), strict=True)
 
         def layers(x_BxTxD, params_and_state):
             new = []
-            for apply, param, old in zip(applies, *params_and_state, strict=True):
+            for apply, param, old, rotation in zip(applies, *params_and_state, rotations, strict=True):
                 layer_state, x_BxTxD = apply(param, Block.decode_step, old, x_BxTxD, rotation, starts_BxT)
                 new.append(layer_state)
             return x_BxTxD, new
@@ -225,7 +225,7 @@ class Transformer(nnx.Module):
 
         for i in which:
             apply, state = take_apart(self.blocks[i])
-            keys = jax.random.split(jax.random.fold_in(key, i), self.config.n_layers // len(self.blocks))
+            keys = jax.random.split(jax.random.fold_in(key, i), self.config.repeats)
             new = jax.vmap(lambda state, key, apply=apply: apply(state, redrawn, key))(state, keys)
             nnx.update(self.blocks[i], new)
 
@@ -239,6 +239,8 @@ class Transformer(nnx.Module):
 
     @jax.named_scope('embedding')
     def _embed(self, tokens_BxL, positions):
+        """Returns the input of the first layer, and the rotation of each mechanism of the pattern: each is computed
+        once."""
         config = self.config
         config.check_length(tokens_BxL.shape[1])
         x_BxLxD = self.embedding(tokens_BxL)
@@ -247,11 +249,11 @@ class Transformer(nnx.Module):
         x_BxLxD *= math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
-        rotation = None
-        if config.rotary_base:
-            options = (config.rotary_base, config.rotary_fraction, config.rotary_scaling)
-            rotation = rotary(positions, config.head_dim, *options)
-        return x_BxLxD, rotation
+        chosen = [config.resolve(attention).rotary for attention in config.pattern]
+        rotations: dict[RotaryOptions | None, Rotation | None] = {None: None}
+        for one in dict.fromkeys(filter(None, chosen)):
+            rotations[one] = rotary(positions, one.head_dim, one.base, one.fraction, one.scaling)
+        return x_BxLxD, [rotations[one] for one in chosen]
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """Computes the logits of the normalised outputs of the last layer, [B, L, V] float32."""

@@ -124,7 +124,7 @@ def compare_configurations(runs: Sequence[Run]) -> SortableTable | None:
             ]
             rows.append([TableCell(name, name), *cells])
     columns = ['binding', *(run.name for run in runs)]
-    note = 'A dash: the run has no such binding, because it has another mechanism or source.'
+    note = 'A dash: the run does not set it, or has another mechanism or source.'
     return SortableTable('Configuration differences', columns, rows, len(columns), [note]) if rows else None
 
 

@@ -17,6 +17,7 @@ from etils import epath
 
 from lm.attention import mechanisms
 from lm.checkpoint.snapshot import Snapshot
+from lm.config.names import is_omitted
 from lm.config.text import format_value
 from lm.errors import ConfigError
 from lm.files import is_remote, open_path
@@ -59,7 +60,8 @@ class Run:
         directory = RunDir(path)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        config = parse_bindings(read_text(directory.config))
+        bindings = parse_bindings(read_text(directory.config))
+        config = {name: text for name, text in bindings.items() if not is_omitted(name, text)}
         if not config.keys() >= OWN_BINDINGS:
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')

@@ -208,7 +208,7 @@ def test_model():
     state = jax.eval_shape(lambda: step.init(0))
     batch = jax.ShapeDtypeStruct((1, 2, ONE_BLOCK + 1), jnp.uint16)
     found = counted(compile_(step.train, state, batch)) / (2 * ONE_BLOCK)
-    attention = model.n_layers * model.attention.flops_per_token(model.dims, ONE_BLOCK)
+    attention = model.n_layers * model.attention.flops_per_token(model.resolve(model.attention).dims, ONE_BLOCK)
     formula = model.flops_per_token(ONE_BLOCK)
     assert found == pytest.approx(formula + 3 * attention, rel=TOLERANCE)  # the masked halves
 

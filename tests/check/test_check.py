@@ -407,11 +407,12 @@ def test_kernels_that_declare_nothing_count_as_their_own_layers(on_cpus, monkeyp
     for attention, undeclared in ((Softmax(), 0), (near, near), ((Softmax(), near), near)):
         model = dataclasses.replace(SMALL.model, attention=attention)
         check.check(dataclasses.replace(SMALL, model=model), 'v5e:2x2')
-        assert given[-1] == (undeclared and near.flops_per_token(model.dims, 128))
-    wide = dataclasses.replace(SMALL.model.dims, head_dim=256)
-    assert declares(Softmax(window=16), SMALL.model.dims)
+        assert given[-1] == (undeclared and near.flops_per_token(model.resolve(near).dims, 128))
+    dims = SMALL.model.resolve(Softmax()).dims
+    wide = dataclasses.replace(dims, head_dim=256)
+    assert declares(Softmax(window=16), dims)
     assert not declares(Softmax(), wide)
-    assert not declares(Softmax(implementation='splash'), SMALL.model.dims)
+    assert not declares(Softmax(implementation='splash'), dims)
 
 
 @pytest.mark.smoke  # newer versions of JAX print their programs differently

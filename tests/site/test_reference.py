@@ -58,6 +58,10 @@ def test_every_field_has_a_row(name, gin_page):
     cls = REGISTRY[name]
     is_section = name in {field.name for field in dataclasses.fields(Experiment)}
     part = rows(gin_page, name if is_section else f'@{name}()')
+    if issubclass(cls, Attention):  # the options of all mechanisms stand in one table before their own fields
+        shared = gin_page.partition('Each of them has these fields:')[2].partition('\n(')[0]
+        part += shared.replace('`NAME.', f'`{name}.')
+        assert len(re.findall(r'^\| `NAME', gin_page, re.MULTILINE)) == len(dataclasses.fields(Attention))
     found = {row.split(' | ')[0].strip('| `'): row for row in part.splitlines() if row.startswith('| `')}
     assert set(found) == {f'{name}.{field.name}' for field in dataclasses.fields(cls)}
     for field in dataclasses.fields(cls):

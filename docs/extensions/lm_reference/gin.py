@@ -37,6 +37,8 @@ def page() -> str:
     for base, values in choices().items():
         takers = [code(taker) for taker in _takers()[base]]
         parts += [f'({_label(base)})=\n## Values of {" and ".join(takers)}', docstring(base.__doc__)]
+        if shared := shared_fields(base):
+            parts += ['Each of them has these fields:', table(HEADS, (_row('NAME', base, field) for field in shared))]
         parts += [_configurable(name, cls) for name, cls in values.items()]
     return '\n\n'.join(parts)
 
@@ -44,9 +46,17 @@ def page() -> str:
 def _configurable(name: str, cls: type) -> str:
     title = name if name in sections() else f'@{name}()'
     parts = [f'(gin-{name})=\n### {code(title)}', docstring(cls.__doc__)]
-    fields = dataclasses.fields(cls)
+    shared = {field.name for field in shared_fields(_base(cls))} if name not in sections() else ()
+    fields = [field for field in dataclasses.fields(cls) if field.name not in shared]
     parts.append(table(HEADS, (_row(name, cls, field) for field in fields)) if fields else 'It has no fields.')
     return '\n\n'.join(parts)
+
+
+def shared_fields(base: type) -> tuple[dataclasses.Field, ...]:
+    """Returns the fields that all values of a kind have from their base, and that texts state only where they are
+    set."""
+    fields = dataclasses.fields(base) if dataclasses.is_dataclass(base) else ()
+    return tuple(field for field in fields if field.metadata.get('omit_default'))
 
 
 def _row(name: str, cls: type, field: dataclasses.Field) -> tuple[str, ...]:
@@ -71,6 +81,8 @@ def _kind(annotation: Any) -> str:
         return f'list of {_kind(arguments[0])}'
     if origin is tuple:
         return f'({", ".join(map(_kind, arguments))})'
+    if origin is typing.Literal:
+        return ' or '.join(code(format_value(argument)) for argument in arguments)
     if annotation in choices():
         return f'[{annotation.__name__}](#{_label(annotation)})'
     return WORDS.get(annotation) or code(annotation.gin_name)

@@ -1,0 +1,68 @@
+"""The options of one layer, as its mechanism and the model's section give them together (`ModelConfig.resolve`)."""
+
+import dataclasses
+
+from lm.attention import HeadDims
+from lm.attention.rotary_scaling import RotaryScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryOptions:
+    """The rotary positions of a layer: the arguments of `lm.model.positions.rotary` besides the positions."""
+
+    head_dim: int
+    base: float
+    fraction: float = 1.0
+    scaling: RotaryScaling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputGate:
+    """The gate of a layer's output: its form (`lm.attention.base.GATES`), and the channels of the input it reads."""
+
+    form: str
+    inputs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOptions:
+    """The options of one layer.
+
+    Attributes:
+        dims: the heads, as the mechanism sees them.
+        rotary: None: queries and keys are not rotated.
+        key_offset: the share of each key's channels that come from the token before.
+        convolution: the tokens of the convolution of queries, keys and values; None: no such.
+        qk_norm: what the RMSNorms of queries and keys span, a head or the whole projection; None: there are none.
+        gate: None: nothing multiplies the output.
+        projections: the names and widths of further inputs of the mechanism (`Attention.projections`).
+    """
+
+    dims: HeadDims
+    rotary: RotaryOptions | None
+    key_offset: float
+    convolution: int | None
+    qk_norm: str | None
+    gate: OutputGate | None
+    projections: tuple[tuple[str, int], ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of the further inputs of the mechanism."""
+        return tuple(width for _, width in self.projections)
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """The columns of queries, keys and values."""
+        dims = self.dims
+        return dims.n_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim
+
+    @property
+    def width(self) -> int:
+        """The numbers per token that attention returns."""
+        return self.dims.n_heads * self.dims.head_dim
+
+    def count_products(self, d_model: int) -> int:
+        """Returns the sizes of the layer's matrices around the mechanism, together."""
+        gate = self.gate.inputs * self.width if self.gate else 0
+        return d_model * (sum(self.qkv_sizes) + self.width + sum(self.widths)) + gate

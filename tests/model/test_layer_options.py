@@ -1,0 +1,172 @@
+"""Each mechanism has options of its own: positions, convolution, norms, output gate and heads."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm import model as model_lib
+from lm.attention.recurrent.delta import Delta
+from lm.attention.recurrent.retention import Retention
+from lm.attention.rotary_scaling import LinearRotary
+from lm.attention.softmax import Softmax
+from lm.config.names import is_omitted
+from lm.config.text import dump
+from lm.errors import ConfigError
+from lm.experiment import load
+from lm.interop.formats import FORMATS
+from lm.model import ModelConfig
+from lm.model.functions import count_parameters
+from lm.model.options import OutputGate, RotaryOptions
+from lm.runs.config_diff import compare_texts, is_permitted
+
+TINY = dict(vocab_size=61, n_layers=2, d_model=32, n_heads=4, head_dim=8)
+OWN = dict(
+    rotary_base=500.0,
+    rotary_fraction=0.5,
+    key_offset=0.25,
+    convolution=3,
+    qk_norm=True,
+    output_gate_inputs=0.5,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+)
+DELTA = Delta(gate=True, rotary_base=None, convolution=4, output_gate='sigmoid', n_heads=2, head_dim=12)
+HYBRID = (DELTA, Softmax(rotary_base=None, qk_norm=True, n_kv_heads=2))
+GIN = """
+model.attention = [@delta(), @delta(), @delta(), @softmax()]
+softmax.rotary_base = None
+delta.convolution = 4
+delta.output_gate = 'sigmoid'
+"""
+
+
+def build(attention, **changes) -> model_lib.Transformer:
+    return nnx.jit(lambda: model_lib.build(ModelConfig(**TINY | {'attention': attention} | changes), seed=3))()
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)
+
+
+def tokens(length: int = 20) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 61, (2, length))
+
+
+def test_a_gin_file_sets_options_of_mechanisms():
+    model = load([], [line for line in GIN.splitlines() if line]).model
+    delta, softmax = (model.resolve(model.pattern[i]) for i in (0, 3))
+    assert delta.rotary == RotaryOptions(64, 10_000.0)
+    assert softmax.rotary is None
+    assert (delta.convolution, softmax.convolution) == (4, None)
+    assert (delta.gate, softmax.gate) == (OutputGate('sigmoid', 768), None)
+    kept = 3 * 3 * (768 * 768 + 4 * 3 * 768 + 768 * 12 + 64)  # gates, convolutions, beta and the gain of each norm
+    plain = dataclasses.replace(model, attention=Softmax())
+    assert sum(count_parameters(model).values()) - sum(count_parameters(plain).values()) == kept
+
+
+def test_scopes_tell_layers_of_one_mechanism_apart():
+    lines = ['model.attention = [@near/softmax(), @far/softmax()]', 'softmax.rotary_base = 500.0']
+    lines += ['near/softmax.window = 16', 'far/softmax.rotary_base = None', 'model.n_layers = 2']
+    lines += ['near/softmax.rotary_scaling = @linear_rotary()', 'linear_rotary.factor = 4.0']
+    model = load([], lines).model
+    assert [model.resolve(one).rotary for one in model.pattern] == [
+        RotaryOptions(64, 500.0, 1.0, LinearRotary(factor=4.0)),
+        None,
+    ]
+
+
+@pytest.mark.parametrize('form', ['silu', 'sigmoid'])
+def test_options_of_the_only_mechanism_are_options_of_the_model(form):
+    """Both have the same parameters and compute the same, to the last bit."""
+    ours = build(Retention(**OWN, output_gate=form))
+    theirs = build(Retention(), **OWN, output_gate=True, output_gate_form=form)
+    assert jax.tree.map(jnp.shape, nnx.state(ours)) == jax.tree.map(jnp.shape, nnx.state(theirs))
+    np.testing.assert_array_equal(logits(ours, tokens()), logits(theirs, tokens()))
+    assert ours.config.flops_per_token(64) == theirs.config.flops_per_token(64)
+
+
+def test_a_mechanism_can_have_less_than_the_model():
+    less = dict(rotary_base=None, key_offset=0.0, convolution=None, qk_norm=False, output_gate=None)
+    more = dict(key_offset=0.5, convolution=4, qk_norm=True, output_gate=True)
+    ours, plain = build(Softmax(**less), **more), build(Softmax(), rotary_base=None)
+    np.testing.assert_array_equal(logits(ours, tokens()), logits(plain, tokens()))
+    assert not np.array_equal(logits(build(Softmax(), **more), tokens()), logits(plain, tokens()))
+
+
+def test_a_hybrid_model_decodes_and_does_not_look_ahead():
+    model = build(HYBRID, sinusoids=False)
+    graph, arrays = nnx.split(model)
+    expected = logits(model, tokens())
+    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).decode_step(*arguments))
+    state, parts = model.init_state(2, 20), []
+    for start, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
+        state, part = step(arrays, state, tokens()[:, start:end], jnp.int32(start))
+        parts.append(part)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=2e-5, rtol=2e-5)
+    after = logits(model, np.where(np.arange(20) == 13, (tokens() + 1) % 61, tokens()))
+    np.testing.assert_array_equal(expected[:, :13], after[:, :13])
+
+
+def test_the_parameters_of_a_hybrid_model_learn():
+    """All parameters of all layers have gradients, and matrices and convolutions are of each layer's own heads."""
+    model = build(HYBRID)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    shapes = [nnx.to_pure_dict(params)['blocks'][i]['qkv']['kernel'].shape for i in (0, 1)]
+    assert shapes == [(1, 32, 3 * 2 * 12), (1, 32, (4 + 2 + 2) * 8)]
+    loss = lambda p: nnx.merge(graph, p, rest).token_losses(tokens()[:, :-1], tokens()[:, 1:]).mean()  # noqa: E731
+    gradients = jax.jit(jax.grad(loss))(params)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
+
+
+def test_layers_with_the_same_positions_share_one_rotation():
+    pattern = tuple(Softmax(window=w, rotary_base=b) for w, b in ((4, 'model'), (5, 500.0), (6, 10_000.0), (7, None)))
+    model = build(pattern, sinusoids=False, n_layers=4)
+    program = str(jax.make_jaxpr(model.hidden)(tokens()))
+    assert program.count('= cos ') == 2
+
+
+def test_config_gin_states_options_that_are_set():
+    """A mechanism without options of its own is written and compared as before there were any."""
+    plain, own = Softmax(), Softmax(rotary_base=None, output_gate='silu')
+    assert repr(plain) == 'Softmax(gate=False, scale=None, window=None, implementation=None)'
+    experiment = load([], ['model.attention = @softmax()'])
+    text = dump(experiment)
+    lines = [line.partition(' =')[0] for line in text.splitlines() if line.startswith('softmax.')]
+    assert lines == ['softmax.gate', 'softmax.implementation', 'softmax.scale', 'softmax.window']
+    changed = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, attention=own))
+    other = dump(changed)
+    assert "softmax.output_gate = 'silu'\nsoftmax.rotary_base = None\n" in other
+    found = compare_texts(text, other)
+    assert {change.binding for change in found} == {'softmax.output_gate', 'softmax.rotary_base'}
+    assert not any(is_permitted(change, {}, {}, False) for change in found)
+    assert {change.old for change in found} == {"'model'"}  # which reports leave out, as config.gin does
+    assert all(is_omitted(change.binding, "'model'") for change in found)
+    assert not any(is_omitted(change.binding, change.new) for change in found)
+
+
+def test_values_outside_their_range_are_refused_by_name():
+    for name, value, problem in (
+        ('rotary_base', 'modle', "must be a float or 'model' or None"),
+        ('rotary_base', 0.5, 'must be above 1'),
+        ('output_gate', 'relu', 'must be one of model, silu, sigmoid'),
+        ('convolution', 1, 'must be at least 2'),
+        ('qk_norm', None, "must be a bool \\(True or False\\) or 'model'"),
+    ):
+        with pytest.raises(ConfigError, match=rf'^softmax\.{name} = {value!r}: {problem}'):
+            Softmax(**{name: value})
+    with pytest.raises(ConfigError, match=r'^softmax\.n_kv_heads = 3: must divide model\.n_heads = 4$'):
+        ModelConfig(**TINY, attention=Softmax(n_kv_heads=3))
+    with pytest.raises(ConfigError, match=r'^model\.n_kv_heads = 2: must divide softmax\.n_heads = 3$'):
+        ModelConfig(**TINY, n_kv_heads=2, attention=Softmax(n_heads=3))
+
+
+def test_the_model_for_transformers_has_no_options_of_layers():
+    FORMATS['huggingface'].check(ModelConfig(**TINY, attention=(Softmax(rotary_base=10_000.0), Retention())))
+    with pytest.raises(ConfigError, match=r'^softmax\.rotary_base = None: .* set model\.rotary_base'):
+        FORMATS['huggingface'].check(ModelConfig(**TINY, attention=(Retention(), Softmax(rotary_base=None))))
