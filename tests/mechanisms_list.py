@@ -38,6 +38,7 @@ FORMS = {
     'gated_linear ssd': GatedLinear(gate='ssd', degree=2),
     'delta': Delta(),
     'delta gate': Delta(gate=True, negative=True),
+    'delta channel': Delta(gate='channel', negative=True),
     'polysketch gate': Polysketch(sketch_size=8, block=8, gate=True),
     'polynomial gate': Polynomial(degree=4, gate=True),
     'softmax gate': Softmax(window=7, gate=True),

@@ -141,7 +141,7 @@ class Block(nnx.Module):
 
     def weigh(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
         """Computes the weights of attention, [B, H, L, L] float32 (`AttentionModule.weigh`)."""
-        normed_BxLxD = self.attention_norm(x_BxLxD)
+        normed_BxLxD = _apply(self.attention_norm, x_BxLxD)
         q_BxLxHxC, k_BxLxKxC, *_ = self._project(normed_BxLxD, rotation, self.attention.prepare)
         return self.attention.weigh(q_BxLxHxC, k_BxLxKxC, **self._project_for_mechanism(normed_BxLxD))
 

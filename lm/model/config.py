@@ -175,6 +175,11 @@ class ModelConfig(Configurable):
         """The layers of each mechanism of the pattern."""
         return self.n_layers // len(self.pattern)
 
+    @property
+    def dims(self) -> HeadDims:
+        """The heads of layers whose mechanism has none of its own."""
+        return self.resolve(DEFAULT()).dims
+
     def resolve(self, attention: Attention) -> LayerOptions:
         """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
         n_heads, head_dim = self._choose(attention, 'n_heads'), self._choose(attention, 'head_dim')

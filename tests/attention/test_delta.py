@@ -13,15 +13,22 @@ FORMS = {
     'gate': Delta(gate=True),
     'negative': Delta(negative=True),
     'both': Delta(gate=True, negative=True),
+    'channel': Delta(gate='channel', negative=True),
 }
 EACH = pytest.mark.parametrize('config', FORMS.values(), ids=FORMS)
 
 
 def inputs(config, **options):
     arrays = mechanisms.draw(**options)
-    shape = arrays[1].shape[:3]
-    keys = jax.random.split(jax.random.key(9), 1 + config.gate)
-    return [*arrays, *(jax.random.normal(key, shape).astype(arrays[0].dtype) for key in keys)]
+    widths = config.projections(mechanisms.DIMS).values()
+    keys = jax.random.split(jax.random.key(9), len(widths))
+    return [
+        *arrays,
+        *(
+            jax.random.normal(key, (*arrays[1].shape[:2], width)).astype(arrays[0].dtype)
+            for key, width in zip(keys, widths, strict=True)
+        ),
+    ]
 
 
 def unit(x):
@@ -29,14 +36,17 @@ def unit(x):
 
 
 def reference(config, values, q, k, v, beta, gate=None):
-    factors = np.ones(k.shape[:3])
-    if config.gate:
-        factors = np.exp(-np.exp(values['gate/log_rate']) * np.log1p(np.exp(gate + values['gate/bias'])))
+    factors = np.ones((*k.shape[:3], 1))
+    if config.gate == 'channel':
+        logits = (gate @ values['gate/logits/kernel']).reshape(k.shape) + values['gate/logits/bias']
+        factors = np.exp(-np.exp(values['gate/log_rate'])[:, None] * np.log1p(np.exp(logits)))
+    elif config.gate:
+        factors = np.exp(-np.exp(values['gate/log_rate']) * np.log1p(np.exp(gate + values['gate/bias'])))[..., None]
     beta = (2 if config.negative else 1) / (1 + np.exp(-beta))
     q, k, groups = unit(q) * q.shape[-1] ** -0.5, unit(k), q.shape[2] // k.shape[2]
     state, o = np.zeros((*k.shape[::2], k.shape[3], v.shape[3])), []
     for i in range(q.shape[1]):
-        state = factors[:, i, :, None, None] * state
+        state = factors[:, i, :, :, None] * state
         new = beta[:, i, :, None] * (v[:, i] - np.einsum('bked,bke->bkd', state, k[:, i]))
         state = state + k[:, i, :, :, None] * new[:, :, None]
         o.append(np.einsum('bhed,bhe->bhd', np.repeat(state, groups, axis=1), q[:, i]))

@@ -88,3 +88,28 @@ delta_row('in chunks', 'delta_rule_recurrence', recurrence, False, 'xla')
 delta_row('token by token', 'delta_rule_recurrence', recurrence, False, 'reference')
 for against in ('naive_recurrent_gated_delta_rule', 'naive_chunk_gated_delta_rule'):
     delta_row('with factors, in chunks', against, gated(against), True, 'xla')
+
+
+def by_channel(name):
+    def run(q, k, v, beta, g):
+        return double(getattr(fla('ops/kda/naive'), name))(q, k, v, g, beta, scale=1.0)[0]
+
+    return run
+
+
+def channel_row(against, implementation):
+    @compares(f'delta rule, with a factor per channel, {implementation}', f'fla-core {against}')
+    def row(dtype):
+        q, k, v = draw(38, *ALIKE)
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        x, logits = draw(39, (B, L, H), k.shape)
+        ours = lambda q, k, v, beta, g: delta_rule(  # noqa: E731
+            q, k, v, beta, channel_log_decay_BxLxKxE=g, implementation=implementation
+        )
+        arrays = [q * D**-0.5, k, v, 2 / (1 + np.exp(-x)), -np.logaddexp(0, logits - 2)]
+        return values_and_gradients(ours, by_channel(against), arrays, dtype)
+
+
+channel_row('naive_recurrent_kda', 'xla')
+channel_row('naive_chunk_kda', 'xla')
+channel_row('naive_recurrent_kda', 'reference')

@@ -4,7 +4,12 @@
 
 with q and k of length 1: DeltaNet (Yang et al. 2024); with `gate` and its a = exp(-A softplus(x W' + b)) Gated DeltaNet
 (Yang et al. 2025, §3), else a = 1. Their blocks have `model.convolution` and `model.output_gate` too (the latter after
-the norm), and no rotary positions.
+the norm), and no rotary positions. With `gate = 'channel'` a_i is a diagonal matrix, one factor per channel of the key:
+
+    a = exp(-A softplus(W y + b)), y = x W'         Kimi delta attention (KDA; Kimi Team 2025, Kimi Linear, §3, eq. 1)
+
+A is one number per head and b one per channel. W' has as many columns as a head has channels. The authors' output gate
+has a sigmoid.
 """
 
 from typing import Any
@@ -14,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm.attention.base import Attention, AttentionModule, HeadDims
+from lm.attention.recurrent.channel_gate import ChannelStepGate
 from lm.attention.recurrent.gate import StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.delta_rule import delta_rule
@@ -28,7 +34,12 @@ COUNTED_CHUNK = 64
 class Delta(Attention):
     """Each key unlearns what it held before it learns anew; each head's output is normalized."""
 
-    gate: bool = field(default=False, help='tokens decide how much of the state they leave: Gated DeltaNet')
+    gate: bool | str = field(
+        default=False,
+        choices=(False, True, 'channel'),
+        help="tokens decide how much of the state they leave: True for each head (Gated DeltaNet), 'channel' for each "
+        'channel of the key (Kimi delta attention)',
+    )
     negative: bool = field(
         default=False, help='a token may turn around what its key held: beta up to 2 (Grazzi et al. 2025)'
     )
@@ -37,17 +48,22 @@ class Delta(Attention):
         return DeltaAttention(self, dims, rngs)
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
-        names = ('beta_BxLxK', 'gate_BxLxK') if self.gate else ('beta_BxLxK',)
-        return dict.fromkeys(names, dims.n_kv_heads)
+        widths = {'beta_BxLxK': dims.n_kv_heads}
+        if self.gate:
+            widths['gate_BxLxN'] = dims.head_dim if self.gate == 'channel' else dims.n_kv_heads
+        return widths
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         """Counts the products of key heads and of queries.
 
         A key head has products of keys, the triangular system for values and keys, and a read and an update of the
-        state per token. A query has products with the keys and values of half a chunk, and a read.
+        state per token. A query has products with the keys and values of half a chunk, and a read. A gate per channel
+        has one more matrix.
         """
         size, chunk = dims.head_dim, min(COUNTED_CHUNK, length)
-        return dims.n_kv_heads * (3 * chunk * size + 4 * size**2) + dims.n_heads * (2 * chunk * size + 2 * size**2)
+        gate = 2 * size**2 if self.gate == 'channel' else 0
+        keys = dims.n_kv_heads * (3 * chunk * size + 4 * size**2 + gate)
+        return keys + dims.n_heads * (2 * chunk * size + 2 * size**2)
 
 
 class DeltaAttention(AttentionModule):
@@ -57,7 +73,10 @@ class DeltaAttention(AttentionModule):
         self.config = config
         self.dims = dims
         self.query_length = dims.head_dim**-0.5
-        self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
+        if config.gate == 'channel':
+            self.gate = ChannelStepGate(dims, rngs)
+        else:
+            self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
         self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
 
     def attend(
@@ -66,11 +85,11 @@ class DeltaAttention(AttentionModule):
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
         beta_BxLxK: jax.Array | None = None,
-        gate_BxLxK: jax.Array | None = None,
+        gate_BxLxN: jax.Array | None = None,
         *,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
-        inputs = (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxK)
+        inputs = (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxN)
         return self._normed(self.mix(*inputs, starts_BxL=starts_BxL))
 
     def mix(
@@ -79,11 +98,11 @@ class DeltaAttention(AttentionModule):
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
         beta_BxLxK: jax.Array | None = None,
-        gate_BxLxK: jax.Array | None = None,
+        gate_BxLxN: jax.Array | None = None,
         *,
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
-        arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxK, starts_BxL)
+        arguments = self._arguments(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxN, starts_BxL)
         o_BxLxHxD = delta_rule(**arguments, query_length=self.query_length)
         assert isinstance(o_BxLxHxD, jax.Array)  # only a returned state makes it a pair
         return o_BxLxHxD
@@ -98,24 +117,35 @@ class DeltaAttention(AttentionModule):
         k_BxTxKxD: jax.Array,
         v_BxTxKxD: jax.Array,
         beta_BxLxK: jax.Array | None = None,
-        gate_BxLxK: jax.Array | None = None,
+        gate_BxLxN: jax.Array | None = None,
         *,
         starts_BxT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        arguments = self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, beta_BxLxK, gate_BxLxK, starts_BxT)
+        arguments = self._arguments(q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, beta_BxLxK, gate_BxLxN, starts_BxT)
         o_BxTxHxD, state = delta_rule(
             **arguments, query_length=self.query_length, initial_state=state, return_state=True
         )
         return state, self._normed(o_BxTxHxD)
 
-    def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxK, starts_BxL) -> dict[str, Any]:
+    def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxN, starts_BxL) -> dict[str, Any]:
         """Returns the arguments of the operation for queries and keys from `normalize`."""
         logits_BxLxK = jnp.zeros(k.shape[:3]) if beta_BxLxK is None else beta_BxLxK.astype(jnp.float32)
         beta_BxLxK = jax.nn.sigmoid(logits_BxLxK) * (2.0 if self.config.negative else 1.0)
-        decay_BxLxK = None if self.gate is None else self.gate.log_decay(k, gate_BxLxK)
+        decay_BxLxK = channel_decay_BxLxKxE = None
+        if isinstance(self.gate, ChannelStepGate):
+            channel_decay_BxLxKxE = self.gate.log_decay(k, gate_BxLxN)
+        elif self.gate is not None:
+            decay_BxLxK = self.gate.log_decay(k, gate_BxLxN)
         if starts_BxL is not None:
             decay_BxLxK = forgetting(starts_BxL, decay_BxLxK, self.dims.n_kv_heads)
-        return dict(q_BxLxHxE=q, k_BxLxKxE=k, v_BxLxKxD=v, beta_BxLxK=beta_BxLxK, log_decay_BxLxK=decay_BxLxK)
+        return dict(
+            q_BxLxHxE=q,
+            k_BxLxKxE=k,
+            v_BxLxKxD=v,
+            beta_BxLxK=beta_BxLxK,
+            log_decay_BxLxK=decay_BxLxK,
+            channel_log_decay_BxLxKxE=channel_decay_BxLxKxE,
+        )
 
     def _normed(self, o_BxLxHxD):
         return self.out_norm(o_BxLxHxD).astype(o_BxLxHxD.dtype)

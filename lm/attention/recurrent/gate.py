@@ -44,8 +44,7 @@ class StepGate(nnx.Module):
     """
 
     def __init__(self, heads: int, rngs: nnx.Rngs):
-        step = jnp.exp(jax.random.uniform(rngs.params(), (heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
-        rate = jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)
+        step, rate = draw_steps((heads,), rngs), draw_rates((heads,), rngs)
         self.bias = nnx.Param(jnp.log(jnp.expm1(step)), **declare('bias', 'heads'))
         self.log_rate = nnx.Param(jnp.log(rate), **declare('bias', 'heads'))
 
@@ -56,6 +55,16 @@ class StepGate(nnx.Module):
     def log_decay(self, k_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> jax.Array:
         """Returns log a, [B, L, K] float32."""
         return -jnp.exp(self.log_rate[...]) * self.steps(k_BxLxKxD, gate_BxLxK)
+
+
+def draw_steps(shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
+    """Draws the first Δ, from 0.001 to 0.1."""
+    return jnp.exp(jax.random.uniform(rngs.params(), shape, minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+
+
+def draw_rates(shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
+    """Draws the first A, from 1 to 16."""
+    return jax.random.uniform(rngs.params(), shape, minval=1.0, maxval=16.0)
 
 
 def _logits(k_BxLxKxD, gate_BxLxK):

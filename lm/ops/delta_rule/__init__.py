@@ -4,7 +4,8 @@
 
 (Schlag et al. 2021; Yang et al. 2024, DeltaNet; with factors a Yang et al. 2025, Gated DeltaNet, eq. 10.) A token
 multiplies the state by a_i (I - β_i k_i k_iᵀ). With keys of length 1 and β from 0 to 1 it removes a part β of what
-stands at the key; with β up to 2 it can also turn it around (Grazzi et al. 2025).
+stands at the key; with β up to 2 it can also turn it around (Grazzi et al. 2025). Each key channel may have a factor of
+its own. a_i is then a diagonal matrix, and the formula is Kimi delta attention (Kimi Team 2025, Kimi Linear, eq. 1).
 
 B batch, L length, H query heads, K key and value heads (K divides H; head h reads key head h // (H / K)), E key size,
 D value size.
@@ -31,6 +32,7 @@ def delta_rule(
     beta_BxLxK: jax.Array,
     log_decay_BxLxK: jax.Array | None = None,
     *,
+    channel_log_decay_BxLxKxE: jax.Array | None = None,
     query_length: float | None = None,
     initial_state: jax.Array | None = None,
     return_state: bool = False,
@@ -45,6 +47,8 @@ def delta_rule(
         beta_BxLxK: the share of the difference that is learned; float32.
         log_decay_BxLxK: logs of the factors a, at most 0; float32. -inf, and all below -104, reset the state
             (`lm.ops.decay`). None: no factors.
+        channel_log_decay_BxLxKxE: logs of further factors, one per channel of the key; at most 0, float32, -inf too.
+            They multiply with the factors of `log_decay_BxLxK`. None: no such factors.
         query_length: queries are scaled to this length first, and keys to length 1; None: neither is scaled.
         initial_state: [B, K, E, D] float32, as an earlier call returned it; None: zeros.
         return_state: also return the state after the last token.
@@ -56,7 +60,16 @@ def delta_rule(
     Raises:
         OperationError: heads that do not fit, an unknown implementation, or a state on parts of a window.
     """
-    call = DeltaCall(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, beta_BxLxK, log_decay_BxLxK, initial_state, query_length)
+    call = DeltaCall(
+        q_BxLxHxE,
+        k_BxLxKxE,
+        v_BxLxKxD,
+        beta_BxLxK,
+        log_decay_BxLxK,
+        initial_state,
+        channel_log_decay_BxLxKxE,
+        query_length,
+    )
     if return_state and platform.sequence_shards() > 1:
         raise OperationError('mesh.sequence: a window on many devices has no states of its own')
     o_BxLxHxD, state_BxKxExD = compute(call, implementation)

@@ -11,18 +11,19 @@ from lm.ops.delta_rule.unit import scale_vectors
 def delta_rule(call: DeltaCall) -> DeltaResult:
     """Computes the call."""
     call = scale_vectors(call)
-    log_decay_BxLxK = call.log_decay_BxLxK
-    if log_decay_BxLxK is None:
-        log_decay_BxLxK = jnp.zeros_like(call.beta_BxLxK)
+    log_decay = call.all_log_decay_BxLxKxE
+    if log_decay is None:
+        log_decay_BxLxK = jnp.zeros_like(call.beta_BxLxK) if call.log_decay_BxLxK is None else call.log_decay_BxLxK
+        log_decay = log_decay_BxLxK[..., None]
 
     def step(state, token):
-        q_BxHxE, k_BxKxE, v_BxKxD, beta_BxK, log_decay_BxK = token
-        state *= jnp.exp(log_decay_BxK)[..., None, None]
+        q_BxHxE, k_BxKxE, v_BxKxD, beta_BxK, log_decay = token
+        state *= jnp.exp(log_decay)[..., None]
         new_BxKxD = beta_BxK[..., None] * (v_BxKxD - jnp.einsum('bked,bke->bkd', state, k_BxKxE))
         state += k_BxKxE[..., :, None] * new_BxKxD[..., None, :]
         return state, jnp.einsum('bhed,bhe->bhd', jnp.repeat(state, call.groups, axis=1), q_BxHxE)
 
-    tokens = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.beta_BxLxK, log_decay_BxLxK)
+    tokens = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.beta_BxLxK, log_decay)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(jnp.float32), 1, 0), tokens)
     state, o_LxBxHxD = lax.scan(step, call.first_state_BxKxExD, tokens)
     return DeltaResult(jnp.moveaxis(o_LxBxHxD, 0, 1).astype(call.v_BxLxKxD.dtype), state)

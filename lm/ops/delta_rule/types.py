@@ -21,6 +21,7 @@ class DeltaCall:
     beta_BxLxK: jax.Array
     log_decay_BxLxK: jax.Array | None = None
     initial_state_BxKxExD: jax.Array | None = None
+    channel_log_decay_BxLxKxE: jax.Array | None = None
     query_length: float | None = dataclasses.field(default=None, metadata={'static': True})
 
     @property
@@ -30,6 +31,16 @@ class DeltaCall:
             return self.initial_state_BxKxExD
         batch, _, heads, size = self.k_BxLxKxE.shape
         return jnp.zeros((batch, heads, size, self.v_BxLxKxD.shape[-1]), jnp.float32)
+
+    @property
+    def all_log_decay_BxLxKxE(self) -> jax.Array | None:
+        """The logs of the factors of all channels, float32; None where channels have no factors of their own."""
+        if self.channel_log_decay_BxLxKxE is None:
+            return None
+        log_decay = self.channel_log_decay_BxLxKxE.astype(jnp.float32)
+        if self.log_decay_BxLxK is None:
+            return log_decay
+        return log_decay + self.log_decay_BxLxK.astype(jnp.float32)[..., None]
 
     @property
     def groups(self) -> int:

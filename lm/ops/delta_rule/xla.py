@@ -7,20 +7,23 @@ The tokens of a chunk add U = [u_i] to the state at their keys. U solves a unit 
      o_i = exp(G_i) Sᵀ q_i + Σ_{j ≤ i} exp(G_i - G_j) ⟨q_i, k_j⟩ u_j
      S'  = exp(G_C) S + Σ_j exp(G_C - G_j) k_j u_jᵀ
 
+With a factor per key channel, G_i is a vector: exp(G_i) multiplies the rows of S, and the products of pairs are the
+sums of `lm.ops.channel_decay`.
+
 The systems of all chunks of a segment are solved side by side, for V and for K at once; only products with the state
 walk from chunk to chunk. The backward pass keeps inputs, outputs and the state before each segment, and computes each
 segment again.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops import channel_decay, platform
 from lm.ops import decay as decays
-from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
@@ -34,13 +37,17 @@ SEGMENT = 2048
 
 
 class Tokens(NamedTuple):
-    """The tokens of a call in chunks: N per segment, of C tokens; the queries of a key head are G groups."""
+    """The tokens of a call in chunks: N per segment, of C tokens; the queries of a key head are G groups.
+
+    The logs of the factors are one per token, one per channel, or neither.
+    """
 
     q_BxKxNxGxCxE: jax.Array
     k_BxKxNxCxE: jax.Array
     v_BxKxNxCxD: jax.Array
     beta_BxKxNxC: jax.Array
     log_decay_BxKxNxC: jax.Array | None
+    log_decay_BxKxNxCxE: jax.Array | None
 
 
 def delta_rule(call: DeltaCall) -> DeltaResult:
@@ -58,7 +65,9 @@ def unsupported(call: DeltaCall) -> None:
 
 def _compute(call: DeltaCall) -> DeltaResult:
     batch, length, heads, key_size = call.q_BxLxHxE.shape
-    chunk = min(length, CHUNK.get(platform.target_platform(), 128))
+    by_channel = call.all_log_decay_BxLxKxE
+    chunk = length if by_channel is None else channel_decay.round_up(length)
+    chunk = min(chunk, CHUNK.get(platform.target_platform(), 128))
     chunks = math.ceil(length / chunk)
     segments = math.ceil(chunks * chunk / SEGMENT)
     shape = segments, math.ceil(chunks / segments), chunk
@@ -70,10 +79,12 @@ def _compute(call: DeltaCall) -> DeltaResult:
 
     q = call.q_BxLxHxE.reshape(batch, length, -1, call.groups, key_size)
     k, v, beta = (jnp.moveaxis(cut(x), 4, 2) for x in (call.k_BxLxKxE, call.v_BxLxKxD, call.beta_BxLxK))
-    log_decay = call.log_decay_BxLxK
+    log_decay = call.log_decay_BxLxK if by_channel is None else None
     if log_decay is not None:
         log_decay = jnp.moveaxis(cut(log_decay.astype(jnp.float32)), 4, 2)
-    tokens = Tokens(cut(q).transpose(0, 1, 4, 2, 5, 3, 6), k, v, beta.astype(jnp.float32), log_decay)
+    if by_channel is not None:
+        by_channel = jnp.moveaxis(cut(by_channel), 4, 2)
+    tokens = Tokens(cut(q).transpose(0, 1, 4, 2, 5, 3, 6), k, v, beta.astype(jnp.float32), log_decay, by_channel)
     state, o_SxBxKxNxGxCxD = _walk(tokens, call.first_state_BxKxExD)
     o = o_SxBxKxNxGxCxD.transpose(1, 0, 3, 5, 2, 4, 6)
     return DeltaResult(o.reshape(batch, -1, heads, v.shape[-1])[:, :length], state)
@@ -126,6 +137,24 @@ class ChunkFactors(NamedTuple):
     whole_BxKxN: jax.Array
 
 
+class PairWeights(NamedTuple):
+    """The weights of a chunk's pairs, and the products of factors that its operands take.
+
+    Attributes:
+        system_BxKxNxCxC: A, strictly lower triangular.
+        weights_BxKxNxGxCxC: the weights of the tokens' additions for the queries.
+        since_start_BxKxNxCxE: from the start to each token; E is 1 where channels share a factor.
+        until_end_BxKxNxCxE: from each token to the end.
+        whole_BxKxNxE: from the start to the end; without the last axis where channels share a factor.
+    """
+
+    system_BxKxNxCxC: jax.Array
+    weights_BxKxNxGxCxC: jax.Array
+    since_start_BxKxNxCxE: jax.Array
+    until_end_BxKxNxCxE: jax.Array
+    whole_BxKxNxE: jax.Array
+
+
 class ChunkSides(NamedTuple):
     """The operands that a chunk multiplies with the state before it and with its tokens' additions.
 
@@ -135,7 +164,7 @@ class ChunkSides(NamedTuple):
         u_BxKxCxD: the tokens' additions if the state were 0.
         w_BxKxCxE: its product with the state is subtracted from the additions.
         weights_BxKxGxCxC: the weights of the tokens' additions for the queries.
-        whole_BxK: the factor of the whole chunk.
+        whole_BxKxE: the factors of the whole chunk; without the last axis where channels share a factor.
     """
 
     q_BxKxGxCxE: jax.Array
@@ -143,32 +172,49 @@ class ChunkSides(NamedTuple):
     u_BxKxCxD: jax.Array
     w_BxKxCxE: jax.Array
     weights_BxKxGxCxC: jax.Array
-    whole_BxK: jax.Array
+    whole_BxKxE: jax.Array
 
 
 def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
-    q, k, v, beta, _ = tokens
+    q, k, v, beta, *_ = tokens
     dtype, size = v.dtype, v.shape[-1]
-    factors = _multiply_factors(tokens)
+    pairs = _weigh_by_head(tokens) if tokens.log_decay_BxKxNxCxE is None else _weigh_by_channel(tokens)
     beta = beta[..., None]
-    system = beta * dot('bknie,bknje->bknij', k, k) * jnp.tril(factors.within_BxKxNxCxC, -1)
-    given = [beta * v, beta * factors.since_start_BxKxNxCx1 * k]
+    given = [beta * v, beta * pairs.since_start_BxKxNxCxE * k]
     given = jnp.concatenate(given, axis=-1).astype(jnp.float32)
-    solved = lax.linalg.triangular_solve(system, given, left_side=True, lower=True, unit_diagonal=True)
-    weights = dot('bkngie,bknje->bkngij', q, k) * factors.within_BxKxNxCxC[:, :, :, None]
-    q, k = q * factors.since_start_BxKxNxCx1[:, :, :, None], k * factors.until_end_BxKxNxCx1
+    solved = lax.linalg.triangular_solve(pairs.system_BxKxNxCxC, given, left_side=True, lower=True, unit_diagonal=True)
+    q, k = q * pairs.since_start_BxKxNxCxE[:, :, :, None], k * pairs.until_end_BxKxNxCxE
 
     def step(state, chunk: ChunkSides):
         new_BxKxCxD = chunk.u_BxKxCxD - dot('bkce,bked->bkcd', chunk.w_BxKxCxE, state)
         o = dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
         o += dot('bkgij,bkjd->bkgid', chunk.weights_BxKxGxCxC, new_BxKxCxD)
-        state = chunk.whole_BxK[..., None, None] * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, new_BxKxCxD)
+        whole = jnp.expand_dims(chunk.whole_BxKxE, range(chunk.whole_BxKxE.ndim, 4))
+        state = whole * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, new_BxKxCxD)
         return state, o.astype(dtype)
 
-    chunks = ChunkSides(q, k, solved[..., :size], solved[..., size:], weights, factors.whole_BxKxN)
+    weights, whole = pairs.weights_BxKxNxGxCxC, pairs.whole_BxKxNxE
+    chunks = ChunkSides(q, k, solved[..., :size], solved[..., size:], weights, whole)
     state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), chunks))
     return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)
+
+
+def _weigh_by_channel(tokens: Tokens) -> PairWeights:
+    q, k, _, beta, _, log_decay = tokens
+    both = jnp.concatenate([k[:, :, :, None], q], axis=3)
+    pairs, since, until, whole = channel_decay.weigh(both, k, cast(jax.Array, log_decay))
+    own = jnp.sum(q.astype(jnp.float32) * k[:, :, :, None].astype(jnp.float32), axis=-1)
+    weights = pairs[:, :, :, 1:] + jnp.eye(k.shape[-2], dtype=jnp.float32) * own[..., None]
+    return PairWeights(beta[..., None] * pairs[:, :, :, 0], weights, since, until, whole)
+
+
+def _weigh_by_head(tokens: Tokens) -> PairWeights:
+    q, k = tokens.q_BxKxNxGxCxE, tokens.k_BxKxNxCxE
+    within, *factors = _multiply_factors(tokens)
+    system = tokens.beta_BxKxNxC[..., None] * dot('bknie,bknje->bknij', k, k) * jnp.tril(within, -1)
+    weights = dot('bkngie,bknje->bkngij', q, k) * within[:, :, :, None]
+    return PairWeights(system, weights, *factors)
 
 
 def _multiply_factors(tokens: Tokens) -> ChunkFactors:

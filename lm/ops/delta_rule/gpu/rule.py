@@ -62,6 +62,8 @@ def unsupported(call: DeltaCall) -> str | None:
     q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if reason := platform.without_mosaic_gpu():
         return reason
+    if call.channel_log_decay_BxLxKxE is not None:
+        return 'takes one factor per token and head, not one per key channel'
     if dtypes := {a.dtype for a in (q, k, v)} - {jnp.dtype('bfloat16')}:
         return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
     if (widest := max(k.shape[-1], v.shape[-1])) > CHUNK:

@@ -33,6 +33,8 @@ def unsupported(call: DeltaCall) -> str | None:
     q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
+    if call.channel_log_decay_BxLxKxE is not None:
+        return 'takes one factor per token and head, not one per key channel'
     dtypes = {x.dtype for x in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
