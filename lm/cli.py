@@ -42,6 +42,7 @@ from lm import __version__
 from lm.commands import find_verbs
 from lm.commands.flags import add_parser
 from lm.commands.verb import Verb
+from lm.text import make_visible
 
 VERBS = find_verbs()
 
@@ -147,7 +148,8 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
         if arguments.debug:
             traceback.print_exc()
         expected = isinstance(error, EXPECTED)
-        message = ' '.join(str(error).split('\n')).strip()
+        # Text of files and names of folders may be a part of it.
+        message = make_visible(' '.join(str(error).split('\n')).strip())
         message = message if expected else f'{type(error).__name__}: {message[:500]}'
         remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
         kind = '' if isinstance(error, Preempted) else 'error: '

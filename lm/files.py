@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -21,6 +22,8 @@ PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
 DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
 """Beginnings of TensorStore's errors where files are missing or damaged; the last one comes from decompression."""
+MOST_NESTED = 64
+"""Levels of objects and lists in a JSON file, at most."""
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors of the system where a file is missing."""
 
@@ -149,6 +152,23 @@ def settle(path: os.PathLike | str) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Returns the value of JSON text. Raises ValueError where the text is no JSON or nests deeper than MOST_NESTED, as
+    no file of ours does: readers that go down into a value would fail with a RecursionError."""
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError('nested too deep') from None
+    level, depth = [value], 0
+    while level := [
+        part for v in level if isinstance(v, dict | list) for part in (v.values() if isinstance(v, dict) else v)
+    ]:
+        depth += 1
+        if depth > MOST_NESTED:
+            raise ValueError('nested too deep')
+    return value
 
 
 def is_damage(error: Exception | str) -> bool:

@@ -1,9 +1,32 @@
 """Numbers and tables in the form that people read."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+CONTROLS = re.compile('[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
+"""Characters that move the cursor, colour the text or turn its direction, and halves of pairs, which no file holds."""
 SUFFIXES = ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k'))
+
+
+def make_visible(text: str) -> str:
+    """Returns the text with control characters as their escapes, so that text of a stranger cannot steer a terminal."""
+    return CONTROLS.sub(lambda found: found[0].encode('unicode_escape').decode(), text)
+
+
+def make_all_visible(value: Any) -> Any:
+    """Returns a value of JSON whose texts `make_visible` has been applied to, keys too."""
+    if isinstance(value, Mapping):
+        return {make_visible(str(k)): make_all_visible(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [make_all_visible(v) for v in value]
+    return make_visible(value) if isinstance(value, str) else value
+
+
+def escape_markdown(text: str) -> str:
+    """Returns the text such that Markdown shows it and makes no HTML, link or code of it."""
+    return re.sub(r'[\\`<\[\]]', r'\\\g<0>', make_visible(text))
 
 
 def perplexity(nats: float) -> float:

@@ -16,6 +16,7 @@ from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
 from lm.attention.taylor import Taylor
+from lm.attention.window_linear import WindowLinear
 
 FORMS = {
     'softmax': Softmax(),
@@ -47,6 +48,7 @@ FORMS = {
 KNOWN = {type(one) for form in FORMS.values() for one in (form if isinstance(form, tuple) else (form,))}
 OTHERS = {name: mechanism() for name, mechanism in mechanisms().items() if mechanism not in KNOWN}
 OTHERS |= {'softmax sinks': Softmax(window=7, sinks=True, score_cap=3.0, log_base=4.0)}
+OTHERS |= {'window_linear': WindowLinear(window=5)}
 MECHANISMS = FORMS | OTHERS
 
 QUICK = (

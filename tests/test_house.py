@@ -47,6 +47,7 @@ higher layers and are imported at their first use."""
 
 OWNERS = {
     'argparse': ('lm.commands.', 'lm.cli'),
+    'gguf': 'lm.interop.gguf.',
     'gin': 'lm.config.',
     'orbax': 'lm.checkpoint.',
     'tensorflow_datasets': 'lm.data.sources.tfds',

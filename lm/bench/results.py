@@ -65,7 +65,7 @@ class Printer:
     """Prints tables, on the first process alone."""
 
     def __init__(self) -> None:
-        self.console = Console(width=WIDTH, quiet=jax.process_index() > 0)
+        self.console = Console(width=WIDTH, quiet=jax.process_index() > 0, markup=False, emoji=False)
         self._said = time.monotonic()
 
     def line(self, text: str) -> None:

@@ -27,7 +27,8 @@ from jax.experimental import multihost_utils
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
 from lm.errors import LmError, MismatchError, exit_code_of
-from lm.files import GONE, folder_spec, is_damage, reaching, write_atomically
+from lm.files import GONE, folder_spec, is_damage, parse_json, reaching, write_atomically
+from lm.text import make_visible
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -63,16 +64,19 @@ class Snapshot:
             raise Damaged(f'{self.path / COMMITTED} is missing: the save was never completed') from None
         path = self.path / 'metadata' / 'metadata'
         try:
-            record = json.loads(self._content(path))
+            record = parse_json(self._content(path))
             digest = record.pop('sha256')
         except (*GONE, ValueError, KeyError, AttributeError, TypeError) as error:
             raise Damaged(f'{path} cannot be read ({describe_error(error)})') from None
-        if digest != _sha256(record) or record['step'] != self.step:
+        if digest != _sha256(record) or record.get('step') != self.step:
             raise Damaged(f'{path} does not match its SHA-256 or the step')
-        if record['format'] != FORMAT:
+        if record.get('format', FORMAT) != FORMAT:
             raise MismatchError(
-                f'{path}: checkpoint format {record["format"]}, this version reads {FORMAT}; use the version of the run'
+                f'{path}: checkpoint format {str(record["format"])[:20]}, this version reads {FORMAT}; '
+                'use the version of the run'
             )
+        if not _is_whole(record):  # a stranger can compute the SHA-256, too
+            raise Damaged(f'{path} has entries of other types than a checkpoint has')
         return record
 
     def restore(self, abstract_state: Any, fingerprints: Mapping[str, str], partial: bool = False) -> tuple[Any, dict]:
@@ -143,6 +147,10 @@ class Snapshot:
         store = ts.open(spec, open=True, context=context).result()
         if store.shape != tuple(target.shape) or store.dtype.numpy_dtype != target.dtype:
             raise ValueError(f'it is {store.dtype.name}{list(store.shape)}')
+        chunk = [size or 0 for size in store.chunk_layout.read_chunk.shape or ()]
+        if any(size > max(1, length) for size, length in zip(chunk, store.shape, strict=False)):
+            # A chunk is decoded whole: a few bytes may claim to be more than the memory holds.
+            raise ValueError(f'its chunks of {chunk} are larger than itself, {list(store.shape)}')
         sharding = getattr(target, 'sharding', None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         indices = sharding.addressable_devices_indices_map(store.shape)
         keys = {device: str(index) for device, index in indices.items()}
@@ -288,7 +296,7 @@ def list_last(items: list) -> str:
 def describe_error(error: BaseException) -> str:
     """Describes an exception in one line: its kind and text. A long chain of causes is cut to its first cause, and to
     the message of the system or its last cause."""
-    text = ' '.join(str(error).split())
+    text = make_visible(' '.join(str(error).split()))
     if len(text) > 400:
         system = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's
         text = f'{text[:180]} … {os.strerror(int(system[1])) if system else text[-200:]}'
@@ -297,6 +305,27 @@ def describe_error(error: BaseException) -> str:
 
 def _plain(metrics: Mapping[str, float | str]) -> dict[str, float | str]:
     return {k: float(v) if not isinstance(v, str) and math.isfinite(v) else str(v) for k, v in metrics.items()}
+
+
+def _is_whole(record: dict) -> bool:
+    """Returns whether the entries of a record have the types that readers count on."""
+    parts = [record.get(name) for name in ('leaves', 'fingerprints', 'metrics', 'metadata')]
+    leaves, fingerprints, metrics, metadata = (part if isinstance(part, dict) else None for part in parts)
+    if leaves is None or fingerprints is None or metrics is None or metadata is None:
+        return False
+    entries = [leaf if isinstance(leaf, dict) else {} for leaf in leaves.values()]
+    seconds = [metadata.get(name, 0.0) for name in ('seconds', 'step_seconds')]
+    skipped = metadata.get('skipped_batches') or []
+    return (
+        all(isinstance(e.get('dtype'), str) and isinstance(e.get('shape'), list) for e in entries)
+        and all(type(e.get('checksum')) is int for e in entries)
+        and all(isinstance(value, str) for value in fingerprints.values())
+        and all(isinstance(value, float | int | str) for value in metrics.values())
+        and all(type(value) in (int, float) and math.isfinite(value) for value in seconds)
+        and isinstance(metadata.get('config') or '', str)
+        and isinstance(skipped, list)
+        and all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in skipped)
+    )
 
 
 def _sha256(record: dict) -> str:

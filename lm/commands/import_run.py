@@ -5,26 +5,41 @@ import functools
 
 from lm.commands.flags import add_gin_flags
 from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('folder', metavar='DIR', help='model.safetensors and config.json, or an export of lm')
+    parser.add_argument(
+        'folder',
+        nargs='?',
+        metavar='DIR',
+        help='model.safetensors and config.json, an export of lm, or a .gguf file; left out: --tokenizer completes RUN',
+    )
     parser.add_argument('--run_dir', required=True, metavar='RUN', help='a new folder, for train.init_from and lm load')
+    parser.add_argument(
+        '--tokenizer', metavar='FILE', help='the tokenizer of the checkpoint; default: the one that it has'
+    )
     add_gin_flags(parser)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    from lm.interop.import_run import import_run, load_given
+    from lm.interop.import_run import complete_import, import_run, load_given
 
     folder, run_dir, allow = arguments.folder, arguments.run_dir, arguments.allow_gin_imports
+    if folder is None:
+        if arguments.tokenizer is None:
+            raise ConfigError('DIR: name a checkpoint to import, or give --tokenizer to complete an import')
+        return functools.partial(complete_import, run_dir, arguments.tokenizer)
     experiment = load_given(folder, arguments.gin_file, arguments.gin_param, allow_imports=allow)
-    return functools.partial(import_run, experiment, folder, run_dir, allow_imports=allow)
+    return functools.partial(
+        import_run, experiment, folder, run_dir, tokenizer=arguments.tokenizer, allow_imports=allow
+    )
 
 
 VERB = Verb(
     name='import',
     place=60,
-    help='make a run of a checkpoint of another program, or of what lm export has written',
+    help='make a run of a checkpoint of Hugging Face or llama.cpp, or of what lm export has written',
     example='lm import checkpoints/llama --run_dir runs/llama',
     add_flags=add_flags,
     make_call=make_call,

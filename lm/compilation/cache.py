@@ -5,7 +5,8 @@ first program is compiled, and `publish` copies new programs back. So nothing is
 run is known to be sound, and buckets need no support by JAX. The name of a file holds its SHA-256, which JAX does not
 check: a file that is cut off or damaged is found.
 
-A program in the cache is code: whoever may write to `folder` may run code here.
+A program in the cache is code: whoever may write to `folder` may run code here. So a local folder is used only if it
+belongs to this user or to root and nobody else may write to it. A bucket tells no owner: its permissions decide.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from lm.files import open_path, reaching
+from lm.files import is_remote, open_path, reaching
 
 SUFFIX = '-cache'
 """The endings of JAX's names of programs."""
@@ -59,6 +61,8 @@ class CompileCache:
     def __enter__(self) -> 'CompileCache':
         if self.folder is not None:
             try:
+                _check_owner(self.folder.parent)
+                _check_owner(self.folder)
                 self._private = _private_folder()
                 with reaching(self.folder):
                     self._fetch(self.folder, self._private)
@@ -98,12 +102,18 @@ class CompileCache:
         new = [path for path in private.iterdir() if path.name not in self._known]
         if not new:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        for place in (folder.parent, folder):
+            if not place.exists():
+                place.mkdir(parents=True, exist_ok=True)
+                if not is_remote(place):
+                    os.chmod(place, 0o755)  # the default may let a group write
         for path in new:
             data = path.read_bytes()
             target = folder / f'{path.name}.{_digest(data)}'
             # The checksum in the name makes a half-written file harmless.
             target.write_bytes(data)
+            if not is_remote(target):
+                os.chmod(target, 0o644)
             self._known.add(path.name)
         files = sorted(_programs(folder), key=lambda path: path.stat().mtime)
         for path in files[:-MOST_PROGRAMS]:
@@ -112,6 +122,7 @@ class CompileCache:
     def _fetch(self, folder: epath.Path, private: Path) -> None:
         for path in _programs(folder):
             name, _, digest = path.name.rpartition('.')
+            _check_owner(path)
             data = path.read_bytes()
             if _digest(data) != digest:
                 log.warning('%s is damaged and not used: its program is compiled again', path)
@@ -130,6 +141,21 @@ def _programs(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.rpartition('.')[0].endswith(SUFFIX):
             yield path
+
+
+def _check_owner(path: epath.Path) -> None:
+    """Raises OSError for a local file or folder to which other users than this one and root may write."""
+    if is_remote(path) or not os.path.lexists(path):
+        return
+    found = os.stat(path)
+    if found.st_uid not in (os.getuid(), 0):
+        raise PermissionError(
+            f'{path} belongs to another user, who could run code here; name a --compile_cache of yours'
+        )
+    # In a folder such as /tmp nobody may replace the folders of others.
+    shared = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
+        raise PermissionError(f'others may write to {path} and run code here; chmod -R go-w {path}')
 
 
 def _digest(data: bytes) -> str:

@@ -18,8 +18,10 @@ import numpy as np
 import tensorstore as ts
 
 from lm.data import pg19, tokenizers
+from lm.data.store_entries import find_wrong_entries
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError, UnnamedError
-from lm.files import check_scheme, folder_spec, is_damage, is_remote, local_path
+from lm.files import check_scheme, folder_spec, is_damage, is_remote, local_path, parse_json
+from lm.text import make_visible
 
 CHUNK = 2**14
 """Elements read and checksummed together."""
@@ -124,6 +126,10 @@ class TokenStore:
                 windows[i] = read.result()
         except ValueError as error:
             raise self._damage(split, 'tokens', error) from None
+        # An accelerator takes the nearest row of the embedding for such a token, and reports nothing.
+        if windows.size and (largest := int(windows.max())) >= self.vocab_size:
+            what = f'token {largest} is beyond the {self.vocab_size} pieces of the tokenizer'
+            raise MismatchError(f'{self.path}: split {split!r}: {what}; prepare the data again')
         return windows
 
     def document_ends(self, split: str) -> np.ndarray:
@@ -185,6 +191,8 @@ class TokenStore:
             expected = {'tokens': (self.info['dtype'], found['tokens']), 'document_ends': ('int64', found['documents'])}
             if (array.dtype.name, array.shape) != (expected[name][0], (expected[name][1],)):
                 raise self._damage(split, name, f'{array.dtype.name}{list(array.shape)} is not what dataset.json says')
+            if any((size or 0) > SHARD for size in array.chunk_layout.read_chunk.shape or ()):
+                raise self._damage(split, name, 'its chunks are larger than a file of a store')
             self._arrays[split, name] = array
         return self._arrays[split, name]
 
@@ -207,13 +215,16 @@ def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:
     if raw is None:
         return None
     try:
-        info = json.loads(raw)
+        info = parse_json(raw)
         if info['checksum'] != _checksum(info):
             raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise MismatchError(
             f'{path}: dataset.json is damaged or was edited; restore it or prepare the data again'
         ) from None
+    for name, value in find_wrong_entries(info):
+        shown = make_visible(repr(value)[:100])
+        raise MismatchError(f'{path}: dataset.json has {name} = {shown}, as no store has; prepare the data again')
     return info
 
 

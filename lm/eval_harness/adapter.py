@@ -29,6 +29,10 @@ class RunModel(TemplateLM):
         return self.run.tokenizer.eod_id
 
     @property
+    def prefix_token_id(self) -> int:
+        return self.run.begin_id
+
+    @property
     def tokenizer_name(self) -> str:
         """The name by which the harness distinguishes its cached tokenized requests."""
         return self.run.store.fingerprints['tokenizer']
@@ -51,7 +55,7 @@ class RunModel(TemplateLM):
                 raise ConfigError(
                     f'--context_length {length}: an answer has {len(continuation)} tokens; give a longer context'
                 )
-            begin = [] if context[:1] == [self.eot_token_id] else [self.eot_token_id]
+            begin = [] if context[:1] == [self.run.begin_id] else [self.run.begin_id]
             rows.append(np.array([*begin, *context, *continuation][-(length + 1) :], np.int32))
         answers = []
         scored_rows = self.run.scorer.score_rows(rows, accuracy=True)
@@ -63,7 +67,8 @@ class RunModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
-        return [-float(nats.sum()) for nats in self.run.scorer.score_documents(self.run.tokenizer, texts)]
+        scored = self.run.scorer.score_documents(self.run.tokenizer, texts, self.run.begin_id)
+        return [-float(nats.sum()) for nats in scored]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         batches: dict[str, list[int]] = {}

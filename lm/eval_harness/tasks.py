@@ -20,6 +20,7 @@ import jax
 from lm.errors import ConfigError, MissingPackageError
 from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
 from lm.experiment import Experiment
+from lm.files import parse_json
 from lm.inference.loaded_run import LoadedRun, load_run
 from lm.runs.records import to_json
 from lm.training.mesh import JobAddress, initialize_distributed
@@ -172,7 +173,7 @@ def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             choices, answer = [str(choice) for choice in entry['choices']], entry['answer']
             answer = ord(answer.strip().upper()) - ord('A') if isinstance(answer, str) else answer
             is_index = type(answer) is int and 0 <= answer < len(choices)
@@ -236,4 +237,4 @@ def _print_table(result: dict[str, Any]) -> None:
                 continue
             error = metrics.get(f'{metric}_stderr,{kind}')
             table.add_row(task, shots, metric, f'{value:.4f}', f'{error:.4f}' if isinstance(error, float) else '')
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)

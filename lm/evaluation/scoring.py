@@ -85,22 +85,25 @@ class Scorer:
                     found[i] = Scored(batch.nats[at, :n].astype(np.float64), correct)
         return [found[i] for i in range(len(rows))]
 
-    def score_text(self, tokenizer: Tokenizer, text: str) -> Scores:
-        """Scores a text as a document: an end-of-document token stands before it, and the one after it is
-        scored too."""
-        (nats,) = self.score_documents(tokenizer, [text])
+    def score_text(self, tokenizer: Tokenizer, text: str, begin_id: int | None = None) -> Scores:
+        """Scores a text as a document: an end-of-document token (or `begin_id`) stands before it, and the one after it
+        is scored too."""
+        (nats,) = self.score_documents(tokenizer, [text], begin_id)
         tokens = np.append(tokenizer.encode(text), tokenizer.eod_id)
         return Scores(tokens, nats, len(text.encode()))
 
-    def score_documents(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    def score_documents(
+        self, tokenizer: Tokenizer, texts: Sequence[str], begin_id: int | None = None
+    ) -> list[np.ndarray]:
         """Returns the nats of each document's tokens and of the end-of-document token after them, float64.
 
         Documents are cut into windows of `context_length` targets, as `lm evaluate` cuts a split of one document. An
-        end-of-document token opens the first window. The last target of each window opens the next one.
+        end-of-document token, or `begin_id`, opens the first window. The last target of each window opens the next one.
         """
         rows, owners, L, eod = [], [], self.context_length, tokenizer.eod_id
+        begin = eod if begin_id is None else begin_id
         for i, text in enumerate(texts):
-            stream = np.concatenate([[eod], tokenizer.encode(text), [eod]]).astype(np.int32)
+            stream = np.concatenate([[begin], tokenizer.encode(text), [eod]]).astype(np.int32)
             cut = [stream[start : start + L + 1] for start in range(0, len(stream) - 1, L)]
             rows, owners = rows + cut, owners + [i] * len(cut)
         parts: list[list[np.ndarray]] = [[] for _ in texts]

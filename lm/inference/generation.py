@@ -159,7 +159,7 @@ def generate(
     if not texts:
         return []
     encoded = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
-    rows = [np.concatenate([[tokenizer.eod_id], tokens]) for tokens in encoded]
+    rows = [np.concatenate([[run.begin_id], tokens]) for tokens in encoded]
     for row in rows:
         if (wrong := row[(row < 0) | (row >= tokenizer.vocab_size)]).size:
             raise ConfigError(f'prompts: token id {wrong[0]}: must be 0 to {tokenizer.vocab_size - 1}')
@@ -203,7 +203,7 @@ def write_continuations(
     run = load_run(experiment, run_dir, step)
     tokenizer = run.tokenizer
     # Every document of the training data follows an end-of-document token, and so does a prompt.
-    rows = [np.concatenate([[tokenizer.eod_id], tokenizer.encode(text)]) for text in prompts]
+    rows = [np.concatenate([[run.begin_id], tokenizer.encode(text)]) for text in prompts]
     with jax.set_mesh(run.mesh):
         _write(run.model, tokenizer, rows, max_tokens, sampling, seed)
 

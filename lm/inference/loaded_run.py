@@ -21,9 +21,11 @@ from lm.errors import ConfigError, MismatchError
 from lm.evaluation.scoring import Scorer, Scores
 from lm.experiment import Experiment, load_of_run
 from lm.hardware import Target
+from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import AVERAGE, ModelFunctions, Weights
 from lm.runs.config_diff import compare_texts
+from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir
 from lm.training.mesh import place
 
@@ -40,7 +42,7 @@ class LoadedRun:
 
     experiment: Experiment
     directory: RunDir
-    store: Store
+    store: Store | NoData
     mesh: Mesh
     functions: ModelFunctions
     weights: Weights
@@ -56,6 +58,14 @@ class LoadedRun:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the data."""
         return self.store.tokenizer()
+
+    @functools.cached_property
+    def begin_id(self) -> int:
+        """The token that stands before every text: the end-of-document token, as in training here.
+
+        Some checkpoints of other programs have another one, which their imports keep.
+        """
+        return read_raw(self.directory.info).get('begin_id', self.tokenizer.eod_id)
 
     @functools.cached_property
     def model(self) -> Transformer:
@@ -74,7 +84,7 @@ class LoadedRun:
 
         Text longer than the context is cut into windows of that length, as `lm evaluate` cuts a split.
         """
-        return self.scorer.score_text(self.tokenizer, text)
+        return self.scorer.score_text(self.tokenizer, text, self.begin_id)
 
 
 def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = None) -> LoadedRun:
@@ -92,8 +102,8 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     """
     if step is not None and not isinstance(step, numbers.Integral):
         raise ConfigError(f'step = {step!r}: must be an int')
-    store = experiment.data.open(experiment.train.context_length)
     target, directory = Target.of_devices(jax.devices()), RunDir(run_dir)
+    store = open_data(experiment, directory)
     shape = experiment.mesh.fit(target).plan(target)
     experiment.model.check_parts(shape.sequence)
     mesh = shape.arrange(jax.devices())
@@ -103,8 +113,8 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     abstract = place(functions.abstract, mesh, functions.declared)
     abstract = {name: abstract['params'], 'buffers': abstract['buffers']}
     # The data may differ from the run's, but their tokenizer must be the same.
-    tokenizer = {name: value for name, value in store.fingerprints.items() if name == 'tokenizer'}
-    with Checkpointer(directory.checkpoints, experiment.checkpoint, tokenizer) as saved:
+    fingerprints = choose_fingerprints(store, directory)
+    with Checkpointer(directory.checkpoints, experiment.checkpoint, fingerprints) as saved:
         restored = saved.restore(abstract, step=step)
     if restored is None:
         raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')

@@ -3,8 +3,8 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.text import dump
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
-from lm.experiment import OF_THE_JOB, Experiment, load
-from lm.files import local_path
-from lm.interop.export_run import UNFINISHED
-from lm.interop.families import Family, find
+from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
+from lm.files import local_path, write_atomically
+from lm.inference.no_data import check_pieces
+from lm.interop.checkpoints import Checkpoint, FoundTokenizer, open_checkpoint, read_tokenizer
+from lm.interop.families import Family, choose
 from lm.interop.names import from_tensors
-from lm.interop.tensors import check_safetensors, read_tensors
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
@@ -42,85 +42,123 @@ def load_given(
     It starts from the one in the checkpoint's folder, if this is one of our exports. Its data path and its devices do
     not count.
 
-    Raises the errors of `lm.interop.families.find` and `lm.config.load.load`, and MismatchError for half an export.
+    Raises the errors of `open_checkpoint`, `choose` and `lm.config.load.load`.
     """
-    folder = local_path(folder_name, 'DIR')
-    check_whole(folder)
-    settings = find(folder)[0].settings(folder)
+    path = local_path(folder_name, 'DIR')
+    settings = None
+    if not path.is_file():  # files of llama.cpp have no settings of training
+        settings = choose(open_checkpoint(path).config, path).settings(path)
     left_out = LEFT_OUT if settings else ()
     return load(gin_files, gin_params, allow_imports=allow_imports, base=settings, leave_out=left_out)
 
 
-def check_whole(folder: pathlib.Path) -> None:
-    """Raises MismatchError if the folder holds an unfinished export."""
-    if (folder / UNFINISHED).exists():
-        raise MismatchError(f'{folder}: holds half an export; run that lm export again, or wait for its end')
+def import_run(
+    experiment: Experiment,
+    folder_name: str,
+    run_dir: str,
+    *,
+    tokenizer: str | None = None,
+    allow_imports: bool = False,
+) -> None:
+    """Makes a run directory of the checkpoint in `folder_name`, a folder or file: its step 0, without optimizer state.
 
+    It also writes model.gin, the model without its mechanism, and the file of the tokenizer. The model comes from the
+    checkpoint, and everything else from the given configuration, which must not ask for another model. With data, the
+    vocabulary is compared, and the tokenizer if the checkpoint has one.
 
-def import_run(experiment: Experiment, folder_name: str, run_dir: str, *, allow_imports: bool = False) -> None:
-    """Makes a run directory of the checkpoint in the folder `folder_name`: its step 0, without optimizer state.
+    Args:
+        experiment: what `load_given` returned.
+        folder_name: the checkpoint.
+        run_dir: the new directory.
+        tokenizer: the file of the tokenizer; None: the one of the checkpoint.
+        allow_imports: a config.gin in the folder may import modules.
 
-    It also writes model.gin, the model without its mechanism. The model comes from the checkpoint, and everything else
-    from the given configuration, which must not ask for another model. With data, the vocabulary is compared, and the
-    tokenizer if the checkpoint's folder has one.
-
-    Raises the errors of `lm.interop.families.find`, `check_given` and `from_tensors`.
+    Raises the errors of `open_checkpoint`, `choose`, `check_given` and `from_tensors`.
     """
-    check_safetensors()
-    folder, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
+    path, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # after a kill or a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
-    check_whole(folder)
-    family, config = find(folder)
-    given = experiment
-    experiment = dataclasses.replace(given, model=describe_model(family, config, folder, allow_imports))
-    check_given(given, experiment, folder)
+    checkpoint = open_checkpoint(path)
+    family, given = choose(checkpoint.config, path), experiment
+    experiment = dataclasses.replace(given, model=describe_model(family, checkpoint, allow_imports))
+    check_given(given, experiment, path)
     experiment.model.check_length(experiment.train.context_length)
-    fingerprints = fingerprints_of(experiment, folder)
+    asked = None if tokenizer is None else [read_tokenizer(local_path(tokenizer, '--tokenizer'))]
+    found = choose_tokenizers(experiment, asked or checkpoint.find_tokenizers(), path)
+    if checkpoint.notes:
+        print(checkpoint.notes)
     functions = ModelFunctions(experiment.model, jnp.float32)
-    weights = read_weights(family, config, folder, functions)
+    weights = read_weights(family, checkpoint, functions)
     parameters = sum(functions.count_parameters().values())
     if unfinished:
-        for path in (run.config, run.info):  # run.json shows that an import began, so it is deleted last
-            path.unlink(missing_ok=True)
-    run.create_or_resume(experiment, {'parameters': parameters, 'imported': str(folder), **fingerprints})
+        for left in (run.config, run.info):  # run.json shows that an import began, so it is deleted last
+            left.unlink(missing_ok=True)
+    run.create_or_resume(
+        experiment, {'parameters': parameters, 'imported': str(path), **found.fingerprints, **found.facts}
+    )
+    found.write(run)
     with writing(run.path / SHAPE):
         (run.path / SHAPE).write_text(shape_of(experiment))
-    with Checkpointer(run.checkpoints, experiment.checkpoint, fingerprints, run.record_saved) as checkpointer:
+    with Checkpointer(run.checkpoints, experiment.checkpoint, found.fingerprints, run.record_saved) as checkpointer:
         checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
         checkpointer.wait()  # the import is complete now
+    print(f'{parameters:,} parameters of {path} written to {run.path}')
+    if not found.found and experiment.data.task is None:
+        log.warning(
+            '%s: the checkpoint has no tokenizer that can be read here; lm generate and run.score need one. Add it: '
+            'lm import --run_dir %s --tokenizer tokenizer.json',
+            *(run.path, run.path),
+        )
     print(
-        f'{parameters:,} parameters of {folder} written to {run.path}; to go on from them, with any mechanism:\n'
+        f'to go on from them, with any mechanism:\n'
         f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
     )
 
 
-def describe_model(
-    family: Family, config: Mapping[str, Any], folder: pathlib.Path, allow_imports: bool = False
-) -> ModelConfig:
+def complete_import(run_dir: str, tokenizer: str) -> None:
+    """Adds the file of a tokenizer to an import that has none.
+
+    Raises ConfigError if the run is no import or has a tokenizer, and MismatchError if it is not the model's.
+    """
+    run = RunDir(run_dir)
+    if 'imported' not in (info := read_raw(run.info)):
+        raise ConfigError(f'--run_dir {run.path}: holds no import; name the run of an import')
+    if has := [name for name in tokenizers.FILE_NAMES if (run.path / name).exists()]:
+        raise ConfigError(f'--tokenizer {tokenizer}: {run.path} has {has[0]} already; leave this out')
+    read = read_tokenizer(local_path(tokenizer, '--tokenizer'))
+    if info.get('tokenizer', read.tokenizer.sha256) != read.tokenizer.sha256:
+        raise MismatchError(f'--tokenizer {tokenizer}: is not the tokenizer of the data that the import was made with')
+    check_pieces(read.tokenizer, load_of_run(run_dir).model.vocab_size, f'--tokenizer {tokenizer}')
+    found = ChosenTokenizers({}, [read])
+    found.write(run)
+    run.record_facts(found.facts)
+    print(f'{run.path / read.tokenizer.file_name} written: lm generate, run.score and lm prepare can use the run now')
+
+
+def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool = False) -> ModelConfig:
     """Returns the model of a checkpoint. Raises MismatchError if its config.json lacks something."""
     try:
-        return family.model(folder, config, allow_imports)
+        return family.model(checkpoint.path, checkpoint.config, allow_imports)
     except KeyError as error:
-        raise MismatchError(f'{folder / "config.json"}: lacks {error}; fetch it again') from None
+        path = checkpoint.path
+        where = path if path.is_file() else path / 'config.json'
+        raise MismatchError(f'{where}: lacks {error}; fetch it again') from None
 
 
-def read_weights(
-    family: Family, config: Mapping[str, Any], folder: pathlib.Path, functions: ModelFunctions
-) -> dict[str, Any]:
+def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctions) -> dict[str, Any]:
     """Returns the weights of a checkpoint, for a model whose functions are given.
 
     Raises MismatchError if tensors are missing or have other shapes, and ConfigError if some are left over.
     """
-    theirs = read_tensors(folder)
+    theirs, path = checkpoint.read_tensors(), checkpoint.path
     try:
-        tensors = family.tensors(theirs, config)
+        tensors = family.tensors(theirs, checkpoint.config)
     except KeyError as error:
-        raise MismatchError(f'{folder}: lacks the tensor {error}; fetch it again') from None
+        raise MismatchError(f'{path}: lacks the tensor {error}; fetch it again') from None
     if theirs:
-        raise ConfigError(f'{folder}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
-    return from_tensors(tensors, functions.abstract, str(folder))
+        raise ConfigError(f'{path}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
+    return from_tensors(tensors, functions.abstract, str(path))
 
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
@@ -141,32 +179,49 @@ def shape_of(experiment: Experiment) -> str:
     return '\n'.join(line for line in lines if not line.startswith('model.attention ')) + '\n'
 
 
-def fingerprints_of(experiment: Experiment, folder: pathlib.Path) -> dict[str, str]:
-    """Returns the fingerprint of the tokenizer of the data, or else of the only tokenizer in the folder.
+class ChosenTokenizers(NamedTuple):
+    """The tokenizers that go along with an import.
 
-    Raises MismatchError if data are given and no tokenizer of the folder is theirs.
+    Attributes:
+        fingerprints: what the checkpoint depends on; empty if it is not known which of several tokenizers is right.
+        found: the tokenizers, the first of which the run uses. Many checkpoints have one tokenizer in two kinds.
     """
-    known = tokenizers_in(folder)
+
+    fingerprints: dict[str, str]
+    found: Sequence[FoundTokenizer]
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """The entries of run.json on the first one."""
+        facts = {'end_id': self.found[0].end_id, 'begin_id': self.found[0].begin_id} if self.found else {}
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def write(self, run: RunDir) -> None:
+        """Writes the files of the tokenizers. Raises LmError where that fails."""
+        for tokenizer in (one.tokenizer for one in self.found):
+            path = run.path / tokenizer.file_name
+            with writing(path):
+                write_atomically(path, tokenizer.model)
+
+
+def choose_tokenizers(experiment: Experiment, found: Sequence[FoundTokenizer], path: pathlib.Path) -> ChosenTokenizers:
+    """Returns the tokenizer of the data, or else all tokenizers of the checkpoint at `path`.
+
+    Raises MismatchError if data are given and no tokenizer of the checkpoint is theirs. The error is also raised if a
+    text can hold a token that the model has not.
+    """
+    known = {one.tokenizer.sha256: one for one in found}
     if not experiment.data.path and not experiment.data.mixture:
-        return {'tokenizer': next(iter(known))} if len(known) == 1 else {}
+        for one in found:
+            check_pieces(one.tokenizer, experiment.model.vocab_size, str(one.where))
+        return ChosenTokenizers({'tokenizer': next(iter(known))} if len(known) == 1 else {}, found)
     store = experiment.data.open(experiment.train.context_length)
     check_vocabulary(store, experiment.data, experiment.model)
     ours = store.fingerprints['tokenizer']
     if known and ours not in known:
-        path = next(iter(known.values()))
+        where = found[0].where
         raise MismatchError(
-            f"{path}: is not the tokenizer of {store.path}; prepare the data with tokenizer.model_path = '{path}'"
+            f"{where}: is not the tokenizer of {store.path}; prepare the data with tokenizer.model_path = '{where}'"
         )
-    return {'tokenizer': ours}
-
-
-def tokenizers_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns fingerprint → file of the tokenizers in a folder that can be read here."""
-    found = {}
-    for path in (folder / name for name in tokenizers.FILE_NAMES):
-        if path.exists():
-            try:
-                found[tokenizers.load(path).sha256] = path
-            except ConfigError as error:
-                log.warning('the tokenizer of %s is not compared: %s', folder, error)
-    return found
+    theirs = known[ours] if known else FoundTokenizer(store.tokenizer(), path)
+    return ChosenTokenizers({'tokenizer': ours}, [theirs])

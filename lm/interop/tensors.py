@@ -1,7 +1,6 @@
 """Files of tensors: safetensors, in one file or several."""
 
 import importlib.util
-import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.errors import MismatchError, MissingPackageError, writing
+from lm.files import parse_json
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -61,7 +61,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if not (folder / INDEX).exists():
         raise MismatchError(f'{folder}: holds neither {WEIGHTS} nor {INDEX}; other formats are not read')
     try:
-        parts = json.loads((folder / INDEX).read_text())['weight_map'].values()
+        parts = parse_json((folder / INDEX).read_text())['weight_map'].values()
     except (ValueError, KeyError, AttributeError):
         raise MismatchError(f'{folder / INDEX}: is damaged; fetch it again') from None
     return [folder / pathlib.PurePath(part).name for part in sorted(set(parts))]

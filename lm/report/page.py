@@ -100,7 +100,10 @@ def link_run(run: Run, out: Path) -> str | None:
     """Returns the address of a run directory, as a page in the folder `out` refers to it; None: browsers have none."""
     path = run.directory.path
     if not is_remote(path):
-        return quote(Path(os.path.relpath(Path(path).absolute(), out.absolute())).as_posix()) + '/'
+        return (
+            quote(Path(os.path.relpath(Path(path).absolute(), out.absolute())).as_posix(), errors='surrogateescape')
+            + '/'
+        )
     scheme, _, place = str(path).partition('://')
     return f'https://console.cloud.google.com/storage/browser/{quote(place)}' if scheme == 'gs' else None
 

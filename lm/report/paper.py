@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lm.report.published import PaperTable, Row, load_tables, make_label
 from lm.runs.records import Run
-from lm.text import format_digits, make_markdown_table, shorten
+from lm.text import escape_markdown, format_digits, make_markdown_table, shorten
 
 Measure = Callable[[Run], float | None]
 SHORTEST = 100
@@ -263,10 +263,12 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
                 lines.setdefault(row, [row.label]).append(f'{_format(c.cell.printed)} / {_format(c.ours)}')
             text += [make_markdown_table([*lines.values()], ['', *map(shorten, table.columns)]), '']
             if table.measure == 'steps_per_second':
-                text += [f'Ours on {"; ".join(sorted({name for c in same for name in c.devices}))}.', '']
+                devices = sorted({name for c in same for name in c.devices})
+                text += [f'Ours on {escape_markdown("; ".join(devices))}.', '']
         if others:
             text += ['Apart, as they are not what the paper ran:', '']
-            cells = [[str(c.as_row()[name]) for name in ('runs', 'devices', 'differs', 'row')] for c in others]
+            names = ('runs', 'devices', 'differs', 'row')
+            cells = [[escape_markdown(str(c.as_row()[name])) for name in names] for c in others]
             figures = [[shorten(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
             headings = ['run', 'on', 'differs', 'row', SETTINGS[table.axis], 'paper', 'ours']
             text += [make_markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']

@@ -19,7 +19,7 @@ from lm.report.pictures import Pictures
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
-from lm.text import format_count, format_digits, make_markdown_table, shorten
+from lm.text import escape_markdown, format_count, format_digits, make_markdown_table, make_visible, shorten
 
 HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
 """Bindings with a column of their own, by this or another name."""
@@ -99,10 +99,12 @@ class Report:
         text += ['## Ladder', '', format_ladder(self.ladder), ''] if self.ladder else []
         text += paper.format_tables(self.comparison, self.corpus)
         for picture in made.made if pictures else ():
-            text += [f'![{picture.caption}]({picture.name}.png)', '', f'*{picture.caption}*', '']
+            caption = escape_markdown(picture.caption)
+            text += [f'![{caption}]({picture.name}.png)', '', f'*{caption}*', '']
         if note := made.explain_left_out(self.runs):
-            text += [note, '']
-        text += ['## Runs', '', *(f'- {self.describe_provenance(run)}' for run in self.runs), '']
+            text += [escape_markdown(note), '']
+        lines = [f'- {escape_markdown(f"{run.name}: {self.describe_provenance(run)}")}' for run in self.runs]
+        text += ['## Runs', '', *lines, '']
         write_atomically(self.out / 'report.md', '\n'.join(text))
         notes = [note] if note else []
         page = format_page(self.make_tables(), made.made, notes, self.written, refresh)
@@ -130,7 +132,7 @@ class Report:
             tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
         cells = []
         for run, link in zip(self.runs, links, strict=True):
-            text = self.describe_provenance(run).partition(': ')[2]
+            text = self.describe_provenance(run)
             cells.append([TableCell(run.name, run.name, link), TableCell(text, text)])
         tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
         return tables
@@ -161,7 +163,7 @@ class Report:
             'goodput': run.goodput and run.goodput['share'],
             **self._compare_with_ladder(run),
             'devices': paper.name_devices(run),
-            'path': str(run.directory.path),
+            'path': make_visible(str(run.directory.path)),
         }
 
     def _compare_with_ladder(self, run: Run) -> dict[str, Any]:
@@ -181,9 +183,12 @@ class Report:
     def format_table(self) -> str:
         """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
         columns = self.list_columns()
-        cells = [['–' if row[c.key] is None else c.form(row[c.key]) for c in columns] for row in self.list_rows()]
+        cells = [
+            ['–' if row[c.key] is None else escape_markdown(c.form(row[c.key])) for c in columns]
+            for row in self.list_rows()
+        ]
         text = make_markdown_table(cells, [c.title for c in columns], sum(c.key in LEFT for c in columns))
-        return '\n\n'.join([text, *self.list_notes()])
+        return '\n\n'.join([text, *map(escape_markdown, self.list_notes())])
 
     def list_rows(self) -> list[dict[str, Any]]:
         """Returns the figures of the runs with those that tables print as words."""
@@ -249,7 +254,7 @@ class Report:
         """Returns where the numbers of a run come from."""
         info = run.info
         return (
-            f'`{run.name}`: {run.directory.path}; commit {info.get("git_commit") or "unknown"}, '
+            f'{make_visible(str(run.directory.path))}; commit {info.get("git_commit") or "unknown"}, '
             f'{paper.name_devices(run)}, data {str(info.get("data"))[:12]}, '
             f'tokenizer {str(info.get("tokenizer"))[:12]}, started {info.get("started")}, '
             f'resumed {format_count(len(info.get("resumed", [])), "time")}'
@@ -260,9 +265,20 @@ class Report:
         text = io.StringIO()
         writer = csv.DictWriter(text, rows[0].keys())
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: _make_inert(value) for name, value in row.items()} for row in rows)
         write_atomically(self.out / name, text.getvalue())
         self.written.append(name)
+
+
+def _make_inert(value: Any) -> Any:
+    """Returns a cell of a CSV file. A spreadsheet computes text that begins like a formula, unless ' is before it."""
+    if not isinstance(value, str) or not value.startswith(('=', '+', '-', '@')):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def _format_progress(row: dict[str, Any]) -> str:

@@ -20,13 +20,30 @@ from etils import epath
 
 import lm
 from lm.errors import ConfigError, LmError
-from lm.files import GONE, reaching
+from lm.files import GONE, parse_json, reaching
+from lm.text import make_all_visible
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
 COMPILERS = ('jax', 'jaxlib', 'libtpu')
 """Packages whose versions change the compiled programs."""
 PER_START = ('when', 'first_step', 'version_changes')
 """Keys that belong to one start alone. All other keys hold until a later start has another value."""
+TYPES = {
+    'started': str,
+    'when': str,
+    'resumed': list,
+    'imported': str,
+    'parameters': int,
+    'saved_step': int,
+    'data': str,
+    'tokenizer': str,
+    'git_commit': str,
+    'device_kind': str,
+    'device_count': int,
+    'process_count': int,
+    'versions': dict,
+}
+"""Entries of a run or of a start that readers count on; each may be None."""
 MOST_STARTS = 100
 """The most starts that run.json lists: it is written anew with each save."""
 
@@ -35,14 +52,15 @@ def read_info(path: epath.Path) -> dict[str, Any]:
     """Returns run.json with the newest start's figures (versions, devices, …) on the top level.
 
     `resumed` holds the times of all starts after the first one. Files of older versions, without `starts`, have had
-    this form. Returns {} where the file is missing or damaged; raises LmError as `read_raw` does.
+    this form. Control characters are visible. Returns {} where the file is missing or damaged; raises LmError as
+    `read_raw` does.
     """
-    info = read_raw(path)
+    info = make_all_visible(read_raw(path))
     starts = info.get('starts')
     if not starts:
         return info
     newest = {key: value for start in starts for key, value in start.items() if key not in PER_START}
-    return {**newest, 'resumed': [start.get('when') for start in starts[1:]], **info}
+    return {**newest, 'resumed': [str(start.get('when')) for start in starts[1:]], **info}
 
 
 def read_raw(path: epath.Path) -> dict[str, Any]:
@@ -51,22 +69,36 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
     try:
         with reaching(path):
             content = path.read_bytes()
-        info = json.loads(content)
+        info = parse_json(content)
     except (*GONE, ValueError):
         return {}
     except OSError as error:
         raise LmError(
             f'{path} cannot be read ({error.strerror or error}); allow it, or run the same command again later'
         ) from error
-    if not isinstance(info, dict) or 'started' not in info:
-        return {}
-    if not isinstance(info.get('branch', {}), dict):
-        return {}
-    for name in ('starts', 'rewinds'):
-        entries = info.get(name, [])
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            return {}
-    return info
+    return info if isinstance(info, dict) and 'started' in info and _is_whole(info) else {}
+
+
+def _is_whole(info: Mapping[str, Any]) -> bool:
+    """Returns whether the entries that readers count on have their types, in each start and rewind too."""
+    lists = [info.get(name, []) for name in ('starts', 'rewinds')]
+    if not all(isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries) for entries in lists):
+        return False
+    starts, rewinds = lists
+    branch = info.get('branch', {})
+    return (
+        isinstance(branch, dict)
+        and all(_has_types(entry, TYPES) for entry in (info, *starts))
+        and _has_types(branch, {'from': str, 'step': int})
+        and all(_has_types(rewind, {'to': int, 'changed': list}) for rewind in rewinds)
+        and all(isinstance(c, list) and len(c) == 3 for rewind in rewinds for c in rewind.get('changed', []))
+    )
+
+
+def _has_types(entries: Mapping[str, Any], types: Mapping[str, Any]) -> bool:
+    return all(
+        entries[name] is None or isinstance(entries[name], kind) for name, kind in types.items() if name in entries
+    )
 
 
 def make_info(

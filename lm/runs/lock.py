@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -29,14 +30,17 @@ import tensorstore as ts
 from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
-from lm.files import folder_spec, is_remote, reaching
+from lm.files import folder_spec, is_remote, parse_json, reaching
 from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
+from lm.text import make_visible
 
 NAME = 'lock.json'
 HEARTBEAT = 10.0
 """Seconds between two renewals."""
 EXPIRES = 60.0
 """Seconds without a renewal after which the lock of another host counts for nothing."""
+MOST_SECONDS = 1e11
+"""A limit for times since the epoch: later ones, infinity and NaN are none."""
 SEES = 30.0
 """Seconds that a shared disk may take to show one host what another has written."""
 
@@ -227,16 +231,29 @@ def _one_line(error: Exception) -> str:
 def _name(owner: dict[str, Any]) -> str:
     if not owner:
         return 'a training whose lock cannot be read'
-    return f'process {owner["pid"]} on {owner["host"]}, started {owner["since"]},'
+    return make_visible(f'process {owner["pid"]} on {owner["host"]}, started {owner["since"]},')
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Returns the owner, or {} where the file is damaged."""
+    """Returns the owner, or {} where the file is damaged or not one of `RunLock`."""
     try:
-        owner = json.loads(data)
-        return owner if {'host', 'pid', 'since', 'boot', 'renewed'} <= owner.keys() else {}
-    except (ValueError, AttributeError):
+        owner = parse_json(data)
+    except ValueError:
         return {}
+    if not isinstance(owner, dict):
+        return {}
+    texts = [owner.get(name) for name in ('host', 'since', 'boot')]
+    texts += [owner.get(name) or '' for name in ('uuid', 'pid_started', 'pid_namespace')]
+    pid, inode, renewed = owner.get('pid'), owner.get('inode', 0), owner.get('renewed', math.inf)
+    is_whole = (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(pid, int)
+        and 0 < pid < 2**31
+        and type(inode) in (int, type(None))
+        and isinstance(renewed, int | float)
+        and abs(renewed) < MOST_SECONDS
+    )
+    return owner if is_whole else {}
 
 
 def _is_alive(owner: dict[str, Any], directory: epath.Path) -> bool | None:

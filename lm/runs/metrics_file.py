@@ -18,7 +18,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from lm.errors import writing
-from lm.files import is_remote, write_atomically
+from lm.files import is_remote, parse_json, write_atomically
 from lm.trackers.base import Trackers
 
 REMOTE_SECONDS = 60.0
@@ -157,10 +157,10 @@ def read_lines(path: epath.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line.decode())
+        record = parse_json(line.decode())
         valid = isinstance(record['kind'], str) and type(record['step']) is int and record['step'] >= 0
         return record if valid else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

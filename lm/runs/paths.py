@@ -15,11 +15,12 @@ SWEEP = 'sweep.json'
 class RunPaths:
     """The files of the run in `path`: a local folder or an address such as gs://bucket/run.
 
-    Raises ConfigError for a path that `check_path` refuses.
+    Raises ConfigError for a path that `check_path` refuses. With `found` it only raises the errors of `open_path`: a
+    folder that exists is read under any name.
     """
 
-    def __init__(self, path: epath.PathLike):
-        self.path = epath.Path(check_path(path))
+    def __init__(self, path: epath.PathLike, found: bool = False):
+        self.path = epath.Path(open_path(path) if found else check_path(path))
         if not is_remote(self.path):
             self.path = self.path.absolute()
         self.config = self.path / 'config.gin'

@@ -9,6 +9,7 @@ import functools
 import glob
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -20,18 +21,23 @@ from lm.checkpoint.snapshot import Snapshot
 from lm.config.names import is_omitted
 from lm.config.text import format_value
 from lm.errors import ConfigError
-from lm.files import is_remote, open_path
+from lm.files import is_remote, open_path, parse_json
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
 from lm.runs.metrics_file import read_lines, to_plain
 from lm.runs.paths import read_text
 from lm.runs.run_dir import RunDir
+from lm.text import make_all_visible, make_visible
 
 OWN_BINDINGS = {'model.attention', 'train.steps', 'train.context_length'}
 """Bindings that every config.gin of `lm train` has."""
+NUMBERS = ('train.steps', 'train.context_length', 'train.tokens_per_step', 'train.seed', 'model.n_layers')
+"""Bindings whose values are numbers in every config.gin of `lm train`."""
 NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
 """Kind of a record → its numbers that readers count on, besides the step."""
+OPTIONAL = ('tokens_per_second', 'mfu', 'skipped_steps', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
+"""More numbers of records, which not every record has."""
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
@@ -57,12 +63,13 @@ class Run:
     @classmethod
     def read(cls, path: epath.PathLike) -> 'Run':
         """Raises ConfigError when `path` is no run directory."""
-        directory = RunDir(path)
+        directory = RunDir(path, found=True)
         if not is_run(directory.path):
             raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
-        bindings = parse_bindings(read_text(directory.config))
+        bindings = make_all_visible(parse_bindings(read_text(directory.config)))
         config = {name: text for name, text in bindings.items() if not is_omitted(name, text)}
-        if not config.keys() >= OWN_BINDINGS:
+        numbers = [config[name] for name in NUMBERS if name in config]
+        if not config.keys() >= OWN_BINDINGS or not all(re.fullmatch(r'\d{1,18}', number) for number in numbers):
             raise ConfigError(f'{path}: its config.gin is not one of lm train; name a run directory')
         records = read_jsonl(directory.path / 'metrics.jsonl')
         found = sorted(directory.evaluations.glob('*.json')) if directory.evaluations.exists() else []
@@ -77,7 +84,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.directory.path.name
+        """The name of its folder, with control characters as their escapes."""
+        return make_visible(self.directory.path.name)
 
     def value(self, binding: str, default: Any = None) -> Any:
         """Returns the value of a binding of config.gin as Python; gin's references stay text."""
@@ -217,7 +225,7 @@ def _expand(pattern: str) -> list[epath.Path]:
 def read_json(path: epath.Path) -> Any:
     """Reads a JSON file. Returns None where it is missing or unreadable."""
     try:
-        return _restore_numbers(json.loads(path.read_text()))
+        return _restore_numbers(parse_json(path.read_text()))
     except (OSError, ValueError):
         return None
 
@@ -232,7 +240,8 @@ def _is_whole(record: dict[str, Any]) -> bool:
     """Returns whether a record has the numbers that its readers need."""
     kind = record.get('kind')
     needed = NEEDED.get(kind, ()) if isinstance(kind, str) else ()
-    return isinstance(record.get('step'), int) and bool(needed) and all(_is_number(record.get(k)) for k in needed)
+    numbers = (*needed, *(name for name in OPTIONAL if record.get(name) is not None))
+    return type(record.get('step')) is int and bool(needed) and all(_is_number(record.get(name)) for name in numbers)
 
 
 def _is_number(value: Any) -> bool:
@@ -245,12 +254,14 @@ def to_json(value: object) -> str:
 
 
 def _restore_numbers(value: Any) -> Any:
-    """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes."""
+    """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes, and makes control characters visible."""
     if isinstance(value, dict):
-        return {k: _restore_numbers(v) for k, v in value.items()}
+        return {make_visible(k): _restore_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore_numbers(v) for v in value]
-    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return NOT_FINITE[value] if value in NOT_FINITE else make_visible(value)
 
 
 @functools.cache

@@ -101,6 +101,10 @@ class RunDir(RunPaths):
         """Notes in run.json that the checkpoint of `step` is complete. A failure is only a warning."""
         self._note({'saved_step': step})
 
+    def record_facts(self, facts: Mapping[str, Any]) -> None:
+        """Puts facts about the run into run.json. A failure is only a warning."""
+        self._note(facts)
+
     def read_goodput(self) -> dict[str, Any] | None:
         """Returns the ledger of earlier starts (`lm.runs.goodput`); None where there is none."""
         return parse_ledger(read_raw(self.info).get('goodput'))

@@ -46,6 +46,11 @@ def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allo
     if as_json:
         print(to_json(found))
     else:
-        show(found, Console(width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False))
+        show(
+            found,
+            Console(
+                width=None if sys.stdout.isatty() else 160, soft_wrap=True, highlight=False, markup=False, emoji=False
+            ),
+        )
     if damage := found.get('damage'):
         raise MismatchError(f'{path}: {damage[0]}' + (f' (and {len(damage) - 1} more)' if damage[1:] else ''))

@@ -9,7 +9,7 @@ from rich.table import Table
 from lm.runs import sweep_file
 from lm.runs.goodput import describe
 from lm.runs.info import starts_left_out
-from lm.text import format_count, format_duration, format_si, perplexity
+from lm.text import format_count, format_duration, format_si, make_visible, perplexity
 
 
 def print_run(found: dict[str, Any], console: Console) -> None:
@@ -67,11 +67,11 @@ def print_run(found: dict[str, Any], console: Console) -> None:
             f'{format_si(checkpoint["bytes"])}B',
             checkpoint['saved'] or '–',
             f'{loss:.4f}' if isinstance(loss, float) else '–',
-            checkpoint['health'],
+            make_visible(checkpoint['health']),
         )
     console.print(table if found['checkpoints'] else 'no checkpoints yet')
     if found['set_aside']:
-        console.print(f'set aside or unfinished: {", ".join(found["set_aside"])}')
+        console.print(f'set aside or unfinished: {", ".join(map(make_visible, found["set_aside"]))}')
 
 
 def print_store(found: dict[str, Any], console: Console) -> None:
@@ -110,7 +110,7 @@ def data_of(config: Mapping[str, str]) -> str:
 
 def _pairs(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
-    return '\n'.join(f'{name:<{width}}  {value}' for name, value in rows.items())
+    return '\n'.join(f'{name:<{width}}  {make_visible(value)}' for name, value in rows.items())
 
 
 def _table(*headings: str) -> Table:

@@ -86,7 +86,9 @@ class Runner:
                 self._report()
                 time.sleep(POLL_SECONDS)
         rows = self.sweep.write_results()
-        Console(width=None if sys.stdout.isatty() else 160).print(sweep_file.make_results_table(rows))
+        Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(
+            sweep_file.make_results_table(rows)
+        )
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
             raise Preempted(

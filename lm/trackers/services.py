@@ -41,6 +41,8 @@ class _Service(TrackerWriter):
 
     def __init__(self, module: str, **options: Any):
         self._module = importlib.import_module(module)
+        if not hasattr(self._module, 'init'):  # a folder of that name, which earlier runs have left here
+            raise ImportError(f'{module} is not installed', name=module)
         self._run = self._module.init(resume='allow', **options)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:

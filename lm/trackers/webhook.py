@@ -2,18 +2,30 @@
 
 import datetime
 import json
+import logging
 import os
+import re
 import socket
+import urllib.parse
 import urllib.request
 
 from lm.config.configurable import configurable, field
+from lm.text import make_visible
 from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 
 SECONDS = 10.0
 """The longest wait for the other side."""
 
 
+VARIABLE = re.compile(r'\$(?:(\w+)|\{(\w+)\})')
+
+log = logging.getLogger(__name__)
+
+
 def _check_url(url: str) -> str | None:
+    # A variable inside an address would send its value, such as a key, to a server that a stranger's file names.
+    if '$' in url and not VARIABLE.fullmatch(url):
+        return "must be one environment variable such as '$LM_WEBHOOK', or an address without any"
     good = url.startswith(('http://', 'https://', '$'))
     return None if good else "must begin with http:// or https://, or be an environment variable such as '$LM_WEBHOOK'"
 
@@ -32,6 +44,10 @@ class Webhook(Tracker):
         url = os.path.expandvars(self.url)
         if not url.startswith(('http://', 'https://')):
             raise ValueError(f'webhook.url = {self.url!r}: the environment has no such variable')
+        if url == self.url:
+            # The file may be a stranger's.
+            host = make_visible(urllib.parse.urlsplit(url).netloc.rpartition('@')[2])
+            log.warning('webhook.url: %s gets a message when this run ends, as the configuration says', host)
         return _Messages(url, run)
 
 

@@ -36,7 +36,7 @@ def write_store(path, tokens, ends, splits=('train', 'validation'), published=No
             'splits': {
                 split: counts | ({'published_words': published[split]} if published else {}) for split in splits
             },
-            'tokenizer': {'sha256': tokenizer.sha256, 'eod_id': 1},
+            'tokenizer': {'sha256': tokenizer.sha256, 'eod_id': 1, 'vocab_size': 400},
         }
         | info,
     )
@@ -80,7 +80,7 @@ def test_reads_what_was_written(original, tokens):
 def test_many_files_and_wide_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, 'SHARD', 2**15)
     tokens = np.random.default_rng(0).integers(0, 2**31, 100_000).astype(np.uint32)
-    write_store(str(tmp_path), tokens, np.array([100_000]))
+    write_store(str(tmp_path), tokens, np.array([100_000]), tokenizer={'sha256': 'x', 'eod_id': 1, 'vocab_size': 2**31})
     assert len(list((tmp_path / 'train' / 'tokens' / 'c').iterdir())) == 4
     np.testing.assert_array_equal(TokenStore.open(str(tmp_path)).read('train', 1, 99_999), tokens[1:-1])
 

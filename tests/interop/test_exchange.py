@@ -32,9 +32,10 @@ from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
 from lm.files import lock
+from lm.interop.checkpoints import CheckpointFolder
 from lm.interop.export_run import UNFINISHED, exporting
 from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
-from lm.interop.import_run import fingerprints_of, load_given
+from lm.interop.import_run import choose_tokenizers, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters
@@ -409,10 +410,12 @@ def test_tokenizers_of_every_kind_and_mixtures_are_compared(hugging_face, tokens
     store, tokenizer = hugging_face
     folder = tmp_path / 'checkpoint'
     folder.mkdir()
+    (folder / 'config.json').write_text(json.dumps(llama_config()))
     model = shapes.experiment(Softmax(), vocab_size=400).model
 
     def known(**data):
-        return fingerprints_of(lm.Experiment(model=model, data=DataConfig(**data)), folder)
+        found = CheckpointFolder(folder).find_tokenizers()
+        return choose_tokenizers(lm.Experiment(model=model, data=DataConfig(**data)), found, folder).fingerprints
 
     assert known() == {}
     (folder / 'tokenizer.json').write_bytes(tokenizer.model)

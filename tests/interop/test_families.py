@@ -20,7 +20,8 @@ from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.config.text import dump
 from lm.errors import ConfigError
-from lm.interop.families import FAMILIES, find
+from lm.interop.checkpoints import open_checkpoint
+from lm.interop.families import FAMILIES, choose
 from lm.interop.families.decoder import find_pattern
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.import_run import describe_model, read_weights
@@ -31,9 +32,10 @@ from lm.model.functions import ModelFunctions, split
 
 def read(folder):
     """Returns the model that `lm import` makes of a folder, with its weights."""
-    family, config = find(folder)
-    functions = ModelFunctions(describe_model(family, config, folder), jnp.float32)
-    weights = jax.tree.map(jnp.asarray, read_weights(family, config, folder, functions))
+    checkpoint = open_checkpoint(folder)
+    family = choose(checkpoint.config, folder)
+    functions = ModelFunctions(describe_model(family, checkpoint), jnp.float32)
+    weights = jax.tree.map(jnp.asarray, read_weights(family, checkpoint, functions))
     return functions.merge(weights)
 
 
@@ -212,7 +214,8 @@ def test_an_imported_model_goes_out_as_it_came_in(form, tmp_path):
     bits = 2e-7 if recorded['config']['model_type'].startswith('gemma') else 0.0  # gains of 1 + w
     for name, tensor in theirs.items():
         np.testing.assert_allclose(again[name], tensor, rtol=0, atol=bits, err_msg=name)
-    family, config = find(tmp_path / 'out')
+    config = open_checkpoint(tmp_path / 'out').config
+    family = choose(config, tmp_path / 'out')
     found = family.model(tmp_path, config)
     assert dataclasses.replace(found, embedding_scale=None) == dataclasses.replace(model.config, embedding_scale=None)
     assert config['max_position_embeddings'] == run.experiment.train.context_length

@@ -596,3 +596,30 @@ def test_parts_of_a_window_compile_for_every_generation(generation, rule):
         lowered = jax.jit(gradients).trace(x, x, x, starts).lower(lowering_platforms=('tpu',))
         lowered.compile()
     assert lowered.as_text().count('kernel_name = "flash_attention_backward"') == (2 if 'v5e' in generation else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('generation', ['v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'v7x:2x2x1'])
+def test_windows_with_sinks_and_caps_compile_for_every_generation(generation):
+    """There are whole windows, and parts with the keys before them."""
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu is not installed')
+    devices = describe_devices(parse(generation))
+    tokens = jax.sharding.PartitionSpec(None, 'sequence')
+    for parts in (1, len(devices)):
+        mesh = jax.sharding.Mesh(np.array(devices[:parts]).reshape(1, parts), ('data', 'sequence'))
+        split = jax.sharding.NamedSharding(mesh, tokens)
+        x = jax.ShapeDtypeStruct((1, 8192, 2, 64), jnp.bfloat16, sharding=split)
+        starts = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=split)
+        sinks = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
+
+        def gradients(q, k, v, sinks, starts):
+            def of_part(q, k, v, sinks, starts):
+                options = dict(window=700, score_cap=50.0, implementation='pallas_tpu')
+                return exact_attention.softmax_attention(q, k, v, sinks_H=sinks, starts_BxL=starts, **options)
+
+            attention = sequence.over_tokens(of_part, (1, 1, 1, None, 1))
+            return jax.grad(lambda *a: attention(*a, starts).astype(jnp.float32).sum(), (0, 1, 2, 3))(q, k, v, sinks)
+
+        with jax.set_mesh(mesh):
+            jax.jit(gradients).trace(x, x, x, sinks, starts).lower(lowering_platforms=('tpu',)).compile()

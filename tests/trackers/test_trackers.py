@@ -106,6 +106,17 @@ def test_a_failing_tracker_is_reported_once_and_stops_nothing(facts, caplog):
     assert said[1] == ('train.trackers[0] = @test_broken(): RuntimeError: no connection; the run goes on without it')
 
 
+def test_an_address_in_the_configuration_is_announced(facts, caplog, monkeypatch):
+    monkeypatch.setenv('OWN', 'http://127.0.0.1:9/x')
+    with caplog.at_level(logging.WARNING):
+        Webhook(url='http://name:key@127.0.0.1:9/x').open(facts)
+        Webhook(url='$OWN').open(facts)
+    assert caplog.messages == ['webhook.url: 127.0.0.1:9 gets a message when this run ends, as the configuration says']
+    for url in ('https://127.0.0.1/$SECRET', '$OWN/more', 'http://x/${SECRET}'):
+        with pytest.raises(ConfigError, match='must be one environment variable'):
+            Webhook(url=url)
+
+
 def test_a_dead_webhook_is_only_a_warning(facts, caplog):
     with caplog.at_level(logging.WARNING), Trackers([Webhook(url='http://127.0.0.1:9/x')], facts):
         pass

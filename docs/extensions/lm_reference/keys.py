@@ -70,6 +70,8 @@ class RunInfo(TypedDict):
     rewinds: NotRequired[list[Rewind]]  #: every rewind
     branch: NotRequired[BranchPoint]  #: where the run began, if it is a branch
     imported: NotRequired[str]  #: checkpoint that `lm import` made the run of
+    begin_id: NotRequired[int]  #: token that stands before every text, if the imported checkpoint has one
+    end_id: NotRequired[int]  #: token that ends a document, if only the imported checkpoint says which
 
 
 class TrainRecord(TypedDict):

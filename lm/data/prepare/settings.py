@@ -9,7 +9,7 @@ from lm.data import tokenizers
 from lm.data.prepare.config import PrepareConfig
 from lm.data.sources.base import inventory
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.files import is_remote, write_atomically
+from lm.files import is_remote, parse_json, write_atomically
 from lm.text import format_count, format_si
 
 
@@ -60,8 +60,8 @@ def keep_settings(folder: pathlib.Path, settings: dict[str, Any], path: str) -> 
     file = folder / 'settings.json'
     if file.exists():
         try:
-            begun = json.loads(file.read_bytes())
-        except (ValueError, RecursionError):
+            begun = parse_json(file.read_bytes())
+        except ValueError:
             raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
         compare_settings(begun, settings, f'{path} is unfinished and was begun')
     else:

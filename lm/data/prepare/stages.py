@@ -54,7 +54,7 @@ FORMAT = 1
 def prepare(config: PrepareConfig, path: str, console: Console | None = None) -> dict[str, Any]:
     """Makes the token store `path` unless it is there. Returns the contents of dataset.json."""
     check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
-    console = console or Console()
+    console = console or Console(markup=False, emoji=False)
     if not path:
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
     source, folder = config.require_source(), _choose_folder(path)

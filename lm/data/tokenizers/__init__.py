@@ -47,16 +47,27 @@ def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenize
     raise MismatchError(f'{name}: none of {kinds}; restore the file')
 
 
-def load(path: str | pathlib.Path, config: TokenizerConfig | None = None) -> Tokenizer:
-    """Reads a file; `config` tells what the file may lack. Raises ConfigError if there is none or it is of no kind."""
+def load(path: str | pathlib.Path, config: TokenizerConfig | None = None, *, end: int | str | None = None) -> Tokenizer:
+    """Reads the file of a tokenizer, or the one in a folder, such as an imported run.
+
+    Args:
+        path: the file or folder.
+        config: what the file may lack.
+        end: the end-of-document token, where `config` has none.
+
+    Raises ConfigError if there is none or it is of no kind.
+    """
     config, label = config or TokenizerConfig(), f'tokenizer.model_path = {str(path)!r}'
     try:
-        content = open_path(path, 'tokenizer.model_path').read_bytes()
+        found = open_path(path, 'tokenizer.model_path')
+        if inside := [found / name for name in FILE_NAMES if (found / name).exists()]:
+            found = inside[0]
+        content = found.read_bytes()
         for kind in Tokenizer.__subclasses__():
             content = kind.complete(content, config)
-        return from_bytes(content, config.end_of_document)
+        return from_bytes(content, config.end_of_document or end)
     except OSError as error:
-        raise ConfigError(f'{label}: {error.strerror}; name the file of a tokenizer') from None
+        raise ConfigError(f'{label}: {error.strerror}; name the file of a tokenizer, or a run that has one') from None
     except MismatchError as error:
         reason = str(error).removeprefix('tokenizer.model: ').removesuffix('; restore the file')
         raise ConfigError(f'{label}: {reason}') from None

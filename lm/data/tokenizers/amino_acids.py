@@ -17,6 +17,7 @@ from lm.config.configurable import configurable
 from lm.data.tokenizers.base import Tokenizer
 from lm.data.tokenizers.config import TokenizerChoice
 from lm.errors import ConfigError, MismatchError
+from lm.files import parse_json
 
 STANDARD = 'ACDEFGHIKLMNPQRSTVWY'
 LETTERS = f'{STANDARD}BJOUXZ'
@@ -46,7 +47,7 @@ class AminoAcids(Tokenizer):
     def __init__(self, model: bytes, eod: int | str | None = None):
         """Raises MismatchError if the contents are damaged, ConfigError for another end-of-document token."""
         try:
-            self._pieces = json.loads(model)['amino_acids']
+            self._pieces = parse_json(model)['amino_acids']
             letters = {piece: i for i, piece in enumerate(self._pieces) if len(piece) == 1}
             ends = {piece: i for i, piece in enumerate(self._pieces) if len(piece) > 1}
             self._ids = np.full(256, -1, np.int32)

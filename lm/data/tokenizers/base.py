@@ -32,6 +32,8 @@ class Tokenizer(abc.ABC):
         dtype: the type of its ids, uint16 or uint32.
         lossless: decoding returns spaces, line breaks and rare characters.
         mask_id: the token that stands for a hidden one; None: it has none.
+        begin_id: the token that its file puts before every text; None: none. Only runs that were imported with the file
+            begin with it: training here separates documents by `eod_id` alone.
         special_ids: tokens that no text holds, the end-of-document token among them.
     """
 
@@ -44,6 +46,7 @@ class Tokenizer(abc.ABC):
     probe = PROBE
     """A text that a lossless tokenizer of the kind decodes to itself."""
     mask_id: int | None = None
+    begin_id: int | None = None
 
     def __init__(self, model: bytes, vocab_size: int, eod_id: int):
         self.model, self.vocab_size, self.eod_id = model, vocab_size, eod_id

@@ -31,7 +31,9 @@ class TokenizerConfig(TokenizerChoice):
     model_type: str = field(default='bpe', choices=('bpe', 'unigram'), help='of SentencePiece')
     sample_bytes: int = field(default=200_000_000, minimum=1, maximum=2**62, help='train on at most so many bytes')
     model_path: str | None = field(
-        default=None, help='use this SentencePiece model, tokenizer.json or rank file; vocab_size is then taken from it'
+        default=None,
+        help='use this SentencePiece model, tokenizer.json or rank file, or the one of an imported run; vocab_size is '
+        'then taken from it',
     )
     end_of_document: str | None = field(
         default=None, help='the token behind each document; None: the choice of the tokenizer'

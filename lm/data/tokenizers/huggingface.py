@@ -1,17 +1,19 @@
 """tokenizer.json of Hugging Face, read by its library `tokenizers`.
 
 Names of special tokens that stand in a text are text: they are encoded as their characters. What a tokenizer.json says
-of padding, truncation and tokens at the beginning of a text does not count here.
+of padding, truncation and tokens at the beginning of a text does not count here. Only imported runs begin a text with
+that token.
 """
 
-import json
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from lm.data.tokenizers.base import Tokenizer
 from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.files import parse_json
 
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
 """How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
@@ -42,6 +44,7 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
+        self.begin_id = _find_begin(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         end = _end(vocabulary, eod)
         self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
@@ -55,7 +58,7 @@ class HuggingFace(Tokenizer):
     @classmethod
     def recognises(cls, model: bytes) -> bool:
         try:
-            return model.lstrip()[:1] == b'{' and 'model' in json.loads(model)
+            return model.lstrip()[:1] == b'{' and 'model' in parse_json(model)
         except ValueError:
             return False
 
@@ -73,6 +76,15 @@ class HuggingFace(Tokenizer):
 
     def piece(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ''
+
+
+def _find_begin(tokenizer: Any) -> int | None:
+    """Returns the token that the post-processor puts before a text; None: there is none."""
+    try:
+        whole, text = (tokenizer.encode('a', add_special_tokens=more).ids for more in (True, False))
+    except Exception:  # it does not know this text
+        return None
+    return whole[0] if whole[:1] != text[:1] else None
 
 
 def _end(vocabulary: dict[str, int], eod: int | str | None) -> int:

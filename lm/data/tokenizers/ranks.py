@@ -17,6 +17,7 @@ from lm.data.tokenizers.base import Tokenizer
 from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.patterns import PATTERNS
 from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.files import parse_json
 
 END = '<|endoftext|>'
 PUBLISHED_ENDS = {50_256: 50_256, 50_280: 50_256, 100_256: 100_257, 199_998: 199_999}
@@ -44,7 +45,7 @@ class Ranks(Tokenizer):
             raise MissingPackageError('a file of ranks', 'tiktoken', 'tokenizers') from None
         try:
             head, _, lines = model.partition(b'\n')
-            facts = json.loads(head)['ranks']
+            facts = parse_json(head)['ranks']
             ranks = _parse(lines)
             self._encoding = tiktoken.Encoding(
                 'ranks', pat_str=facts['pattern'], mergeable_ranks=ranks, special_tokens=facts['special']

@@ -1,38 +1,27 @@
 """Shapes of checkpoints that `lm import` reads, one file each. Importing this package registers all of them."""
 
-import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from lm.config.configurable import import_modules
-from lm.errors import ConfigError, MismatchError
+from lm.errors import ConfigError
 from lm.interop.families.base import FAMILIES, Family
-from lm.interop.formats import MODEL_TYPE
 
 import_modules(__name__, __path__)
 
-__all__ = ['FAMILIES', 'Family', 'find']
+__all__ = ['FAMILIES', 'Family', 'choose']
 
 
-def find(folder: pathlib.Path) -> tuple[Family, dict[str, Any]]:
-    """Returns (family, contents of config.json) of a checkpoint.
+def choose(config: Mapping[str, Any], path: pathlib.Path) -> Family:
+    """Returns the family of a checkpoint with this config.json, which lies at `path`.
 
-    Raises:
-        MismatchError: config.json is missing or damaged.
-        ConfigError: no family reads the checkpoint, or no model here computes the same; the message names what differs.
+    Raises ConfigError if no family reads the checkpoint, or no model here computes the same; the message names what
+    differs.
     """
-    path = folder / 'config.json'
-    if not path.exists() and (folder / 'config.gin').exists():
-        return FAMILIES[MODEL_TYPE], {}
-    try:
-        config = json.loads(path.read_text())
-        kind = config.get('model_type')
-    except FileNotFoundError:
-        raise MismatchError(f'{path}: there is none; name a folder with config.json and model.safetensors') from None
-    except (ValueError, AttributeError, OSError):
-        raise MismatchError(f'{path}: cannot be read; fetch it again') from None
+    kind = config.get('model_type')
     if kind not in FAMILIES:
         raise ConfigError(f'{path}: model_type = {kind!r}: can be imported are {", ".join(sorted(FAMILIES))}')
     if differences := FAMILIES[kind].differences(config):
-        raise ConfigError(f'{folder}: a {kind} model that no model here equals: it has {"; ".join(differences)}')
-    return FAMILIES[kind], config
+        raise ConfigError(f'{path}: a {kind} model that no model here equals: it has {"; ".join(differences)}')
+    return FAMILIES[kind]

@@ -310,6 +310,8 @@ def weigh_exactly(
         return _Part(w_BxKxSxGxT if log_factors is None else w_BxKxSxGxT * jnp.exp(log_factors), values), None
     s_BxKxSxGxT = jnp.where(visible, s_BxKxSxGxT * local.scale, -jnp.inf)
     s_BxKxSxGxT = s_BxKxSxGxT if log_factors is None else s_BxKxSxGxT + log_factors
+    if local.relative:
+        return _Part(jnp.exp(s_BxKxSxGxT - s_BxKxSxGxT.max(2, keepdims=True)), values), None
     m_BxKxGxT = lax.stop_gradient(s_BxKxSxGxT.max(2))
     # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
     # only the largest exponent itself keeps its weight from underflow.

@@ -115,6 +115,8 @@ def _weigh_exactly(
         return ExactWeights(local.weigh(s_BxHxLxM) * jnp.exp(pairs_BxHxLxM), jnp.float32(1.0))
     start_BxHxLx1 = 0.0 if decay is None else decay.start_BxHxLx1
     s_BxHxLxM = jnp.where(visible.nearby_LxM, s_BxHxLxM * local.scale, -jnp.inf) + pairs_BxHxLxM
+    if local.relative:
+        return ExactWeights(jnp.exp(s_BxHxLxM - s_BxHxLxM.max(-1, keepdims=True)), jnp.float32(1.0))
     # Where nothing is older than the window, only the largest exponent itself keeps its weight from underflow.
     has_older_Lx1 = (
         (visible.any_LxM & ~visible.nearby_LxM & (pairs_BxHxLxM > -jnp.inf)).any(-1, keepdims=True)

@@ -93,9 +93,13 @@ class ExpKernel:
 
     A query's numerator and denominator, approximate part included, are scaled by exp(-m). m is the largest exponent of
     the exact part, or 0 where the query has an approximate part (approximate attention, eq. 2.3-2.4).
+
+    relative: the exact weights are exp(scale ⟨q, k⟩ - m) with m the largest exponent of the exact part, through which
+    gradients flow; the approximate weights stay as they are (LoLCATs, Zhang et al. 2024, eq. 7).
     """
 
     scale: float = 1.0
+    relative: bool = False
 
 
 LocalKernel = PolynomialKernel | ExpKernel

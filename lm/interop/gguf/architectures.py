@@ -1,0 +1,154 @@
+"""The architectures of GGUF files, by the names of config.json and of the tensors in Hugging Face's form.
+
+llama.cpp documents the keys (docs of the format: ggml/docs/gguf.md), and `convert_hf_to_gguf.py` what it changes in the
+weights. `Architecture` states the inverse.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+KEYS = {
+    'block_count': 'num_hidden_layers',
+    'context_length': 'max_position_embeddings',
+    'embedding_length': 'hidden_size',
+    'feed_forward_length': 'intermediate_size',
+    'attention.head_count': 'num_attention_heads',
+    'attention.head_count_kv': 'num_key_value_heads',
+    'attention.key_length': 'head_dim',
+    'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
+    'attention.sliding_window': 'sliding_window',
+    'attn_logit_softcapping': 'attn_logit_softcapping',
+    'final_logit_softcapping': 'final_logit_softcapping',
+    'rope.freq_base': 'rope_theta',
+}
+"""Key of the metadata, behind the name of the architecture → key of config.json."""
+IGNORED = {'vocab_size', 'rope.dimension_count', 'attention.value_length', 'rope.scaling.type', 'rope.scaling.factor'}
+"""Keys that `describe` reads by themselves, or that the tensors already say."""
+
+TENSORS = {
+    'attn_norm': 'input_layernorm',
+    'attn_q': 'self_attn.q_proj',
+    'attn_k': 'self_attn.k_proj',
+    'attn_v': 'self_attn.v_proj',
+    'attn_q_norm': 'self_attn.q_norm',
+    'attn_k_norm': 'self_attn.k_norm',
+    'attn_output': 'self_attn.o_proj',
+    'ffn_norm': 'post_attention_layernorm',
+    'ffn_gate': 'mlp.gate_proj',
+    'ffn_up': 'mlp.up_proj',
+    'ffn_down': 'mlp.down_proj',
+}
+"""Tensor of a layer, between 'blk.N.' and '.weight' → name behind 'model.layers.N.'."""
+POST_NORMS = {'post_attention_norm': 'post_attention_layernorm', 'post_ffw_norm': 'post_feedforward_layernorm'}
+OUTSIDE = {'token_embd': 'model.embed_tokens', 'output_norm': 'model.norm', 'output': 'lm_head'}
+"""Tensor outside of the layers → name in Hugging Face's form."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One value of `general.architecture`.
+
+    Attributes:
+        model_type: of config.json.
+        interleaved: the rows of queries and keys are reordered, so that rotary pairs are neighbours.
+        gain_offset: what the file adds to the gains of normalizations.
+        names: tensors of a layer whose names differ from TENSORS.
+        settings: config.json → its entries that the file does not hold.
+    """
+
+    model_type: str
+    interleaved: bool = False
+    gain_offset: float = 0.0
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+
+    def rename(self, name: str) -> str:
+        """Returns the name of a tensor in Hugging Face's form; names that are not known stay."""
+        stem, _, kind = name.rpartition('.')
+        if stem in OUTSIDE:
+            return f'{OUTSIDE[stem]}.{kind}'
+        block, _, part = stem.partition('.')
+        layer, _, part = part.partition('.')
+        theirs = (TENSORS | dict(self.names)).get(part)
+        return name if block != 'blk' or theirs is None else f'model.layers.{layer}.{theirs}.{kind}'
+
+    def restore(self, name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+        """Returns a tensor as it was before its conversion. `name` is its name in the file."""
+        part = name.split('.')[2] if name.startswith('blk.') else name
+        if self.gain_offset and 'norm' in name:
+            return tensor - np.float32(self.gain_offset)
+        if self.interleaved and part in ('attn_q', 'attn_k'):
+            heads = config['num_attention_heads'] if part == 'attn_q' else config['num_key_value_heads']
+            return apart(tensor, heads)
+        return tensor
+
+
+def apart(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Returns rows [heads · C, …] with the two numbers of rotary pair c at c and c + C/2, from neighbours in the
+    file."""
+    pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(tensor.shape))
+
+
+def _gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what llama.cpp has in its code for Gemma (`llama-model.cpp`): the activation, and the scale of the
+    queries, which the 27B models take from the width."""
+    wide = config['num_hidden_layers'] in (46, 62)
+    scalar = config['hidden_size'] // config['num_attention_heads'] if wide else config['head_dim']
+    return {'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': scalar}
+
+
+def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = ['full_attention' if i % 2 else 'sliding_attention' for i in range(config['num_hidden_layers'])]
+    return _gemma(config) | {'layer_types': kinds, 'rope_theta': config.get('rope_theta', 10_000.0)}
+
+
+def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = ['sliding_attention' if (i + 1) % 6 else 'full_attention' for i in range(config['num_hidden_layers'])]
+    return _gemma(config) | {'layer_types': kinds, 'rope_local_base_freq': 10_000.0}
+
+
+def _smollm3(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {'no_rope_layers': [int((i + 1) % 4 != 0) for i in range(config['num_hidden_layers'])]}
+
+
+_GEMMA_NAMES = POST_NORMS | {'ffn_norm': 'pre_feedforward_layernorm'}
+
+ARCHITECTURES = {
+    'llama': Architecture('llama', interleaved=True),
+    'qwen2': Architecture('qwen2'),
+    'qwen3': Architecture('qwen3'),
+    'smollm3': Architecture('smollm3', interleaved=True, settings=_smollm3),
+    'olmo2': Architecture('olmo2', names=POST_NORMS),
+    'gemma2': Architecture('gemma2', gain_offset=1.0, names=_GEMMA_NAMES, settings=_gemma2),
+    'gemma3': Architecture('gemma3_text', gain_offset=1.0, names=_GEMMA_NAMES, settings=_gemma3),
+}
+"""`general.architecture` → what differs from Hugging Face's form."""
+
+
+def describe(name: str, metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
+    """Returns (config.json of the file, keys of the metadata that have a meaning which is not known).
+
+    Args:
+        name: of ARCHITECTURES.
+        metadata: the keys behind 'name.', with their values.
+        vocab_size: the rows of the embedding.
+        tied: the file has no output matrix.
+    """
+    known = {KEYS[key]: value for key, value in metadata.items() if key in KEYS}
+    heads = known['num_attention_heads']
+    config = {'num_key_value_heads': heads, 'head_dim': known['hidden_size'] // heads, **known}
+    config |= {'vocab_size': vocab_size, 'tie_word_embeddings': tied, 'rope_theta': known.get('rope_theta', 10_000.0)}
+    if (kind := metadata.get('rope.scaling.type', 'none')) != 'none':
+        config['rope_scaling'] = {'rope_type': kind, 'factor': metadata.get('rope.scaling.factor')}
+    if (turned := metadata.get('rope.dimension_count', config['head_dim'])) != config['head_dim']:
+        config['partial_rotary_factor'] = turned / config['head_dim']
+    architecture = ARCHITECTURES[name]
+    config |= {'model_type': architecture.model_type, **architecture.settings(config)}
+    unknown = sorted(key for key, value in metadata.items() if key not in KEYS.keys() | IGNORED and value)
+    if metadata.get('attention.value_length', config['head_dim']) != config['head_dim']:
+        unknown.append('attention.value_length')
+    return config, unknown

@@ -1,0 +1,124 @@
+"""A GGUF file of llama.cpp, in the form of a folder of Hugging Face."""
+
+import collections
+import functools
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.interop.gguf.architectures import ARCHITECTURES, describe
+from lm.interop.gguf.tokenizer import find_begin, write_tokenizer
+
+FACTORS = 'rope_freqs.weight'
+"""The tensor of factors by which Llama 3.1 and later slow down each rotary pair."""
+UNUSED = ('rope_factors_long.weight', 'rope_factors_short.weight')
+
+
+class GgufFile:
+    """One model. Numbers become float32, whatever the file quantizes them to."""
+
+    def __init__(self, path: pathlib.Path):
+        """Raises MissingPackageError without the package `gguf`, MismatchError for a damaged file, and ConfigError for
+        one part of a model."""
+        try:
+            import gguf
+        except ImportError:
+            raise MissingPackageError(str(path), 'gguf', 'gguf') from None
+        self.path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (OSError, ValueError, IndexError, KeyError) as error:
+            reason = ' '.join(str(error).split())[:150]
+            raise MismatchError(f'{path}: is no GGUF file, or a damaged one ({reason}); fetch it again') from None
+        if (count := self._read('split.count', 1)) > 1:
+            raise ConfigError(f'{path}: is one of {count} parts; join them with llama-gguf-split --merge')
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, int]:
+        """The types of the tensors, such as 'Q4_K', and how many have each."""
+        return dict(collections.Counter(tensor.tensor_type.name for tensor in self._reader.tensors).most_common())
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json.
+
+        Raises ConfigError for an architecture that is not known here, or that has options which are not.
+        """
+        name = self._read('general.architecture')
+        if name not in ARCHITECTURES:
+            known = ', '.join(sorted(ARCHITECTURES))
+            raise ConfigError(f'{self.path}: general.architecture = {name!r}: can be imported are {known}')
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        try:
+            rows = int(tensors['token_embd.weight'].shape[1])
+            config, unknown = describe(name, self._metadata(f'{name}.'), rows, 'output.weight' not in tensors)
+        except KeyError as error:
+            raise MismatchError(f'{self.path}: lacks {error}; fetch it again') from None
+        if unknown:
+            raise ConfigError(f'{self.path}: a {name} model that no model here equals: it has {", ".join(unknown)}')
+        if FACTORS in tensors:
+            config['rope_scaling'] = _scaling_of(np.asarray(tensors[FACTORS].data, np.float64), config)
+        tokens = self._metadata('tokenizer.ggml.')
+        return config | {f'{key}_token_id': tokens.get(f'{key}_token_id') for key in ('bos', 'eos')}
+
+    @property
+    def tokenizer(self) -> tuple[str, bytes]:
+        """The (name, contents) of the tokenizer's file. Raises UnreadableTokenizerError if the file says too little."""
+        return write_tokenizer(self._metadata('tokenizer.ggml.'))
+
+    @property
+    def begin_id(self) -> int | None:
+        """The token that stands before every text, if there is one."""
+        return find_begin(self._metadata('tokenizer.ggml.'))
+
+    def read_tensors(self) -> dict[str, np.ndarray]:
+        """Returns name in Hugging Face's form → float32 array.
+
+        Raises ConfigError for a type of numbers that the package cannot read.
+        """
+        from gguf.quants import dequantize
+
+        architecture, found = ARCHITECTURES[self._read('general.architecture')], {}
+        for tensor in self._reader.tensors:
+            if tensor.name in (FACTORS, *UNUSED):
+                continue
+            try:
+                array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            except NotImplementedError:
+                kind = tensor.tensor_type.name
+                raise ConfigError(
+                    f'{self.path}: {tensor.name} has the type {kind}, which gguf cannot read; fetch another file'
+                ) from None
+            found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
+        return found
+
+    def _read(self, key: str, default: Any = None) -> Any:
+        field = self._reader.fields.get(key)
+        if field is None:
+            return default
+        value: Any = field.contents()
+        # A float32 such as 1e-5 has more digits as a float64.
+        return float(str(np.float32(value))) if field.types[0].name == 'FLOAT32' else value
+
+    def _metadata(self, prefix: str) -> dict[str, Any]:
+        """Returns the keys that begin with `prefix`, without it, and their values."""
+        return {key.removeprefix(prefix): self._read(key) for key in self._reader.fields if key.startswith(prefix)}
+
+
+def _scaling_of(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `rope_scaling` that gives these factors, [C/2].
+
+    All models of Llama 3.1 to 3.3 have the same limits and differ in the factor. Other factors have the type
+    'rope_freqs', which no family reads.
+    """
+    scaling = {
+        **{'rope_type': 'llama3', 'factor': float(factors.max()), 'low_freq_factor': 1.0, 'high_freq_factor': 4.0},
+        'original_max_position_embeddings': 8192,
+    }
+    wavelengths = 2 * np.pi * config['rope_theta'] ** (np.arange(len(factors)) / len(factors))
+    turns = 8192 / wavelengths
+    smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0, 1)
+    expected = 1 / (smooth + (1 - smooth) / scaling['factor'])
+    return scaling if np.allclose(factors, expected, rtol=1e-4) else {'rope_type': 'rope_freqs'}
