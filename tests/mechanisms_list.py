@@ -37,6 +37,7 @@ FORMS = {
     'retention': Retention(),
     'gated_linear': GatedLinear(),
     'gated_linear ssd': GatedLinear(gate='ssd', degree=2),
+    'gated_linear channel': GatedLinear(gate='channel'),
     'delta': Delta(),
     'delta gate': Delta(gate=True, negative=True),
     'delta channel': Delta(gate='channel', negative=True),

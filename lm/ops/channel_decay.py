@@ -97,6 +97,18 @@ def weigh(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array, log_decay_AxCxE: jax.Array) 
     return ChannelWeights(pairs.reshape(*lead, groups, length, length), since, until, since[..., -1, :])
 
 
+def weigh_own(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array) -> jax.Array:
+    """Computes the weights of pairs with j = i, which no factor changes, on the diagonal of [A, G, C, C]; float32."""
+    own = jnp.sum(q_AxGxCxE.astype(jnp.float32) * k_AxCxE[..., None, :, :].astype(jnp.float32), axis=-1)
+    return jnp.eye(k_AxCxE.shape[-2], dtype=jnp.float32) * own[..., None]
+
+
+def add_logs(channel_log_decay_BxLxKxE: jax.Array, log_decay_BxLxK: jax.Array | None) -> jax.Array:
+    """Returns the logs of each channel's factors, float32, with the factors of whole heads; None: there are none."""
+    log_decay = channel_log_decay_BxLxKxE.astype(jnp.float32)
+    return log_decay if log_decay_BxLxK is None else log_decay + log_decay_BxLxK.astype(jnp.float32)[..., None]
+
+
 def _weigh_in_base(q: jax.Array, k: jax.Array, halves: Halves, m: int, base: int) -> jax.Array:
     """Computes the pairs that meet between halves of m tokens in blocks of `base`, [A, G, C / base, base, base]."""
     i = np.arange(base)

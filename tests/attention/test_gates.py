@@ -16,6 +16,7 @@ from lm.attention.recurrent.gate import ForgetGate
 from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
+from lm.errors import ConfigError
 from lm.ops import exact_attention
 
 GATED = {
@@ -23,6 +24,7 @@ GATED = {
     'sigmoid': GatedLinear(),
     'power': GatedLinear(degree=2),
     'ssd': GatedLinear(gate='ssd'),
+    'channel': GatedLinear(gate='channel'),
     'softmax': Softmax(gate=True),
     'softmax window': Softmax(gate=True, window=7),
     'polynomial': Polynomial(gate=True),
@@ -32,8 +34,9 @@ GATED = {
 
 def inputs(config, **options):
     arrays = mechanisms.draw(**options)
-    gate = jax.random.normal(jax.random.key(9), arrays[1].shape[:3]).astype(arrays[0].dtype)
-    return [*arrays, gate] if config.projections(mechanisms.DIMS) else arrays
+    widths = config.projections(mechanisms.DIMS).values()
+    shapes = [(*arrays[1].shape[:2], width) for width in widths]
+    return [*arrays, *(jax.random.normal(jax.random.key(9), shape).astype(arrays[0].dtype) for shape in shapes)]
 
 
 def sigmoid(x):
@@ -66,7 +69,7 @@ def recurrent(q, k, u, factors, degree, skipped=0.0):
     q, k = phi(q * size**-0.5), phi(k)
     state, o = np.zeros((*k.shape[::2], k.shape[3], size)), []
     for i in range(q.shape[1]):
-        state = factors[:, i, :, None, None] * state + k[:, i, :, :, None] * u[:, i, :, None, :]
+        state = factors[:, i, ..., None] * state + k[:, i, :, :, None] * u[:, i, :, None, :]
         o.append(np.einsum('bhf,bhfd->bhd', q[:, i], np.repeat(state, groups, axis=1)))
     o = np.stack(o, 1) + skipped
     return o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5)
@@ -75,15 +78,19 @@ def recurrent(q, k, u, factors, degree, skipped=0.0):
 def reference(config, values, q, k, v, gate=None):
     if isinstance(config, Retention):
         factors = np.broadcast_to(1 - 2.0 ** (-5 - np.arange(k.shape[2])), k.shape[:3])
-        return recurrent(q, k, v, factors, 1) * values['out_norm/scale']
+        return recurrent(q, k, v, factors[..., None], 1) * values['out_norm/scale']
+    if isinstance(config, GatedLinear) and config.gate == 'channel':
+        logits = (gate @ values['gate/logits/kernel']).reshape(k.shape) + values['gate/logits/bias']
+        return recurrent(q, k, v, sigmoid(logits) ** (1 / 16), 1) * values['out_norm/scale']
     logits = gate + values['gate/bias']
     if isinstance(config, GatedLinear) and config.gate == 'ssd':
         step = np.log1p(np.exp(logits))
         skipped = values['gate/skip'][:, None] * mechanisms.repeat_heads(v, q.shape[2])
-        o = recurrent(q, k, v * step[..., None], np.exp(-np.exp(values['gate/log_rate']) * step), 1, skipped)
+        factors = np.exp(-np.exp(values['gate/log_rate']) * step)[..., None]
+        o = recurrent(q, k, v * step[..., None], factors, 1, skipped)
         return o * values['out_norm/scale']
     if isinstance(config, GatedLinear):
-        return recurrent(q, k, v, sigmoid(logits), config.degree) * values['out_norm/scale']
+        return recurrent(q, k, v, sigmoid(logits)[..., None], config.degree) * values['out_norm/scale']
     if isinstance(config, Softmax):
         weigh = np.exp(mechanisms.scores(q, k) * q.shape[-1] ** -0.5)
         return exact(weigh, sigmoid(logits), v, config.window)
@@ -100,18 +107,25 @@ def test_agrees_with_the_recurrence(name):
     mechanisms.check_values(module, reference, inputs(config), tolerance=2e-5, half_tolerance=half)
 
 
-@pytest.mark.parametrize('name', ['ssd', 'softmax window', 'polynomial', 'polysketch'])
+@pytest.mark.parametrize('name', ['ssd', 'channel', 'softmax window', 'polynomial', 'polysketch'])
 def test_gradients(name):
     config = GATED[name]
     mechanisms.check_gradients(mechanisms.build(config), reference, inputs(config, length=20), tolerance=1e-4)
 
 
-@pytest.mark.parametrize('name', ['ssd', 'softmax window'])
+@pytest.mark.parametrize('name', ['ssd', 'channel', 'softmax window'])
 def test_decoding(name):
     config = GATED[name]
     module = mechanisms.build(config)
     mechanisms.check_steps(module, inputs(config))
     mechanisms.check_no_leak(module, inputs(config))
+
+
+def test_channels_have_no_factors_of_their_own_in_power_attention():
+    with pytest.raises(
+        ConfigError, match=r"gated_linear.degree = 2: .*; set gated_linear.gate = 'sigmoid', or degree = 1"
+    ):
+        GatedLinear(gate='channel', degree=2)
 
 
 def test_gated_sketches_fade_like_exact_weights():

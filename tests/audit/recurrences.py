@@ -113,3 +113,13 @@ def channel_row(against, implementation):
 channel_row('naive_recurrent_kda', 'xla')
 channel_row('naive_chunk_kda', 'xla')
 channel_row('naive_recurrent_kda', 'reference')
+
+
+@compares('linear attention with a factor per channel', 'fla-core naive_recurrent_gla')
+def _(dtype):
+    naive = lambda *arrays: double(fla('ops/gla/naive').naive_recurrent_gla)(*arrays)[0]  # noqa: E731
+    ours = lambda q, k, v, g: linear_attention(  # noqa: E731
+        q * D**-0.5, k, v, channel_log_decay_BxLxKxE=g, normalize=False, implementation='xla'
+    )
+    arrays = [*draw(40, *ALIKE), -np.logaddexp(0, draw(41, ALIKE[1])[0] - 2)]
+    return values_and_gradients(ours, naive, arrays, dtype)

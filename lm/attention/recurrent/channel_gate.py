@@ -8,12 +8,18 @@ projections`), and the gate's matrix maps them to all channels of all heads. Wit
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lm.attention.base import HeadDims
-from lm.attention.recurrent.gate import draw_rates, draw_steps
+from lm.attention.recurrent.gate import LONGEST, SHORTEST, draw_rates, draw_steps
 from lm.ops.dots import dot
 from lm.parameters import declare
+
+RANK = 16
+"""Numbers per token from which `ChannelForgetGate` makes its factors, as published."""
+TEMPERATURE = 16.0
+"""τ of `ChannelForgetGate`, as published."""
 
 
 class ChannelLogits(nnx.Module):
@@ -50,3 +56,22 @@ class ChannelStepGate(nnx.Module):
     def log_decay(self, k_BxLxKxE: jax.Array, gate_BxLxR: jax.Array | None) -> jax.Array:
         """Returns log a, [B, L, K, E] float32."""
         return -jnp.exp(self.log_rate[...])[:, None] * jax.nn.softplus(self.logits(k_BxLxKxE, gate_BxLxR))
+
+
+class ChannelForgetGate(nnx.Module):
+    """a = σ(W y + b)^(1/16): the gate of gated linear attention (Yang et al. 2024, GLA, §4.4, α).
+
+    b is such that the channels of a head forget at first after 10 to 1,000 tokens. They spread evenly on a logarithmic
+    scale, as the heads of `ForgetGate` do.
+    """
+
+    def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
+        tokens_E = np.geomspace(SHORTEST, LONGEST, dims.head_dim)
+        # σ(b) = exp(-16 / tokens)
+        bias_E = -np.log(np.expm1(TEMPERATURE / tokens_E))
+        bias_KxE = jnp.broadcast_to(jnp.asarray(bias_E, jnp.float32), (dims.n_kv_heads, dims.head_dim))
+        self.logits = ChannelLogits(dims, RANK, bias_KxE, rngs)
+
+    def log_decay(self, k_BxLxKxE: jax.Array, gate_BxLxR: jax.Array | None) -> jax.Array:
+        """Returns log a, [B, L, K, E] float32."""
+        return jax.nn.log_sigmoid(self.logits(k_BxLxKxE, gate_BxLxR)) / TEMPERATURE

@@ -1,10 +1,12 @@
-"""Gated linear attention with one factor a token and head, which the token decides.
+"""Gated linear attention: each token decides by which factors the state fades, one per head or one per key channel.
 
     S_i = a_i S_{i-1} + φ(k_i) u_iᵀ     o_i = RMSNorm(S_iᵀ φ(q_i) / √d)
 
     gate = 'sigmoid'    a = σ(x W + b), u = v                                        (gated power attention)
     gate = 'ssd'        a = exp(-A Δ), u = Δ v, Δ = softplus(x W + b); D v is added to o, before the norm
                                                                                      (Dao and Gu 2024, Mamba-2)
+    gate = 'channel'    a = σ(W y + b)^(1/16), y = x W' [16]: diagonal, one factor per channel of the key; u = v
+                                                                                     (Yang et al. 2024, GLA)
 
 with ⟨φ(q), φ(k)⟩ = ⟨q, k⟩^degree: 1, or 2 (power attention). Mamba-2's blocks have `model.convolution` and
 `model.output_gate` too (the latter after the norm, not before), and neither GLU nor rotary positions.
@@ -16,8 +18,10 @@ from flax import nnx
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
+from lm.attention.recurrent.channel_gate import RANK, ChannelForgetGate
 from lm.attention.recurrent.gate import ForgetGate, StepGate
 from lm.config.configurable import configurable, field
+from lm.errors import ConfigError
 from lm.ops.linear_attention import PLAIN, SQUARE, LinearCall, Options
 from lm.parameters import declare, rms_norm
 
@@ -27,12 +31,14 @@ POWERS = {1: PLAIN, 2: SQUARE}
 class SigmoidGate(ForgetGate):
     """gate = 'sigmoid'."""
 
+    by_channel = False
+
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(dims.n_kv_heads)
 
-    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns (u, log a)."""
-        return v_BxLxKxD, self.log_decay(v_BxLxKxD, gate_BxLxK)
+        return v_BxLxKxD, self.log_decay(v_BxLxKxD, gate_BxLxN)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """Returns the output, with the part that bypasses the state."""
@@ -42,14 +48,16 @@ class SigmoidGate(ForgetGate):
 class SkippedStepGate(StepGate):
     """gate = 'ssd'. D = 1 at first."""
 
+    by_channel = False
+
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(dims.n_kv_heads, rngs)
         self.skip = nnx.Param(jnp.ones(dims.n_heads), **declare('gain', 'heads'))
 
-    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxK: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns (u, log a)."""
-        step_BxLxKx1 = self.steps(v_BxLxKxD, gate_BxLxK)[..., None]
-        return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(v_BxLxKxD, gate_BxLxK)
+        step_BxLxKx1 = self.steps(v_BxLxKxD, gate_BxLxN)[..., None]
+        return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(v_BxLxKxD, gate_BxLxN)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """Returns the output, with the part that bypasses the state."""
@@ -57,7 +65,21 @@ class SkippedStepGate(StepGate):
         return o_BxLxHxD + self.skip[...][:, None] * v_BxLxHxD
 
 
-GATES = {'sigmoid': SigmoidGate, 'ssd': SkippedStepGate}
+class ChannelGate(ChannelForgetGate):
+    """gate = 'channel'."""
+
+    by_channel = True
+
+    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Returns (u, log a), log a of each channel."""
+        return v_BxLxKxD, self.log_decay(v_BxLxKxD, gate_BxLxN)
+
+    def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
+        """Returns the output: nothing bypasses the state."""
+        return o_BxLxHxD
+
+
+GATES = {'sigmoid': SigmoidGate, 'ssd': SkippedStepGate, 'channel': ChannelGate}
 
 
 @configurable('gated_linear')
@@ -67,16 +89,24 @@ class GatedLinear(LinearAttention):
     gate: str = field(default='sigmoid', choices=tuple(GATES), help='how a token decides what it leaves of the state')
     degree: int = field(default=1, choices=tuple(POWERS), help='power of the scores; 2 is power attention')
 
+    def __post_init__(self) -> None:
+        if self.gate == 'channel' and self.degree != 1:
+            raise ConfigError(
+                f'{self.gin_name}.degree = {self.degree}: needs one factor per head; '
+                f"set {self.gin_name}.gate = 'sigmoid', or degree = 1"
+            )
+
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'GatedLinearAttention':
         return GatedLinearAttention(self, dims, rngs)
 
     def projections(self, dims: HeadDims) -> dict[str, int]:
-        return {'gate_BxLxK': dims.n_kv_heads}
+        return {'gate_BxLxN': RANK if self.gate == 'channel' else dims.n_kv_heads}
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         size = dims.head_dim
         features = size if self.degree == 1 else size * (size + 1) // 2
-        return linear_flops_per_token(dims, length, features, size)
+        gate = 2 * RANK * dims.n_kv_heads * size if self.gate == 'channel' else 0
+        return linear_flops_per_token(dims, length, features, size) + gate
 
 
 class GatedLinearAttention(LinearModule):
@@ -93,14 +123,16 @@ class GatedLinearAttention(LinearModule):
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
         v_BxLxKxD: jax.Array,
-        gate_BxLxK: jax.Array | None = None,
+        gate_BxLxN: jax.Array | None = None,
     ) -> LinearCall:
-        u_BxLxKxD, log_decay_BxLxK = self.gate.gated(v_BxLxKxD, gate_BxLxK)
+        u_BxLxKxD, log_decay = self.gate.gated(v_BxLxKxD, gate_BxLxN)
+        by_channel = self.gate.by_channel
         return LinearCall(
             q_BxLxHxD * self.dims.head_dim**-0.5,
             k_BxLxKxD,
             u_BxLxKxD,
-            log_decay_BxLxK=log_decay_BxLxK,
+            log_decay_BxLxK=None if by_channel else log_decay,
+            channel_log_decay_BxLxKxE=log_decay if by_channel else None,
             options=Options(powers=POWERS[self.config.degree], normalize=False),
         )
 

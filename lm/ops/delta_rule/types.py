@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lm.ops.channel_decay import add_logs
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +37,8 @@ class DeltaCall:
     @property
     def all_log_decay_BxLxKxE(self) -> jax.Array | None:
         """The logs of the factors of all channels, float32; None where channels have no factors of their own."""
-        if self.channel_log_decay_BxLxKxE is None:
-            return None
-        log_decay = self.channel_log_decay_BxLxKxE.astype(jnp.float32)
-        if self.log_decay_BxLxK is None:
-            return log_decay
-        return log_decay + self.log_decay_BxLxK.astype(jnp.float32)[..., None]
+        channels = self.channel_log_decay_BxLxKxE
+        return None if channels is None else add_logs(channels, self.log_decay_BxLxK)
 
     @property
     def groups(self) -> int:

@@ -204,8 +204,7 @@ def _weigh_by_channel(tokens: Tokens) -> PairWeights:
     q, k, _, beta, _, log_decay = tokens
     both = jnp.concatenate([k[:, :, :, None], q], axis=3)
     pairs, since, until, whole = channel_decay.weigh(both, k, cast(jax.Array, log_decay))
-    own = jnp.sum(q.astype(jnp.float32) * k[:, :, :, None].astype(jnp.float32), axis=-1)
-    weights = pairs[:, :, :, 1:] + jnp.eye(k.shape[-2], dtype=jnp.float32) * own[..., None]
+    weights = pairs[:, :, :, 1:] + channel_decay.weigh_own(q, k)
     return PairWeights(beta[..., None] * pairs[:, :, :, 0], weights, since, until, whole)
 
 

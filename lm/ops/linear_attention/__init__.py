@@ -77,6 +77,7 @@ def linear_attention(
     causal: bool = True,
     initial_state: State | None = None,
     log_decay_BxLxK: jax.Array | None = None,
+    channel_log_decay_BxLxKxE: jax.Array | None = None,
     return_state: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, State]:
@@ -104,6 +105,9 @@ def linear_attention(
         log_decay_BxLxK: logs of the factors, at most 0, by which a token multiplies all before it; float32. Below -104
             (-inf too) exp is 0 in float32: for this token and later ones nothing before it counts, and no gradient
             crosses it. None: no decay. Gradients flow to it.
+        channel_log_decay_BxLxKxE: logs of further factors, one per channel of the key; at most 0, float32, -inf too.
+            They multiply with the factors of `log_decay_BxLxK`, in S alone: only plain features without a denominator
+            have them (gated linear attention). None: no such factors.
         return_state: also return the sums over all keys so far. The exact kernel's keys are among them: a later call
             starts a new block, and cannot reach back with its window (`lm.ops.linear_attention.decode` can).
         implementation: one of `IMPLEMENTATIONS`, on parts of a window one of `PARTS`; None picks the platform's.
@@ -125,6 +129,7 @@ def linear_attention(
         k_local_BxLxKxC,
         initial_state,
         log_decay_BxLxK,
+        channel_log_decay_BxLxKxE,
         Options(tuple(powers), feature_map, local, window, block, denominator_bias, normalize, causal),
         return_state,
     )
@@ -159,6 +164,8 @@ def _check(call: LinearCall) -> None:
     for name, value in (('window', options.window), ('block', options.block)):
         if value is not None and value < 1:
             raise OperationError(f'{name} = {value}: must be at least 1')
+    if call.channel_log_decay_BxLxKxE is not None:
+        _check_channels(call)
     if call.log_decay_BxLxK is None:
         return
     if call.log_decay_BxLxK.shape != call.k_BxLxKxE.shape[:3]:
@@ -166,6 +173,14 @@ def _check(call: LinearCall) -> None:
         raise OperationError(f'log_decay of shape {shape}: must be {needed}, batch, length and key heads')
     if not options.causal:
         raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
+
+
+def _check_channels(call: LinearCall) -> None:
+    options = call.options
+    if options.powers != PLAIN or options.feature_map is not None or options.local is not None:
+        raise OperationError('channel_log_decay: takes plain features alone; leave powers, feature_map and local out')
+    if options.normalize or not options.causal:
+        raise OperationError('channel_log_decay: has no denominator and is causal; set normalize = False')
 
 
 def _check_part(call: LinearCall) -> None:

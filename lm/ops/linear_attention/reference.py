@@ -45,6 +45,8 @@ class VisibleKeys(NamedTuple):
 
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the call. The expansion of its state is not packed."""
+    if call.channel_log_decay_BxLxKxE is not None:
+        return _recur(call)
     options, dtype = call.options, call.v_BxLxKxD.dtype
     x_BxLxHxF = options.compute_features(call.q_parameters, call.q_BxLxHxE, True).astype(jnp.float32)
     y_BxLxKxF = options.compute_features(call.k_parameters, call.k_BxLxKxE, False).astype(jnp.float32)
@@ -87,6 +89,26 @@ def linear_attention(call: LinearCall) -> LinearResult:
 
 def unsupported(call: LinearCall) -> None:
     """Everything is supported."""
+
+
+def _recur(call: LinearCall) -> LinearResult:
+    """Computes a call whose channels have factors of their own, token by token."""
+    groups = call.q_BxLxHxE.shape[2] // call.k_BxLxKxE.shape[2]
+    state = call.initial_state
+    if state is None:
+        y_Bx1xKxE, v_Bx1xKxD = (jnp.zeros_like(x[:, :1], jnp.float32) for x in (call.k_BxLxKxE, call.v_BxLxKxD))
+        state = summarize(call.options, y_Bx1xKxE, v_Bx1xKxD)
+
+    def step(kv, token):
+        q_BxHxE, k_BxKxE, v_BxKxD, log_decay_BxKxE = token
+        kv = jnp.exp(log_decay_BxKxE)[..., None] * kv + k_BxKxE[..., :, None] * v_BxKxD[..., None, :]
+        return kv, jnp.einsum('bhed,bhe->bhd', jnp.repeat(kv, groups, axis=1), q_BxHxE)
+
+    tokens = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(jnp.float32), 1, 0), tokens)
+    kv, o_LxBxHxD = jax.lax.scan(step, state.kv_BxKxRxD, tokens)
+    o_BxLxHxD = jnp.moveaxis(o_LxBxHxD, 0, 1).astype(call.v_BxLxKxD.dtype)
+    return LinearResult(o_BxLxHxD, State(kv, state.totals) if call.with_state else None)
 
 
 def find_visible(options: Options, length: int) -> VisibleKeys:

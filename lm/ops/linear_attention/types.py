@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.channel_decay import add_logs
+
 FeatureMap = Callable[[Any, jax.Array, bool], jax.Array]
 """A function (parameters, [B, T, heads, E], queries) → [B, T, heads, F], each token by itself. `queries` is True for
 queries and False for keys. A feature map is a plain function: arrays, random projections too, go through the parameters
@@ -199,6 +201,7 @@ class LinearCall:
     k_local_BxLxKxC: jax.Array | None = None
     initial_state: State | None = None
     log_decay_BxLxK: jax.Array | None = None
+    channel_log_decay_BxLxKxE: jax.Array | None = None
     options: Options = dataclasses.field(default=Options(), metadata={'static': True})
     with_state: bool = dataclasses.field(default=False, metadata={'static': True})
 
@@ -221,6 +224,11 @@ class LinearCall:
         if self.options.local is None or self.q_local_BxLxHxC is None or self.k_local_BxLxKxC is None:
             return None
         return LocalVectors(self.q_local_BxLxHxC, self.k_local_BxLxKxC)
+
+    @property
+    def all_log_decay_BxLxKxE(self) -> jax.Array:
+        """The logs of the factors of all channels, float32, of a call whose channels have factors of their own."""
+        return add_logs(cast(jax.Array, self.channel_log_decay_BxLxKxE), self.log_decay_BxLxK)
 
     @property
     def keys(self) -> Keys:

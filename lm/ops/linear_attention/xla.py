@@ -27,6 +27,7 @@ from lm.ops import decay as decays
 from lm.ops import platform
 from lm.ops.blocks import call_in_branch
 from lm.ops.decay import Decay
+from lm.ops.linear_attention import channels
 from lm.ops.linear_attention.block import (
     BlockInputs,
     BlockKeys,
@@ -101,6 +102,8 @@ def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
             first key, and the returned state up to the last key that stands beside a query.
         bounds: bounds on the indices of keys; None: no bounds.
     """
+    if call.channel_log_decay_BxLxKxE is not None:
+        return channels.attend(call)
     options, length, target = call.options, call.q_BxLxHxE.shape[1], platform.target_platform()
     block = options.exact_block or options.block or BLOCK.get(target, 512)
     plan = BlockPlan(

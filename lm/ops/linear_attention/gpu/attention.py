@@ -50,6 +50,8 @@ def unsupported(call: LinearCall) -> str | None:
     options, local = call.options, call.options.local
     if reason := platform.without_mosaic_gpu():
         return reason
+    if call.channel_log_decay_BxLxKxE is not None:
+        return 'takes one factor per token and head, not one per key channel'
     if not options.causal or not options.normalize:
         return 'is causal and normalised only'
     if call.log_decay_BxLxK is not None:

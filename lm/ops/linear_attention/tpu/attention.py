@@ -73,6 +73,8 @@ def refuse(call: LinearCall, part: bool) -> str | None:
     options, local = call.options, call.options.local
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
+    if call.channel_log_decay_BxLxKxE is not None:
+        return 'takes one factor per token and head, not one per key channel'
     if not options.causal or not (options.normalize or call.log_decay_BxLxK is not None):
         return 'is causal and normalised only'
     if call.log_decay_BxLxK is not None and options.feature_map is not None:

@@ -64,6 +64,8 @@ def unsupported(call: LinearCall) -> str | None:
     options, q, k, v = call.options, call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if reason := platform.without_mosaic_gpu():
         return reason
+    if call.channel_log_decay_BxLxKxE is not None:
+        return 'takes one factor per token and head, not one per key channel'
     if not options.causal:
         return 'is causal only'
     if options.local is not None:

@@ -1,0 +1,147 @@
+"""Linear attention whose factors differ between the channels of a key, in chunks, in plain XLA.
+
+    S_i = diag(a_i) S_{i-1} + k_i v_iᵀ        o_i = S_iᵀ q_i        (Yang et al. 2024, gated linear attention, eq. 3)
+
+Inside a chunk the weights are direct products of decayed pairs (`lm.ops.channel_decay`). States walk from chunk to
+chunk. The backward pass keeps inputs and the state before each segment, and computes each segment again. Only plain
+features without a denominator have such factors: `totals` of the state stay as they are.
+
+S segments, N chunks of C tokens per segment, G queries per key head.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lm.ops import channel_decay, platform, sequence
+from lm.ops.dots import dot
+from lm.ops.linear_attention.types import LinearCall, LinearResult, State
+
+CHUNK = {'cpu': 64}
+"""FadingTokens per chunk by platform, elsewhere 128."""
+SEGMENT = 2048
+"""FadingTokens per segment, about."""
+
+
+class FadingTokens(NamedTuple):
+    """The tokens of a call in chunks."""
+
+    q_SxBxKxNxGxCxE: jax.Array
+    k_SxBxKxNxCxE: jax.Array
+    v_SxBxKxNxCxD: jax.Array
+    log_decay_SxBxKxNxCxE: jax.Array
+
+
+class FadingResult(NamedTuple):
+    """Outputs, and the state after the last token."""
+
+    o_BxLxHxD: jax.Array
+    state_BxKxExD: jax.Array
+
+
+class FadingPart(NamedTuple):
+    """The effect of a part of a window on the state: it multiplies each row by a factor, and adds."""
+
+    added_BxKxExD: jax.Array
+    log_factor_BxKxE: jax.Array
+
+
+def attend(call: LinearCall) -> LinearResult:
+    """Computes the outputs of a call, and its state."""
+    state = call.initial_state
+    if state is None:
+        batch, _, heads, size = call.k_BxLxKxE.shape
+        totals = (jnp.zeros((batch, heads, size), jnp.float32),)
+        state = State(jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32), totals)
+    found = _attend(call, state.kv_BxKxRxD)
+    return LinearResult(found.o_BxLxHxD, State(found.state_BxKxExD, state.totals) if call.with_state else None)
+
+
+def attend_part(call: LinearCall) -> LinearResult:
+    """Computes the outputs of one part of a window that is split over devices (`lm.ops.sequence`)."""
+    batch, length, heads, size = call.k_BxLxKxE.shape
+    empty = jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32)
+    own = _attend(call, empty)
+    log_decay_BxLxKxE = call.all_log_decay_BxLxKxE
+    before = _carry(FadingPart(own.state_BxKxExD, log_decay_BxLxKxE.sum(1)))
+    since = jnp.exp(jnp.cumsum(log_decay_BxLxKxE, axis=1))
+    q = call.q_BxLxHxE.reshape(batch, length, heads, -1, size) * since[:, :, :, None]
+    read = dot('blkge,bked->blkgd', q, before.added_BxKxExD).reshape(own.o_BxLxHxD.shape)
+    return LinearResult((own.o_BxLxHxD + read).astype(own.o_BxLxHxD.dtype), None)
+
+
+def _carry(part: FadingPart) -> FadingPart:
+    """Returns the effect of all parts before this one."""
+
+    def compose(earlier: FadingPart, later: FadingPart) -> FadingPart:
+        faded = jnp.exp(later.log_factor_BxKxE)[..., None] * earlier.added_BxKxExD
+        return FadingPart(faded + later.added_BxKxExD, earlier.log_factor_BxKxE + later.log_factor_BxKxE)
+
+    return sequence.carried(part, compose)
+
+
+def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+    arrays = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE, state_BxKxExD
+    if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
+        return _walk(*arrays)
+    return platform.per_device(_walk, (True,) * len(arrays))(*arrays)
+
+
+def _walk(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> FadingResult:
+    batch, length, heads, size = q_BxLxHxE.shape
+    chunk = min(channel_decay.round_up(length), CHUNK.get(platform.target_platform(), 128))
+    chunks = math.ceil(length / chunk)
+    segments = math.ceil(chunks * chunk / SEGMENT)
+    shape = segments, math.ceil(chunks / segments), chunk
+
+    def cut(x):
+        """[B, L, K, …] → [S, B, K, …, N, C, last]; tokens of zeros at the end, which leave the state as it is."""
+        x = jnp.pad(x, [(0, 0), (0, math.prod(shape) - length)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, *shape, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 4), (0, 2))
+
+    q = q_BxLxHxE.reshape(batch, length, k_BxLxKxE.shape[2], -1, size)
+    tokens = FadingTokens(jnp.moveaxis(cut(q), 5, 4), *map(cut, (k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE)))
+    segment = jax.checkpoint(lambda state, part: _segment(part, state), prevent_cse=False)
+    state, o_SxBxKxNxGxCxD = lax.scan(segment, state_BxKxExD, tokens)
+    o = o_SxBxKxNxGxCxD.transpose(1, 0, 3, 5, 2, 4, 6)
+    return FadingResult(o.reshape(batch, -1, heads, v_BxLxKxD.shape[-1])[:, :length], state)
+
+
+class FadingSides(NamedTuple):
+    """The operands of the walk over chunks.
+
+    Attributes:
+        q_BxKxGxCxE: queries times the factors since the start of the chunk.
+        k_BxKxCxE: keys times the factors until its end.
+        v_BxKxCxD: values.
+        inside_BxKxGxCxD: the part of the outputs from the keys of the chunk.
+        whole_BxKxE: the factors of the whole chunk.
+    """
+
+    q_BxKxGxCxE: jax.Array
+    k_BxKxCxE: jax.Array
+    v_BxKxCxD: jax.Array
+    inside_BxKxGxCxD: jax.Array
+    whole_BxKxE: jax.Array
+
+
+def _segment(tokens: FadingTokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
+    q, k, v, log_decay = tokens
+    pairs, since, until, whole = channel_decay.weigh(q, k, log_decay)
+    weights = pairs + channel_decay.weigh_own(q, k)
+    inside = dot('bkngij,bknjd->bkngid', weights.astype(v.dtype), v)
+    q, k = q * since[:, :, :, None], k * until
+
+    def step(state, chunk: FadingSides):
+        o = chunk.inside_BxKxGxCxD + dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
+        state = chunk.whole_BxKxE[..., None] * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, chunk.v_BxKxCxD)
+        return state, o.astype(v.dtype)
+
+    sides = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), FadingSides(q, k, v, inside, whole))
+    state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, sides)
+    return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)
