@@ -73,6 +73,18 @@ class StepGate(nn.Module):
         return -self.log_rate.exp() * self.steps(gate_BxLxK)
 
 
+class ChannelLogits(nn.Module):
+    """W y + b for each channel of each key head."""
+
+    def __init__(self, heads, size, rank):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads * size, rank))
+        self.bias = nn.Parameter(torch.zeros(heads, size))
+
+    def forward(self, y_BxLxR):
+        return F.linear(y_BxLxR, self.weight).unflatten(-1, self.bias.shape) + self.bias
+
+
 def sum_decays(log_decay_BxLxK, heads):
     """Returns Σ_{j < m ≤ i} log a_m of query i and key j, [B, H, L, L]; 0 where the key is later."""
     sums_BxHxL = log_decay_BxLxK.repeat_interleave(heads // log_decay_BxLxK.shape[2], dim=2).cumsum(1).transpose(1, 2)
@@ -90,9 +102,10 @@ class Mechanism(nn.Module):
         divides: the weights are divided by their sum.
         epsilon: a sum of signed weights within epsilon of 0 moves by 2 epsilon; None: no weight is negative.
         causal: later tokens are hidden.
+        gate: the gate, a `ForgetGate` or `StepGate`; None: there is none.
     """
 
-    bias, divides, epsilon, causal = 0.0, True, None, True
+    bias, divides, epsilon, causal, gate = 0.0, True, None, True, None
 
     def __init_subclass__(cls, *, name='', **options):
         super().__init_subclass__(**options)
@@ -126,7 +139,7 @@ class Mechanism(nn.Module):
     def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC, gate_BxLxK=None):
         """Returns the mixed values, [B, L, H, C]."""
         log_decay = None
-        if gate_BxLxK is not None:
+        if self.gate is not None:
             log_decay = sum_decays(self.gate.log_decay(gate_BxLxK), q_BxLxHxC.shape[2])
         w_BxHxLxM = self.decayed(q_BxLxHxC, k_BxMxKxC, log_decay)
         if self.causal:

@@ -4,19 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import EPSILON, Mechanism, StepGate
-
-
-class ChannelLogits(nn.Module):
-    """W y + b for each channel of each key head."""
-
-    def __init__(self, heads, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads * size, size))
-        self.bias = nn.Parameter(torch.zeros(heads, size))
-
-    def forward(self, y_BxLxR):
-        return F.linear(y_BxLxR, self.weight).unflatten(-1, self.bias.shape) + self.bias
+from lm.interop.formulas.base import EPSILON, ChannelLogits, Mechanism, StepGate
 
 
 class ChannelStepGate(nn.Module):
@@ -24,7 +12,7 @@ class ChannelStepGate(nn.Module):
 
     def __init__(self, heads, size):
         super().__init__()
-        self.logits, self.log_rate = ChannelLogits(heads, size), nn.Parameter(torch.zeros(heads))
+        self.logits, self.log_rate = ChannelLogits(heads, size, size), nn.Parameter(torch.zeros(heads))
 
     def log_decay(self, y_BxLxR):
         """Returns log a, [B, L, K, C]."""
