@@ -84,7 +84,7 @@ class WindowLinearAttention(LinearModule):
         self.dims = dims
         self.scale = config.scale or dims.head_dim**-0.5
         first = math.log(config.mix / (1 - config.mix))
-        self.mix = nnx.Param(jnp.full(dims.n_heads, first), **declare('bias', 'heads'))
+        self.mix_logit = nnx.Param(jnp.full(dims.n_heads, first), **declare('bias', 'heads'))
         if config.map is None:
             self.q_weight, self.k_weight = make_weights(dims, per_head=True)
         else:
@@ -95,7 +95,7 @@ class WindowLinearAttention(LinearModule):
         call = self._call_of_map(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD)
         # γ divides the weights of older keys, where it is a factor of queries: numerator and denominator are ÷ γ.
         degree = len(call.options.powers) - 1
-        factor_H = (1.0 + jnp.exp(-self.mix[...])) ** (1 / degree)
+        factor_H = (1.0 + jnp.exp(-self.mix_logit[...])) ** (1 / degree)
         options = dataclasses.replace(
             call.options,
             local=ExpKernel(self.scale, relative=True),

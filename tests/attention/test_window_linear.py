@@ -34,7 +34,7 @@ def reference(config, arrays, q, k, v):
     distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
     inside = (distance >= 0) & (distance < config.window)
     s = np.where(inside, mechanisms.scores(q, k) * (config.scale or q.shape[-1] ** -0.5), -np.inf)
-    gamma = 1 / (1 + np.exp(-arrays['mix']))[:, None, None]
+    gamma = 1 / (1 + np.exp(-arrays['mix_logit']))[:, None, None]
     return mechanisms.mix(np.where(inside, gamma * np.exp(s - s.max(-1, keepdims=True)), older), v)
 
 
@@ -70,7 +70,7 @@ def test_the_factor_multiplies_the_weights_of_the_window_for_every_power():
     module, (q, k, v) = mechanisms.build(WindowLinear(map=inner, window=1), DIMS), mechanisms.draw(dims=DIMS)
     found = []
     for logit in (0.0, 20.0):
-        module.mix[...] = jnp.full(2, logit)
+        module.mix_logit[...] = jnp.full(2, logit)
         found.append(mechanisms.apply(module, q, k, v)[:, 1])
     # The second token weighs its own value by γ and the first value by a: o = (γ v_1 + a v_0) / (γ + a).
     first, own = (np.repeat(np.asarray(v[:, i], np.float64), 2, axis=1) for i in (0, 1))
@@ -100,7 +100,7 @@ def test_large_and_small_scores_stay_finite(size):
 
 def test_it_starts_with_the_factor_of_the_authors():
     module = WindowLinear().build(DIMS, nnx.Rngs(0))
-    np.testing.assert_allclose(module.mix[...], [-2.1972246] * 2, rtol=1e-6)
+    np.testing.assert_allclose(module.mix_logit[...], [-2.1972246] * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -527,6 +527,18 @@ def test_splash_agrees_with_float64(length, kv_heads, block, window, fused, monk
     assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
 
 
+def test_splash_caps_scores():
+    q, k, v = draw(1, 300, 2, 1)
+    attention = softmax_by(interpreted, scale=0.3, block=128, score_cap=0.7)
+
+    def kernel(s):
+        w = np.exp(0.7 * np.tanh(s * 0.3 / 0.7))
+        return w, w * 0.3 * (1.0 - np.tanh(s * 0.3 / 0.7) ** 2), 0.0
+
+    expected = numpy_attention(q, k, v, mask(300, 300), kernel)
+    assert_close(values_and_gradients(attention, q, k, v), expected, 1e-5)
+
+
 @pytest.mark.parametrize(('length', 'block'), [(100, None), (1100, 128)])
 def test_splash_separates_documents(length, block):
     q, k, v = draw(1, length, 2, 2)

@@ -10,17 +10,24 @@ from lm.attention import HeadDims
 from lm.cost_model.kernel_cases.base import Case, KernelCall
 from lm.ops.exact_attention import polynomial_attention, softmax_attention
 from lm.ops.exact_attention.tpu import plan, splash
+from lm.ops.exact_attention.tpu.pairs import Window
+
+WINDOW = 1024
 
 
 def cases() -> dict[str, Case]:
     softmax = functools.partial(softmax_attention, implementation='pallas_tpu')
     polynomial = functools.partial(polynomial_attention, degree=4, implementation='pallas_tpu')
+    near = functools.partial(softmax, window=WINDOW)
     return dict(softmax=functools.partial(flash_call, softmax), splash=splash_call) | {
-        'polynomial p=4': functools.partial(flash_call, polynomial)
+        'polynomial p=4': functools.partial(flash_call, polynomial),
+        f'softmax window={WINDOW}': functools.partial(flash_call, near, window=WINDOW),
     }
 
 
-def flash_call(function: Callable[..., jax.Array], dims: HeadDims, length: int) -> KernelCall:
+def flash_call(
+    function: Callable[..., jax.Array], dims: HeadDims, length: int, window: int | None = None
+) -> KernelCall:
     """Returns a call of the kernels in `lm.ops.exact_attention.tpu.flash`.
 
     A grid step takes one block of queries and one block of keys.
@@ -29,10 +36,13 @@ def flash_call(function: Callable[..., jax.Array], dims: HeadDims, length: int) 
         function: a function of queries, keys and values [B, L, H, D].
         dims: the heads.
         length: L.
+        window: keys that a query sees; None: all before it.
     """
     x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
-    blocks = length // plan.block_size(length)
-    tokens = length / (blocks * (blocks + 1) // 2)
+    block = plan.block_size(length)
+    blocks = length // block
+    back = blocks if window is None else Window(window, block).back
+    tokens = length / sum(min(i, back) + 1 for i in range(blocks))
     steps = {(kernel, f'flash_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
     return KernelCall(function, (x, x, x), steps, skips=True)
 
