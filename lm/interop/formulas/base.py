@@ -45,7 +45,7 @@ def rms_norm(size, epsilon=EPSILON):
 NORMS = {'layer': layer_norm, 'rms': rms_norm}
 
 
-class ForgetGate(nn.Module):
+class ForgetFactor(nn.Module):
     """a = σ(x W + b), the factor by which a token multiplies all weights before it."""
 
     def __init__(self, heads):
@@ -57,7 +57,7 @@ class ForgetGate(nn.Module):
         return F.logsigmoid(gate_BxLxK + self.bias)
 
 
-class StepGate(nn.Module):
+class StepFactor(nn.Module):
     """a = exp(-A Δ), Δ = softplus(x W + b)."""
 
     def __init__(self, heads):
@@ -73,7 +73,7 @@ class StepGate(nn.Module):
         return -self.log_rate.exp() * self.steps(gate_BxLxK)
 
 
-class ChannelLogits(nn.Module):
+class ChannelMap(nn.Module):
     """W y + b for each channel of each key head."""
 
     def __init__(self, heads, size, rank):
@@ -102,10 +102,14 @@ class Mechanism(nn.Module):
         divides: the weights are divided by their sum.
         epsilon: a sum of signed weights within epsilon of 0 moves by 2 epsilon; None: no weight is negative.
         causal: later tokens are hidden.
-        gate: the gate, a `ForgetGate` or `StepGate`; None: there is none.
+        gate: the gate, a `ForgetFactor` or `StepFactor`; None: there is none.
     """
 
-    bias, divides, epsilon, causal, gate = 0.0, True, None, True, None
+    bias, divides, epsilon, causal = 0.0, True, None, True
+
+    def __init__(self):
+        super().__init__()
+        self.gate = None
 
     def __init_subclass__(cls, *, name='', **options):
         super().__init_subclass__(**options)
@@ -129,7 +133,7 @@ class Mechanism(nn.Module):
 
     def make_gate(self, gate, kv_heads):
         """Makes the gate of a mechanism that may have one."""
-        self.gate = ForgetGate(kv_heads) if gate else None
+        self.gate = ForgetFactor(kv_heads) if gate else None
 
     def decayed(self, q_BxLxHxC, k_BxMxKxC, log_decay_BxHxLxM):
         """Returns the weights before the mask with what later tokens left of them."""

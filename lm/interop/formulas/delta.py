@@ -4,15 +4,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import EPSILON, ChannelLogits, Mechanism, StepGate
+from lm.interop.formulas.base import EPSILON, ChannelMap, Mechanism, StepFactor
 
 
-class ChannelStepGate(nn.Module):
+class ChannelStepFactor(nn.Module):
     """a = exp(-A softplus(W y + b)), a factor for each channel of the key."""
 
     def __init__(self, heads, size):
         super().__init__()
-        self.logits, self.log_rate = ChannelLogits(heads, size, size), nn.Parameter(torch.zeros(heads))
+        self.logits, self.log_rate = ChannelMap(heads, size, size), nn.Parameter(torch.zeros(heads))
 
     def log_decay(self, y_BxLxR):
         """Returns log a, [B, L, K, C]."""
@@ -27,7 +27,7 @@ class DeltaFormula(Mechanism, name='delta'):
         self.largest = 2.0 if negative else 1.0
         self.gate = None
         if gate:
-            self.gate = ChannelStepGate(kv_heads, size) if gate == 'channel' else StepGate(kv_heads)
+            self.gate = ChannelStepFactor(kv_heads, size) if gate == 'channel' else StepFactor(kv_heads)
         self.out_norm = nn.RMSNorm(size, eps=EPSILON)
 
     def mixed(self, q, k, v, beta_BxLxK, gate_BxLxN=None):

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import EPSILON, ChannelLogits, ForgetGate, Mechanism, StepGate, scores
+from lm.interop.formulas.base import EPSILON, ChannelMap, ForgetFactor, Mechanism, StepFactor, scores
 
 
-class SkippedStepGate(StepGate):
+class SkippedStepFactor(StepFactor):
     """A gate whose steps also multiply the values; part of the values is added to the output."""
 
     def __init__(self, heads, kv_heads):
@@ -15,12 +15,12 @@ class SkippedStepGate(StepGate):
         self.skip = nn.Parameter(torch.ones(heads))
 
 
-class ChannelForgetGate(nn.Module):
+class ChannelForgetFactor(nn.Module):
     """a = σ(W y + b)^(1/16), a factor for each channel of the key."""
 
     def __init__(self, heads, size):
         super().__init__()
-        self.logits = ChannelLogits(heads, size, 16)
+        self.logits = ChannelMap(heads, size, 16)
 
     def log_decay(self, y_BxLxR):
         """Returns log a, [B, L, K, C]."""
@@ -36,17 +36,17 @@ class GatedLinearFormula(Mechanism, name='gated_linear'):
         super().__init__()
         self.degree, self.out_norm = degree, nn.RMSNorm(size, eps=EPSILON)
         if gate == 'channel':
-            self.gate = ChannelForgetGate(kv_heads, size)
+            self.gate = ChannelForgetFactor(kv_heads, size)
         else:
-            self.gate = SkippedStepGate(heads, kv_heads) if gate == 'ssd' else ForgetGate(kv_heads)
+            self.gate = SkippedStepFactor(heads, kv_heads) if gate == 'ssd' else ForgetFactor(kv_heads)
 
     def weights(self, q, k):
         return (scores(q, k) * q.shape[-1] ** -0.5) ** self.degree
 
     def mixed(self, q, k, v, gate_BxLxN):
-        if isinstance(self.gate, ChannelForgetGate):
+        if isinstance(self.gate, ChannelForgetFactor):
             return self.out_norm(self.mixed_by_channel(q, k, v, gate_BxLxN))
-        if not isinstance(self.gate, SkippedStepGate):
+        if not isinstance(self.gate, SkippedStepFactor):
             return self.out_norm(super().mixed(q, k, v, gate_BxLxN))
         y = super().mixed(q, k, v * self.gate.steps(gate_BxLxN)[..., None], gate_BxLxN)
         v_BxLxHxC = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)

@@ -12,7 +12,7 @@ class WindowLinearFormula(Mechanism, name='window_linear'):
 
     def __init__(self, heads, kv_heads, size, *, window, scale, mix=None, map=None):
         super().__init__()
-        self.window, self.scale, self.mix = window, scale or size**-0.5, nn.Parameter(torch.zeros(heads))
+        self.window, self.scale, self.mix_logit = window, scale or size**-0.5, nn.Parameter(torch.zeros(heads))
         self.q_weight, self.k_weight = (nn.Parameter(torch.zeros(n, size, size)) for n in (heads, kv_heads))
 
     def weights(self, q, k):
@@ -20,7 +20,7 @@ class WindowLinearFormula(Mechanism, name='window_linear'):
         recent = (distance >= 0) & (distance < self.window)
         s = scores(q, k) * self.scale
         largest = s.masked_fill(~recent, -torch.inf).amax(-1, keepdim=True)
-        near = torch.sigmoid(self.mix)[:, None, None] * torch.exp(torch.where(recent, s - largest, 0.0))
+        near = torch.sigmoid(self.mix_logit)[:, None, None] * torch.exp(torch.where(recent, s - largest, 0.0))
         far = scores(self.two_sided(q, self.q_weight), self.two_sided(k, self.k_weight))
         return torch.where(recent, near, torch.where(distance >= self.window, far, 0.0))
 
