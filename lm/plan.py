@@ -16,17 +16,19 @@ from typing import Any
 from lm.config.text import dump
 from lm.data.batches import BatchWindows
 from lm.data.dataset import Store
-from lm.errors import FINAL, AbsentError, LmError, UnnamedError
+from lm.errors import FINAL, AbsentError, ConfigError, LmError, UnnamedError
 from lm.evaluation.plan import EvaluationPlan, open_sets, plan_evaluation, settle_evaluation
-from lm.experiment import Experiment, check_experiment
+from lm.experiment import Experiment, check_experiment, load, load_of_run
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.runs.initial import InitialParameters
+from lm.runs.teacher import TeacherWeights
 from lm.text import format_count, format_si
 from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
 from lm.training.mesh import MeshShape
+from lm.training.objectives import Distillation, Objective
 from lm.training.program import StepProgram
-from lm.training.step import TrainStep
+from lm.training.step import Teaching, TrainStep
 
 PATIENCE_SECONDS = 20.0
 """How long a bucket may keep `validate` waiting."""
@@ -70,15 +72,27 @@ class StepPlan:
         )
         return {
             'parameters': f'{self.parameters:,} ({layers}, {mechanisms})',
+            **self._describe_teacher(),
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
             'FLOPs per token': format_si(self.flops_per_token),
         }
 
+    def _describe_teacher(self) -> dict[str, str]:
+        teaching = self.program.step.teaching
+        if teaching is None:
+            return {}
+        parameters = sum(teaching.functions.count_parameters().values())
+        mechanisms = ', '.join(attention.gin_name for attention in teaching.functions.config.pattern)
+        return {'teacher': f'{parameters:,} parameters ({mechanisms}) of {teaching.objective.teacher}'}
+
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of a training step per token (`ModelConfig.flops_per_token`)."""
-        return self.experiment.model.flops_per_token(self.experiment.train.context_length)
+        """Floating-point operations of a training step per token (`ModelConfig.flops_per_token`), with a teacher's."""
+        model, length = self.experiment.model, self.experiment.train.context_length
+        if teaching := self.program.step.teaching:
+            return teaching.objective.flops_per_token(model, teaching.functions.config, length)
+        return model.flops_per_token(length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,13 +103,15 @@ class RunPlan(StepPlan):
         store: the data.
         windows: the windows that each step sees.
         evaluation: what its evaluations score.
-        initial: the run whose weights a new run starts from; None: weights are drawn.
+        initial: the run whose weights a new run starts from; None: weights are drawn, or taken from the teacher.
+        teacher: the weights of the teacher; None: there is none.
     """
 
     store: Store
     windows: BatchWindows
     evaluation: EvaluationPlan
     initial: InitialParameters | None
+    teacher: TeacherWeights | None
 
     @property
     def split(self) -> str:
@@ -111,6 +127,11 @@ class RunPlan(StepPlan):
         """Raises AbsentError or MismatchError if the weights for a new run are absent or do not fit."""
         if self.initial:
             self.initial.check(self.functions.abstract['params'])
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints that a checkpoint of the run depends on: of data, tokenizer, and a teacher's weights."""
+        return {**self.store.fingerprints, **(self.teacher.check() if self.teacher else {})}
 
 
 class PlanCache:
@@ -146,7 +167,8 @@ def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache
     dtype = model.resolve_dtype(target.platform)
     functions = cache.get(('model', model, dtype), lambda: ModelFunctions(model, dtype))
     unpack, documents = choose_unpacking(data, train, model, None), data.documents(None)
-    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents)
+    teaching = plan_teaching(experiment, functions, cache)
+    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
     return StepPlan(experiment=experiment, target=target, mesh=mesh, program=program)
 
@@ -183,7 +205,8 @@ def make_plan(
     check_vocabulary(store, data, model)
     windows = make_windows(data, train, store)
     unpack = choose_unpacking(data, train, model, store)
-    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents)
+    teaching = plan_teaching(experiment, functions, cache)
+    step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     sets = cache.get(('sets', source, settings.config.sets), lambda: open_sets(settings, store, timeout))
     return RunPlan(
         experiment=experiment,
@@ -194,7 +217,48 @@ def make_plan(
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
         initial=InitialParameters(train.init_from, store.fingerprints, store.path) if train.init_from else None,
+        teacher=find_teacher(train.objective, store),
     )
+
+
+def plan_teaching(experiment: Experiment, student: ModelFunctions, cache: PlanCache) -> Teaching | None:
+    """Returns the teacher of the step, from the configuration of its run; None without a teacher.
+
+    Raises ConfigError if the objective names no run, or if student and teacher cannot be compared.
+    """
+    objective = experiment.train.objective
+    if not isinstance(objective, Distillation):
+        return None
+    config = cache.get(('teacher', objective.teacher), lambda: read_teacher(objective)).model
+    dtype = student.dtype
+    teacher = cache.get(('model', config, dtype), lambda: ModelFunctions(config, dtype))
+    if config.n_layers != student.config.n_layers or config.d_model != student.config.d_model:
+        raise ConfigError(
+            f'train.objective = @{objective.gin_name}(): the teacher {objective.teacher} has {config.n_layers} layers '
+            f'of width {config.d_model}, the student {student.config.n_layers} of {student.config.d_model}; set '
+            'model.n_layers and model.d_model to the values of the teacher'
+        )
+    objective.check(student, teacher)
+    return Teaching(objective, teacher)
+
+
+def read_teacher(objective: Distillation) -> Experiment:
+    """Returns the configuration of the teacher: of its run, or from a gin file, which suffices for `lm check`.
+
+    Raises ConfigError, with the field, if it is neither.
+    """
+    try:
+        return load([objective.teacher]) if objective.teacher.endswith('.gin') else load_of_run(objective.teacher)
+    except ConfigError as error:
+        raise ConfigError(f'{objective.gin_name}.teacher = {objective.teacher!r}: {error}') from error
+
+
+def find_teacher(objective: Objective, store: Store) -> TeacherWeights | None:
+    """Returns the weights of the teacher that the objective names; None without a teacher."""
+    if not isinstance(objective, Distillation):
+        return None
+    setting = f'{objective.gin_name}.teacher'
+    return TeacherWeights(setting, objective.teacher, objective.teacher_step, store.fingerprints)
 
 
 def validate(

@@ -48,6 +48,8 @@ def test_command(command, monkeypatch, reference_run):
     # The test is about the bindings of the command. Where it reads a run directory, the tiny run stands in.
     if verb in ('evaluate', 'generate', 'export'):
         arguments[arguments.index('--run_dir') + 1] = str(reference_run[0])
+    if verb == 'distill':
+        arguments[arguments.index('--teacher') + 1] = str(reference_run[0])
     if '--attention' in arguments:
         arguments[1] = str(reference_run[0])
     if words[0].startswith('scripts/tpu'):

@@ -108,12 +108,26 @@ class Block(nnx.Module):
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
-            normed_BxLxD = _apply(self.attention_norm, x_BxLxD)
+            normed_BxLxD = self.normalize(x_BxLxD)
+        return self.finish(x_BxLxD, self.mix(normed_BxLxD, rotation, starts_BxL))
+
+    def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Computes the input of attention from the input of the layer."""
+        return _apply(self.attention_norm, x_BxLxD)
+
+    def mix(self, normed_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
+        """Computes the output of attention from the normalized input, after the output matrix."""
         q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, _ = self._project(normed_BxLxD, rotation, self.attention.prepare, starts_BxL)
         inputs = self._project_for_mechanism(normed_BxLxD)
         with jax.named_scope('attention'):
             y_BxLxHxC = self.attention.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, starts_BxL=starts_BxL, **inputs)
-        return self._finish(x_BxLxD, normed_BxLxD, y_BxLxHxC)
+        return self._project_out(normed_BxLxD, y_BxLxHxC)
+
+    def finish(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> jax.Array:
+        """Computes the rest of the layer from its input and the output of attention (`mix`)."""
+        with jax.named_scope('attention_out'):
+            x_BxLxD = tokens_on_lanes(x_BxLxD + _apply(self.attention_out_norm, mixed_BxLxD))
+        return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
@@ -133,7 +147,7 @@ class Block(nnx.Module):
         *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
         inputs = self._project_for_mechanism(normed_BxTxD)
         state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
-        return (state, kept), self._finish(x_BxTxD, normed_BxTxD, y_BxTxHxC)
+        return (state, kept), self.finish(x_BxTxD, self._project_out(normed_BxTxD, y_BxTxHxC))
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
@@ -200,15 +214,14 @@ class Block(nnx.Module):
         pieces = jnp.split(self.mechanism_in(normed_BxLxD), np.cumsum(widths)[:-1], axis=-1)
         return dict(zip(names, pieces, strict=True))
 
-    def _finish(self, x_BxLxD: jax.Array, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
-        """Computes the rest of the layer from the output of attention."""
-        with jax.named_scope('attention_out'):
-            y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
-            if self.output_gate is not None and self.options.gate is not None:
-                form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
-                y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
-            x_BxLxD = tokens_on_lanes(x_BxLxD + _apply(self.attention_out_norm, self.attention_out(y_BxLxN)))
-        return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
+    @jax.named_scope('attention_out')
+    def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
+        """Applies the output gate and the output matrix to what the mechanism gives."""
+        y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
+        if self.output_gate is not None and self.options.gate is not None:
+            form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
+            y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
+        return self.attention_out(y_BxLxN)
 
     def _feed_forward(self, x_TxD: jax.Array) -> jax.Array:
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""

@@ -237,6 +237,11 @@ class ModelConfig(Configurable):
         """The output sizes of the first linear map of a feed-forward layer: values, and gates."""
         return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
 
+    @property
+    def glu_products(self) -> int:
+        """The sizes of the matrices of a feed-forward layer, together."""
+        return self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+
     def resolve_dtype(self, platform: str) -> jnp.dtype:
         """Returns the type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
         if self.dtype == 'auto':
@@ -264,7 +269,7 @@ class ModelConfig(Configurable):
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
-        glu = self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+        glu = self.glu_products
         dense, attention = self.d_model * self.vocab_size, 0.0
         for mechanism in self.pattern:
             options = self.resolve(mechanism)

@@ -5,7 +5,7 @@ Weights are a dict of two nested dicts of arrays: `params` (float32, trained) an
 B batch, L length of a window, V vocabulary, D model width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +96,7 @@ class ModelFunctions:
         def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array]:
             return model.weighted_loss(*arrays, z_loss=z_loss)
 
-        parts, nats_BxL = self._over_windows(weighted, weights, documents, tokens_BxL, targets_BxL, share_BxL)
+        parts, nats_BxL = over_windows(weighted, [(self, weights)], documents, tokens_BxL, targets_BxL, share_BxL)
         return parts.sum(), nats_BxL
 
     def score_targets(
@@ -118,23 +118,34 @@ class ModelFunctions:
             correct_BxL = model.most_probable(x_BxLxD) == targets_BxL if accuracy else None
             return Scored(model.losses(x_BxLxD, targets_BxL), correct_BxL)
 
-        return self._over_windows(score, weights, documents, tokens_BxL, targets_BxL)
+        return over_windows(score, [(self, weights)], documents, tokens_BxL, targets_BxL)
 
-    def _over_windows(
-        self, function: Callable, weights: Mapping[str, Any], documents: Documents | None, *arrays_BxL: jax.Array
-    ) -> Any:
-        """Calls function(model, *arrays, positions, starts) on each device's tokens; the first array holds
-        the tokens."""
 
-        def on_part(params: Any, buffers: Any, *arguments: Any) -> Any:
-            return function(nnx.merge(self.graph, params, buffers), *arguments)
+def over_windows(
+    function: Callable,
+    models: Sequence[tuple[ModelFunctions, Mapping[str, Any]]],
+    documents: Documents | None,
+    *arrays_BxL: jax.Array,
+) -> Any:
+    """Calls function(*models, *arrays, positions, starts) on each device's tokens.
 
-        positions, starts_BxL = jnp.arange(arrays_BxL[0].shape[1]), None
-        if documents is not None:
-            positions, starts_BxL = documents.of(arrays_BxL[0])
-        axes = (None, None, *[1] * len(arrays_BxL), positions.ndim - 1, None if starts_BxL is None else 1)
-        on_parts = over_tokens(on_part, axes)
-        return on_parts(weights['params'], weights['buffers'], *arrays_BxL, positions, starts_BxL)
+    Args:
+        function: takes a `Transformer` for each model and the tokens of one part; returns arrays [B, L, …].
+        models: the functions of each model, with its weights.
+        documents: the documents of a window do not see each other; None: a window is one document.
+        arrays_BxL: the tokens, then what belongs to them.
+    """
+    graphs = [functions.graph for functions, _ in models]
+
+    def on_part(weights: list[Any], *arguments: Any) -> Any:
+        return function(*(nnx.merge(graph, *each) for graph, each in zip(graphs, weights, strict=True)), *arguments)
+
+    positions, starts_BxL = jnp.arange(arrays_BxL[0].shape[1]), None
+    if documents is not None:
+        positions, starts_BxL = documents.of(arrays_BxL[0])
+    axes = (None, *[1] * len(arrays_BxL), positions.ndim - 1, None if starts_BxL is None else 1)
+    weights = [(each['params'], each['buffers']) for _, each in models]
+    return over_tokens(on_part, axes)(weights, *arrays_BxL, positions, starts_BxL)
 
 
 def split(model: Transformer) -> tuple[Any, dict, dict]:

@@ -115,11 +115,15 @@ class Transformer(nnx.Module):
         """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
         x_BxLxD, rotations = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
-            repeat, which = divmod(i, len(self.blocks))
-            apply, state = take_apart(self.blocks[which])
-            block = apply(jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], state), lambda block: block)
-            yield block, x_BxLxD, rotations[which]
-            x_BxLxD = _compute(block, x_BxLxD, rotations[which])
+            block, rotation = self.layer(i), rotations[i % len(self.blocks)]
+            yield block, x_BxLxD, rotation
+            x_BxLxD = _compute(block, x_BxLxD, rotation)
+
+    def layer(self, i: int) -> Block:
+        """Returns layer `i` of the model."""
+        repeat, which = divmod(i, len(self.blocks))
+        apply, state = take_apart(self.blocks[which])
+        return apply(jax.tree.map(lambda leaf: leaf[repeat], state), lambda block: block)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns logits, [B, L, V] float32. Training uses `token_losses`, which never holds all logits."""
@@ -237,10 +241,12 @@ class Transformer(nnx.Module):
     def _unroll(self) -> int:
         return max(1, self.config.unroll // len(self.config.pattern))
 
-    @jax.named_scope('embedding')
     def _embed(self, tokens_BxL, positions):
-        """Returns the input of the first layer, and the rotation of each mechanism of the pattern: each is computed
-        once."""
+        return self.embed(tokens_BxL, positions), self.rotate_positions(positions)
+
+    @jax.named_scope('embedding')
+    def embed(self, tokens_BxL: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, [B, L, D]."""
         config = self.config
         config.check_length(tokens_BxL.shape[1])
         x_BxLxD = self.embedding(tokens_BxL)
@@ -249,11 +255,16 @@ class Transformer(nnx.Module):
         x_BxLxD *= math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale
         if config.sinusoids:
             x_BxLxD += sinusoids(positions, config.d_model).astype(x_BxLxD.dtype)
-        chosen = [config.resolve(attention).rotary for attention in config.pattern]
+        return x_BxLxD
+
+    @jax.named_scope('embedding')
+    def rotate_positions(self, positions: jax.Array) -> list[Rotation | None]:
+        """Returns the rotation of the positions for each mechanism of the pattern; equal ones are computed once."""
+        chosen = [self.config.resolve(attention).rotary for attention in self.config.pattern]
         rotations: dict[RotaryOptions | None, Rotation | None] = {None: None}
         for one in dict.fromkeys(filter(None, chosen)):
             rotations[one] = rotary(positions, one.head_dim, one.base, one.fraction, one.scaling)
-        return x_BxLxD, [rotations[one] for one in chosen]
+        return [rotations[one] for one in chosen]
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """Computes the logits of the normalised outputs of the last layer, [B, L, V] float32."""

@@ -1,6 +1,7 @@
 """The start of a session: its checkpoint or initial weights, and the record of both."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,13 +9,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.model.functions import AVERAGE, select_weights
+from lm.checkpoint.snapshot import flatten
+from lm.model.functions import AVERAGE, Weights, select_weights
+from lm.model.layers import copy_layers, find_copied
 from lm.plan import RunPlan
 from lm.runs.branch import Branch, find_branch
 from lm.runs.goodput import Goodput
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
-from lm.training.mesh import describe_mesh
+from lm.training.mesh import describe_mesh, place
+from lm.training.program import get_shardings
 from lm.training.progress import print_rows
 from lm.training.step import State
 
@@ -81,10 +85,40 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
     return Origin(branch, rewind_to, str(branch.parent.path) if branch else request.run_dir)
 
 
-def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin: Origin, goodput: Goodput) -> Start:
-    """Restores the run or its branching point, else starts from another run's weights, else from the seed.
+def read_teacher(plan: RunPlan, mesh: Mesh) -> Weights | None:
+    """Reads the weights of the teacher, in float32; None without a teacher."""
+    teaching = plan.program.step.teaching
+    if teaching is None or plan.teacher is None:
+        return None
+    return plan.teacher.read(place(teaching.functions.abstract, mesh, teaching.functions.declared))
 
-    `abstract` has the sharding of each array of the state.
+
+def give_teacher(compiled: jax.stages.Compiled, plan: RunPlan, teacher: Weights | None) -> Callable[..., Any]:
+    """Returns the compiled step as a function of state and batch."""
+    teaching = plan.program.step.teaching
+    if teaching is None or teacher is None:
+        return compiled
+    weights = jax.jit(teaching.cast)(teacher)
+    return lambda state, batch: compiled(state, batch, weights)
+
+
+def restore_or_init(
+    plan: RunPlan,
+    abstract: State,
+    source: Checkpointer,
+    origin: Origin,
+    goodput: Goodput,
+    teacher: Weights | None = None,
+) -> Start:
+    """Restores the run or its branching point, else starts from weights of another run, else from the seed.
+
+    Args:
+        plan: the plan of the run.
+        abstract: the sharding of each array of the state.
+        source: the checkpoints to restore from.
+        origin: the checkpoint to go on from.
+        goodput: takes the seconds.
+        teacher: the weights of the teacher: a new student starts from them unless `train.init_from` names others.
     """
     is_new = source.latest_step() is None
     with goodput.charge('initialize' if is_new else 'restore'):
@@ -94,8 +128,13 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
             plan.windows.resume(start.step, restored[2].get('skipped_batches'))
         else:
             start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, None)
+            found = None
             if plan.initial:
-                weights, line = plan.initial.take(select_weights(start.state), select_weights(abstract))
+                found = plan.initial.take(select_weights(start.state), select_weights(abstract))
+            elif teacher is not None:
+                found = take_from_teacher(plan, start.state, abstract, teacher)
+            if found:
+                weights, line = found
                 start.state.update(weights)
                 if AVERAGE in start.state:
                     start.state[AVERAGE] = jax.tree.map(jnp.copy, weights['params'])
@@ -105,9 +144,29 @@ def restore_or_init(plan: RunPlan, abstract: State, source: Checkpointer, origin
     return start
 
 
+def take_from_teacher(plan: RunPlan, state: State, abstract: State, teacher: Weights) -> tuple[Weights, str]:
+    """Returns the weights of a new student, each layer's from the teacher's layer where both have the same array.
+
+    Returns them with one line that names the arrays that keep their initial values.
+    """
+    teaching, student = plan.program.step.teaching, plan.functions
+    assert teaching is not None, 'there are weights of a teacher'
+    copied = find_copied(teaching.functions, student)
+    copy = jax.jit(
+        lambda old, new: copy_layers(teaching.functions, student, old, new),
+        out_shardings=get_shardings(abstract['params']),
+    )
+    params = copy(teacher['params'], state['params'])
+    names = flatten(copied)
+    left = [name for name, is_copied in names.items() if not is_copied]
+    line = f'{len(names) - len(left)} of {len(names)} arrays taken from the teacher'
+    weights = {'params': params, 'buffers': state['buffers']}
+    return weights, f'{line}; these not: {", ".join(left)}' if left else line
+
+
 def write_start(run: RunDir, plan: RunPlan, origin: Origin, step: int) -> None:
     """Writes config.gin and run.json; for a branch, also the metrics of its parent up to the step."""
-    facts: dict[str, Any] = {'parameters': plan.parameters, **plan.store.fingerprints}
+    facts: dict[str, Any] = {'parameters': plan.parameters, **plan.fingerprints}
     if origin.branch:
         facts['branch'] = origin.branch.record(plan.text)
     run.create_or_resume(plan.text, facts, step, origin.rewind_to is not None)

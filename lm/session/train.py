@@ -23,7 +23,17 @@ from lm.hardware import Target, peak_flops
 from lm.plan import RunPlan, make_plan
 from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.run_dir import RunDir
-from lm.session.start import Origin, Request, Start, find_origin, print_plan, restore_or_init, write_start
+from lm.session.start import (
+    Origin,
+    Request,
+    Start,
+    find_origin,
+    give_teacher,
+    print_plan,
+    read_teacher,
+    restore_or_init,
+    write_start,
+)
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.heartbeat import Peers
 from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
@@ -93,7 +103,7 @@ def open_session(
         if jax.process_index() == 0:
             print_plan(plan, mesh)
         lock = stack.enter_context(run.lock())
-        kept = plan.store.fingerprints, run.record_saved, evaluator.measure
+        kept = plan.fingerprints, run.record_saved, evaluator.measure
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept))
         origin = find_origin(run, request, plan)
         source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
@@ -102,11 +112,14 @@ def open_session(
 
         abstract = plan.program.place_state(mesh)
         compilation = compile_in_background(plan.program, mesh)
-        start = restore_or_init(plan, abstract, source, origin, goodput)
+        with goodput.charge('restore'):
+            teacher = read_teacher(plan, mesh)
+        start = restore_or_init(plan, abstract, source, origin, goodput, teacher)
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
         with goodput.charge('compile'):
-            advance = compilation.compiled.result()
+            advance = give_teacher(compilation.compiled.result(), plan, teacher)
+            del teacher
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)
         batches = Batches(plan.store, plan.split, plan.windows, experiment.train.microbatches, sharding)

@@ -161,7 +161,8 @@ class Trainer:
             records.progress.note(f'first step after {goodput.describe_start()}')
         losses, targets = metrics.pop('window_loss', None), metrics.pop('window_targets', None)
         by_source = {} if losses is None else windows.by_source(step - 1, losses, targets)
-        metrics = {name: value.item() for name, value in metrics.items()}
+        metrics = {name: value.tolist() for name, value in metrics.items()}
+        compared = self.computation.step.read_comparison(metrics)
         self.bad_steps = metrics['in_a_row']
         if self.bad_steps >= config.max_nonfinite_steps:
             self.checkpointer.wait()
@@ -183,10 +184,11 @@ class Trainer:
             'seconds': records.throughput.seconds,
             'skipped_steps': metrics['skipped'],
             'data_wait_seconds': goodput.read_lap('data'),
+            **compared.measures,
             **by_source,
         }
         records.metrics_file.write(record)
-        records.progress.step(record, seconds_left)
+        records.progress.step(record, seconds_left, compared.summary)
         if goodput.age > GOODPUT_SECONDS:
             self.record_goodput()
 

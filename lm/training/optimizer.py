@@ -4,6 +4,7 @@ The defaults are the paper's: AdamW, linear warm-up, then linear decay to zero (
 """
 
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -13,11 +14,15 @@ import optax
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.width import compute_rate_scale
-from lm.parameters import Declaration
+from lm.parameters import PARTS, Declaration
 from lm.training.rules import Declared, Rule
 from lm.training.rules.adamw import AdamW
 from lm.training.schedules import Schedule
 from lm.training.schedules.linear import Linear
+
+
+def _check_parts(names: tuple[str, ...]) -> str | None:
+    return None if set(names) <= set(PARTS) else f'must be parts of the model: {", ".join(PARTS)}'
 
 
 @configurable('optimizer')
@@ -42,6 +47,11 @@ class OptimizerConfig(Configurable):
     embedding_rate: float = field(default=1.0, minimum=0, help='factor of the steps of embeddings')
     head_rate: float = field(default=1.0, minimum=0, help='factor of the steps of an untied output matrix')
     gain_rate: float = field(default=1.0, minimum=0, help='factor of the steps of gains and biases')
+    frozen: tuple[str, ...] = field(
+        default=(),
+        check=_check_parts,
+        help='parts of the model that stay as they are, such as ["embedding", "glu"]',
+    )
     average_steps: int | None = field(
         default=None,
         minimum=1,
@@ -69,11 +79,33 @@ class OptimizerConfig(Configurable):
         )
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
-    def build(self, steps: int, declared: Declared, widening: float = 1.0) -> optax.GradientTransformation:
+    def choose_frozen(self, declared: Declared) -> Any:
+        """Returns True for each parameter that `frozen` names, a nested dict like `declared`."""
+        return jax.tree.map(lambda declaration: declaration.part in self.frozen, declared)
+
+    def build(
+        self, steps: int, declared: Declared, widening: float = 1.0, frozen: Any = None
+    ) -> optax.GradientTransformation:
         """Builds the transformation for `steps` updates.
 
-        `declared` describes the parameters. `widening` is the model's width over the base width.
+        Args:
+            steps: updates of the whole training.
+            declared: the declaration of each parameter.
+            widening: the model's width over the base width.
+            frozen: True for each parameter that stays as it is, a tree like `declared`; it has no optimizer state.
+                None: those that `frozen` of the configuration names.
         """
+        frozen = self.choose_frozen(declared) if frozen is None else frozen
+        if not any(jax.tree.leaves(frozen)):
+            return self._build(steps, declared, widening)
+        moved = jax.tree.map(lambda one, fixed: optax.MaskedNode() if fixed else one, declared, frozen)
+        kinds: dict[Hashable, optax.GradientTransformation] = {
+            'moved': self._build(steps, moved, widening),
+            'frozen': optax.set_to_zero(),
+        }
+        return optax.partition(kinds, jax.tree.map(lambda fixed: 'frozen' if fixed else 'moved', frozen))
+
+    def _build(self, steps: int, declared: Declared, widening: float) -> optax.GradientTransformation:
         decayed = jax.tree.map(lambda declaration: declaration.decayed, declared)
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
+from lm.model.functions import Weights
 from lm.training.mesh import batch_sharding, place, replicated
 from lm.training.step import State, TrainStep
 
@@ -34,6 +35,11 @@ class StepProgram:
         """Returns the training state as jax.ShapeDtypeStructs with the sharding of each array."""
         return place(self.step.abstract, mesh, self.step.functions.declared)
 
+    def place_teacher(self, mesh: Mesh) -> Weights | None:
+        """Returns the teacher's weights as `place_state` returns the state; None without a teacher."""
+        teaching = self.step.teaching
+        return teaching and place(teaching.abstract, mesh, teaching.functions.declared)
+
     def init_state(self, abstract: State, seed: int) -> State:
         """Makes the state before the first step, with the shardings in `abstract` (from `place_state`)."""
         return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract))()
@@ -47,14 +53,15 @@ def get_shardings(abstract: Any) -> Any:
 def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
     """Traces the step, whose state and batch are split over all devices. Compile the result under the mesh.
 
-    The step donates its state: the old state is gone after the call.
+    The step donates its state: the old state is gone after the call. A teacher's weights stay.
     """
-    abstract = program.place_state(mesh)
+    abstract, teacher = program.place_state(mesh), program.place_teacher(mesh)
     sharding = batch_sharding(mesh, axis=1)
     batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
     results = get_shardings(abstract), replicated(mesh)
     with jax.set_mesh(mesh):
-        return jax.jit(program.step.train, donate_argnums=0, out_shardings=results).lower(abstract, batch)
+        jitted = jax.jit(program.step.train, donate_argnums=0, out_shardings=results)
+        return jitted.lower(abstract, batch) if teacher is None else jitted.lower(abstract, batch, teacher)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,11 +89,13 @@ class Progress:
         self.total_steps, self.enabled = total_steps, enabled
         self.terminal = sys.stdout.isatty()
 
-    def step(self, record: dict, seconds_left: float) -> None:
+    def step(self, record: dict, seconds_left: float, summary: str | None = None) -> None:
+        """Prints the line of a step. `summary` describes its loss; None: the loss is a cross-entropy."""
+        summary = f'ppl {perplexity(record["loss"]):.2f}' if summary is None else summary
         mfu = f'  mfu {100 * record["mfu"]:.1f}%' if record['mfu'] is not None else ''
         self._show(
             f'step {record["step"]:>{self.width}}/{self.total_steps}'
-            f'  loss {record["loss"]:.4f}  ppl {perplexity(record["loss"]):.2f}  lr {record["learning_rate"]:.2e}'
+            f'  loss {record["loss"]:.4f}  {summary}  lr {record["learning_rate"]:.2e}'
             f'  grad {record["grad_norm"]:.3f}  {format_si(record["tokens_per_second"])} tok/s{mfu}'
             f'  left {format_duration(seconds_left)}'
             + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),

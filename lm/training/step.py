@@ -10,9 +10,12 @@ A state is a dict of arrays:
       in_a_row    int32, of these, how many since the last good one
 """
 
+import dataclasses
 import functools
 import math
-from typing import Any
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +25,33 @@ from jax.sharding import PartitionSpec
 from lm.model.functions import AVERAGE, ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import SHARED_AXIS, batch_axes
-from lm.training.objectives import Hiding, Unpack
+from lm.training.objectives import Distillation, Hiding, Pair, Reading, TeacherLoss, Unpack
 from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
 State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Teaching:
+    """The teacher of a step, and how the student is compared with it.
+
+    Attributes:
+        objective: the comparison.
+        functions: the functions of the teacher, which computes in the type of the student.
+    """
+
+    objective: Distillation
+    functions: ModelFunctions
+
+    @functools.cached_property
+    def abstract(self) -> Weights:
+        """The teacher's weights in a step as jax.ShapeDtypeStructs: in the type of its products."""
+        return jax.eval_shape(self.cast, self.functions.abstract)
+
+    def cast(self, weights: Weights) -> Weights:
+        """Returns the weights as a step takes them; buffers keep their type."""
+        return weights | {'params': optax.tree.cast(weights['params'], self.functions.dtype)}
 
 
 class TrainStep:
@@ -38,6 +63,7 @@ class TrainStep:
         by_window: the step also returns the metric `window_loss` [A, B]; if some targets do not count, it returns
             `window_targets`, their number per window.
         documents: the documents of a window do not see each other; None: a window is one document.
+        teaching: the teacher; None: the tokens alone say what is right.
     """
 
     def __init__(
@@ -48,12 +74,17 @@ class TrainStep:
         unpack: Unpack | None = None,
         by_window: bool = False,
         documents: Documents | None = None,
+        teaching: Teaching | None = None,
     ):
         """`unpack` None: every token predicts the next one (`Task.unpack` and `Objective.unpack` give others)."""
         self.functions, self.unpack = functions, unpack or next_token
-        self.by_window, self.documents = by_window, documents
+        self.by_window, self.documents, self.teaching = by_window, documents, teaching
         self.optimizer, self.schedule, self.z_loss = optimizer, optimizer.build_schedule(steps), optimizer.z_loss
-        self.transform = optimizer.build(steps, functions.declared, functions.widening)
+        self.frozen = optimizer.choose_frozen(functions.declared)
+        if teaching:
+            lists = self.frozen, teaching.objective.choose_frozen(functions, teaching.functions)
+            self.frozen = jax.tree.map(operator.or_, *lists)
+        self.transform = optimizer.build(steps, functions.declared, functions.widening, self.frozen)
 
     def init(self, seed: int) -> State:
         """Makes the state before the first step, a function of the seed; jit it with the shardings of the mesh."""
@@ -76,8 +107,12 @@ class TrainStep:
             'in_a_row': zero,
         }
 
-    def train(self, state: State, batch_AxBxL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    def train(
+        self, state: State, batch_AxBxL: jax.Array, teacher: Weights | None = None
+    ) -> tuple[State, dict[str, jax.Array]]:
         """Takes one optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
+
+        `teacher` has the teacher's weights (`Teaching.abstract`), if the step has a teacher.
 
         An update is made only if loss, gradient (its norm too) and learning rate are finite. Otherwise the state keeps
         its values, `skipped` and `in_a_row` grow, and the next batch follows. If an update would make a number infinite
@@ -87,11 +122,12 @@ class TrainStep:
         Returns:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
                 first_bad: the number of the first array that is not finite, for `name_first_bad` (-1: all are finite).
+                The comparison with a teacher adds its own (`Distillation.compare`).
         """
         windows = (batch_AxBxL,)
         if isinstance(self.unpack, Hiding):
             windows += (self._number_examples(state['step'], batch_AxBxL),)
-        loss, gradients, by_window = self._gradients(state['params'], state['buffers'], *windows)
+        loss, gradients, others = self._gradients(state['params'], state['buffers'], *windows, teacher=teacher)
         squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
         norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
@@ -117,7 +153,7 @@ class TrainStep:
             'skipped': new['skipped'],
             'in_a_row': new['in_a_row'],
             'first_bad': jnp.where(finite, -1, jnp.argmin(finite_N)),
-            **by_window,
+            **others,
         }
         return new, metrics
 
@@ -127,6 +163,10 @@ class TrainStep:
         """Returns (the loss to minimize, the nats of each target): see `ModelFunctions.weighted_loss`."""
         arrays = tokens_BxL, targets_BxL, share_BxL
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
+
+    def read_comparison(self, metrics: Mapping[str, Any]) -> Reading:
+        """Returns what the metrics of a step say about student and teacher, for metrics.jsonl and the progress."""
+        return self.teaching.objective.read_measures(metrics) if self.teaching else Reading({}, None)
 
     def name_first_bad(self, first_bad: int) -> str:
         """Returns the name of the array that the metric `first_bad` stands for: 'loss', 'gradient of …', 'gradient
@@ -140,12 +180,23 @@ class TrainStep:
         rows = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
         return step.astype(jnp.uint32) * math.prod(shape) + rows
 
-    def _gradients(self, params: Any, buffers: Any, *windows: jax.Array) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns (loss in nats without z-loss, gradients with it, metrics of single windows).
+    def _compare(self, given: '_Given', *arrays_BxL: jax.Array) -> TeacherLoss:
+        """Returns the loss to minimize with its parts; with a teacher, the comparison with it."""
+        weights = {'params': given.params, 'buffers': given.buffers}
+        if self.teaching is None:
+            return TeacherLoss(*self.weighted_loss(weights, *arrays_BxL), {})
+        assert given.teacher is not None, 'a step with a teacher needs its weights'
+        pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
+        return self.teaching.objective.compare(pair, *arrays_BxL, documents=self.documents)
+
+    def _gradients(
+        self, params: Any, buffers: Any, *windows: jax.Array, teacher: Weights | None = None
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """Returns (loss in nats without z-loss, gradients with it, other metrics).
 
         The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
         """
-        microbatches = windows[0].shape[0]
+        microbatches, given = windows[0].shape[0], _Given(params, buffers, teacher)
         counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
         count = None  # the mean number of targets per microbatch, over all devices
         if counted_AxBxL is not None:
@@ -162,30 +213,31 @@ class TrainStep:
             nats_B = nats_BxL.sum(axis=1, where=counted_BxL)
             return {'window_loss': nats_B / jnp.maximum(targets_B, 1), 'window_targets': targets_B}
 
-        def objective(params, buffers, count, batch_BxL, *numbers_B):
+        def objective(params, given, count, batch_BxL, *numbers_B):
+            given = given._replace(params=jax.tree.map(_stop_gradients, params, self.frozen))
             batch_BxL = batch_BxL.astype(jnp.int32)
             inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL, *numbers_B)
             if counted_BxL is None:
                 share_BxL = jnp.full(targets_BxL.shape, 1 / (targets_BxL.size * parts), jnp.float32)
             else:
                 share_BxL = jnp.where(counted_BxL, 1 / count, 0.0)
-            weights = {'params': params, 'buffers': buffers}
-            loss, nats_BxL = self.weighted_loss(weights, inputs_BxL, targets_BxL, share_BxL)
+            loss, nats_BxL, measures = self._compare(given, inputs_BxL, targets_BxL, share_BxL)
             by_window = summarize_windows(nats_BxL, counted_BxL) if self.by_window else {}
             nats = nats_BxL.mean() / parts if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
-            return loss, (nats, by_window)
+            return loss, ((nats, measures), by_window)
 
         grad = jax.grad(objective, has_aux=True)
         if microbatches == 1:
-            gradients, (mean, by_window) = grad(params, buffers, count, *(x[0] for x in windows))
-            return mean, gradients, jax.tree.map(lambda x: x[None], by_window)
+            gradients, ((loss, measures), by_window) = grad(params, given, count, *(x[0] for x in windows))
+            return loss, gradients, measures | jax.tree.map(lambda x: x[None], by_window)
 
-        def accumulated(params, buffers, count, *windows):
+        def accumulated(given, count, *windows):
             def accumulate(total, window):
-                gradients, (mean, by_window) = grad(params, buffers, count, *window)
-                return jax.tree.map(jnp.add, total, (mean, gradients)), by_window
+                gradients, (means, by_window) = grad(given.params, given, count, *window)
+                return jax.tree.map(jnp.add, total, (means, gradients)), by_window
 
-            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+            measures = self.teaching.objective.make_measures(self.functions) if self.teaching else {}
+            zero = ((jnp.zeros(()), measures), jax.tree.map(jnp.zeros_like, given.params))
             total, by_window = jax.lax.scan(accumulate, zero, windows)
             return (jax.lax.psum(total, axes) if axes else total), by_window
 
@@ -195,13 +247,27 @@ class TrainStep:
             whole, rows = PartitionSpec(), PartitionSpec(None, axes)
             accumulated = jax.shard_map(
                 accumulated,
-                in_specs=(whole, whole, whole, *[rows] * len(windows)),
+                in_specs=(whole, whole, *[rows] * len(windows)),
                 out_specs=(whole, rows),
                 axis_names=names,
                 check_vma=False,
             )
-        total, by_window = accumulated(params, buffers, count, *windows)
-        return *jax.tree.map(lambda x: x / microbatches, total), by_window
+        total, by_window = accumulated(given, count, *windows)
+        (loss, measures), gradients = jax.tree.map(lambda x: x / microbatches, total)
+        return loss, gradients, measures | by_window
+
+
+class _Given(NamedTuple):
+    """The arrays that a gradient is computed from, besides the windows."""
+
+    params: Any
+    buffers: Any
+    teacher: Weights | None
+
+
+def _stop_gradients(x: jax.Array, frozen: bool) -> jax.Array:
+    """Returns x, which has no gradient if it is frozen: it is then not computed."""
+    return jax.lax.stop_gradient(x) if frozen else x
 
 
 def _checked(loss: Any, squares: Any, norm: Any, rate: Any) -> dict[str, Any]:

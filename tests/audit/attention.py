@@ -1,6 +1,7 @@
 """Attention: the operations and the mechanisms on them, values and gradients."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from flax import nnx
 from ledger import compares, draw, values_and_gradients
 from strangers import feature_maps, fla, head_first, mean, performer
 from torch.nn import functional as F
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from lm.attention import HeadDims
 from lm.attention.performer import Performer
@@ -61,6 +64,29 @@ softmax_row('scale 0.7, both ways', naive(scale=0.7, causal=False), FLA, scale=0
 def _(dtype):
     sdpa = head_first(functools.partial(F.scaled_dot_product_attention, is_causal=True))
     return values_and_gradients(module(Softmax()), sdpa, draw(1, *ALIKE), dtype)
+
+
+def eager(attend, *qkv, window, **options):
+    """Runs an attention function of transformers, whose mask is added to the scores."""
+    distance = torch.arange(L)[:, None] - torch.arange(L)
+    hidden = torch.where((distance < 0) | (distance >= window), -torch.inf, 0.0).to(qkv[0])
+    module = types.SimpleNamespace(num_key_value_groups=2, training=False, **options.pop('fields', {}))
+    return attend(module, *(x.transpose(1, 2) for x in qkv), hidden[None, None], scaling=D**-0.5, **options)[0]
+
+
+@compares('softmax, sinks in a window of 17', 'transformers gpt_oss')
+def _(dtype):
+    attend = modeling_gpt_oss.eager_attention_forward
+    ours = lambda q, k, v, b: softmax_attention(q, k, v, sinks_H=b, window=17, implementation='xla')  # noqa: E731
+    theirs = lambda q, k, v, b: eager(attend, q, k, v, window=17, fields={'sinks': b})  # noqa: E731
+    return values_and_gradients(ours, theirs, draw(2, *GROUPED, (H,)), dtype)
+
+
+@compares('softmax, a cap of the scores', 'transformers gemma2', bits=(32,))  # its softmax is float32
+def _(dtype):
+    attend = functools.partial(modeling_gemma2.eager_attention_forward, softcap=0.8)
+    ours = functools.partial(softmax_attention, score_cap=0.8, implementation='xla')
+    return values_and_gradients(ours, functools.partial(eager, attend, window=L), draw(3, *GROUPED), dtype)
 
 
 def linear_row(name, normalize, block):

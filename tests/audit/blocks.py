@@ -15,7 +15,7 @@ from ledger import compares, draw, values_and_gradients
 from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
-from lm.interop.families import Llama
+from lm.interop.families.llama import Llama
 from lm.interop.names import from_tensors
 from lm.model import build
 from lm.model.functions import split

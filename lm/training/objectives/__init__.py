@@ -2,7 +2,8 @@
 
 from lm.config.configurable import import_modules
 from lm.training.objectives.base import Hiding, Objective, Unpack, check_objective
+from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLoss
 
 import_modules(__name__, __path__)
 
-__all__ = ['Hiding', 'Objective', 'Unpack', 'check_objective']
+__all__ = ['Distillation', 'Hiding', 'Objective', 'Pair', 'Reading', 'TeacherLoss', 'Unpack', 'check_objective']

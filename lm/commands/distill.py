@@ -1,0 +1,102 @@
+"""The verb `lm distill`."""
+
+import argparse
+import functools
+
+from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick
+from lm.commands.verb import Call, Verb
+
+STAGES = {
+    'align': 'attention learns to give the outputs of the attention of the teacher, layer by layer',
+    'distill': 'the whole student learns to predict what the teacher predicts',
+}
+"""The objective of each stage → what it does."""
+NOT_INHERITED = (
+    'train.objective',
+    'train.init_from',
+    'train.skip_batches',
+    'train.profile',
+    'train.trackers',
+    'optimizer.average_steps',
+    'mesh.processes',
+    'mesh.slices',
+)
+"""Bindings of the teacher's run that say nothing about its student."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--teacher', required=True, metavar='RUN', help='the trained model: a run of lm train or import'
+    )
+    stages = '; '.join(f'{name}: {text}' for name, text in STAGES.items())
+    parser.add_argument('--stage', choices=tuple(STAGES), help=stages)
+    parser.add_argument(
+        '--choose',
+        type=int,
+        metavar='K',
+        help='after align: rank the layers of --run_dir by what recall loses without the attention of the teacher, and '
+        'write the pattern in which K layers keep it',
+    )
+    parser.add_argument(
+        '--run_dir', required=True, metavar='DIR', help='the run of this stage: a new folder, or one to resume'
+    )
+    parser.add_argument(
+        '--init_from', metavar='RUN', help='the run of the stage before; default: the weights of the teacher'
+    )
+    parser.add_argument(
+        '--compile_cache', metavar='DIR', help="where compiled programs stay; 'none': nowhere; default: in the run"
+    )
+    parser.add_argument('--rewind_to', type=int, metavar='STEP', help='go on from this checkpoint')
+    add_gin_flags(parser)
+    add_job_flags(parser)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    from lm.errors import ConfigError
+
+    if (arguments.stage is None) == (arguments.choose is None):
+        raise ConfigError('--stage and --choose: give one of them')
+    if arguments.choose is not None:
+        if arguments.choose < 1:
+            raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
+        from lm.inference.layer_choice import choose_layers
+
+        return functools.partial(choose_layers, arguments.run_dir, arguments.teacher, arguments.choose)
+
+    from lm.experiment import load
+    from lm.runs.paths import check_name, check_path
+    from lm.runs.run_dir import RunDir
+
+    run_dir, teacher = arguments.run_dir, arguments.teacher.rstrip('/')
+    check_path(run_dir)
+    check_name(run_dir.rstrip('/').rpartition('/')[2])
+    config = RunDir(teacher).config
+    if not config.exists():
+        raise ConfigError(f'--teacher {teacher}: holds no config.gin, so it is not a run of lm train or lm import')
+    params = [f'train.objective = @{arguments.stage}()', f'{arguments.stage}.teacher = {teacher!r}']
+    if arguments.init_from is not None:
+        params.append(f'train.init_from = {arguments.init_from!r}')
+    experiment = load(
+        arguments.gin_file,
+        [*params, *arguments.gin_param],
+        allow_imports=arguments.allow_gin_imports,
+        base=str(config),
+        leave_out=NOT_INHERITED,
+    )
+
+    from lm.session.train import train_in_job
+
+    return functools.partial(
+        train_in_job, experiment, run_dir, job_address(arguments), **pick(arguments, 'rewind_to', 'compile_cache')
+    )
+
+
+VERB = Verb(
+    name='distill',
+    place=25,
+    help='convert a trained model to another attention: its layers or its predictions are the aim',
+    example='lm distill --teacher runs/softmax --stage align --run_dir runs/align --gin_file configs/recipes/align.gin',
+    add_flags=add_flags,
+    make_call=make_call,
+    resumes=True,
+)

@@ -1,0 +1,160 @@
+"""The choice of layers of a converted model that keep the attention of the teacher: `lm distill --choose`.
+
+Each layer in turn gets the student's attention while all others stay the teacher's. Two losses answer: of plain text,
+and of passages that stand in the text a second time, which a model predicts by recalling the first. The layers that
+recall needs most, for what plain text needs of them, keep their attention (HALO, 2026, eq. 8).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm.config.text import dump
+from lm.errors import ConfigError, writing
+from lm.inference.loaded_run import LoadedRun, open_run
+from lm.inference.no_data import NoData
+from lm.model.distillation import score_swapped
+from lm.model.functions import over_windows
+from lm.model.layers import find_same_layers
+
+WINDOWS = 64
+"""Windows of the evaluation split that both losses are measured on."""
+ROWS = 8
+"""Windows in one call of the program."""
+PASSAGE, CUE = 16, 4
+"""Tokens of a repeated passage, and how many of them are given before recall counts."""
+LEAST_LOSS = 1e-3
+"""Nats of plain text below which a difference counts as this much: the ratio would be noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerEffect:
+    """The effect of the student's attention in one layer.
+
+    Attributes:
+        layer: its number, from 0.
+        loss: nats per token of plain text that it costs.
+        recall: nats per token of repeated passages that it costs.
+    """
+
+    layer: int
+    loss: float
+    recall: float
+
+    @property
+    def score(self) -> float:
+        """Recall that the layer is worth per loss of plain text."""
+        return self.recall / max(self.loss, LEAST_LOSS)
+
+
+def plant_passages(tokens_BxL: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Repeats passages of each window in its second half.
+
+    Returns:
+        the windows, and True for each token that the first copy tells, both [B, L].
+    """
+    rows, length = tokens_BxL.shape
+    size, half = PASSAGE, length // 2
+    places = range(half, length - size + 1, 2 * size)
+    planted_BxL, told_BxL = tokens_BxL.copy(), np.zeros(tokens_BxL.shape, bool)
+    draws = np.random.default_rng(seed)
+    for row in range(rows):
+        sources = draws.permutation(np.arange(0, half - size + 1, size))
+        for source, place in zip(sources, places, strict=False):
+            planted_BxL[row, place : place + size] = tokens_BxL[row, source : source + size]
+            told_BxL[row, place + CUE : place + size] = True
+    return planted_BxL, told_BxL
+
+
+def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
+    """Measures the effect of the student's attention in each layer where it differs from the teacher's.
+
+    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data.
+    """
+    experiment, store = student.experiment, student.store
+    if isinstance(store, NoData):
+        raise store.error
+    length = experiment.train.context_length
+    split = experiment.evaluate.split or experiment.data.eval_split
+    if length < 4 * PASSAGE:
+        raise ConfigError(f'train.context_length = {length}: must be at least {4 * PASSAGE} to measure recall')
+    starts = np.arange(0, store.tokens(split) - length, length)[:WINDOWS]
+    if not len(starts):
+        raise ConfigError(f'evaluate.split = {split!r}: has fewer tokens than one window of {length}')
+    tokens_BxL = store.read_many(split, starts, length + 1).astype(np.int32)
+    planted_BxL, told_BxL = plant_passages(tokens_BxL)
+
+    @jax.jit
+    def score(ours, theirs, windows_BxL, swapped_N):
+        models = [(student.functions, ours), (teacher.functions, theirs)]
+        function = functools.partial(score_swapped, swapped_N=swapped_N)
+        return over_windows(function, models, None, windows_BxL[:, :-1], windows_BxL[:, 1:])
+
+    def measure(swapped_N: np.ndarray) -> tuple[float, float]:
+        plain, recalled = (
+            np.concatenate(
+                [
+                    score(student.weights, teacher.weights, jnp.asarray(windows_BxL[i : i + ROWS]), swapped_N)
+                    for i in range(0, len(starts), ROWS)
+                ]
+            )
+            for windows_BxL in (tokens_BxL, planted_BxL)
+        )
+        return float(plain.mean()), float(recalled[told_BxL[:, 1:]].mean())
+
+    depth, period = student.functions.config.n_layers, len(student.functions.config.pattern)
+    same = find_same_layers(teacher.functions, student.functions)
+    with jax.set_mesh(student.mesh):
+        loss, recall = measure(np.zeros(depth, bool))
+        effects = []
+        for layer in (i for i in range(depth) if i % period not in same):
+            one, other = measure(np.arange(depth) == layer)
+            effects.append(LayerEffect(layer, one - loss, other - recall))
+    return effects
+
+
+def rank_layers(effects: Sequence[LayerEffect]) -> list[LayerEffect]:
+    """Returns the layers from the one that recall needs most."""
+    return sorted(effects, key=lambda effect: (-effect.score, effect.layer))
+
+
+def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -> str:
+    """Returns the gin text of the student's pattern in which the layers `full` have the teacher's attention."""
+    ours, theirs = student.experiment.model, teacher.experiment.model
+    mechanisms = tuple(
+        theirs.pattern[i % len(theirs.pattern)] if i in full else ours.pattern[i % len(ours.pattern)]
+        for i in range(ours.n_layers)
+    )
+    whole = dump(dataclasses.replace(student.experiment, model=dataclasses.replace(ours, attention=mechanisms)))
+    names = {mechanism.gin_name for mechanism in mechanisms}
+    kept = [
+        line
+        for line in whole.splitlines()
+        if line.startswith('model.attention = ') or line.partition('.')[0].rpartition('/')[2] in names
+    ]
+    return '\n'.join(kept) + '\n'
+
+
+def choose_layers(run_dir: str, teacher_dir: str, count: int) -> None:
+    """Prints which layers of an aligned student keep the teacher's attention, and writes their pattern to the run.
+
+    Raises ConfigError if there are fewer layers to choose from.
+    """
+    student, teacher = open_run(run_dir), open_run(teacher_dir)
+    effects = measure_layers(student, teacher)
+    if count > len(effects):
+        raise ConfigError(f'--choose {count}: the student differs from the teacher in {len(effects)} layers only')
+    ranked = rank_layers(effects)
+    full = sorted(effect.layer for effect in ranked[:count])
+    print(f'{"layer":>5}  {"loss":>8}  {"recall":>8}  {"score":>8}')
+    for effect in ranked:
+        kept = '  stays full' if effect.layer in full else ''
+        print(f'{effect.layer:>5}  {effect.loss:>+8.4f}  {effect.recall:>+8.4f}  {effect.score:>8.2f}{kept}')
+    path = student.directory.path / 'pattern.gin'
+    with writing(path):
+        path.write_text(write_pattern(student, teacher, full))
+    print(f'written to {path}')

@@ -1,0 +1,136 @@
+"""The comparison of a student with its teacher on the same tokens: layer by layer, and by predictions.
+
+B batch, L length, N layers, D model width, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lm.model.layers import RotatedLayer, scan_pairs
+from lm.model.transformer import PLACES, Transformer
+
+
+class Predictions(NamedTuple):
+    """The predictions of two models for the same tokens, each [B, L] float32, in nats.
+
+    Attributes:
+        divergence_BxL: Kullback–Leibler divergence of the student's distribution from the teacher's.
+        nats_BxL: negative log-likelihood of the target by the student.
+        teacher_nats_BxL: the same by the teacher, without a gradient.
+    """
+
+    divergence_BxL: jax.Array
+    nats_BxL: jax.Array
+    teacher_nats_BxL: jax.Array
+
+
+def compare_predictions(
+    student: Transformer,
+    teacher: Transformer,
+    tokens_BxL: jax.Array,
+    targets_BxL: jax.Array,
+    positions: jax.Array,
+    starts_BxL: jax.Array | None,
+    *,
+    temperature: float = 1.0,
+) -> Predictions:
+    """Compares the distributions of the next token. Logits exist for `PLACES` positions at a time.
+
+    The divergence compares both distributions at `temperature`. Its factor, the square of the temperature, keeps the
+    size of the gradient (Hinton et al. 2015, §2). The likelihoods are at a temperature of 1.
+    """
+    x_BxLxD = student.hidden(tokens_BxL, positions, starts_BxL)
+    y_BxLxD = jax.lax.stop_gradient(teacher.hidden(tokens_BxL, positions, starts_BxL))
+
+    @jax.checkpoint
+    def compare(place: tuple[jax.Array, jax.Array, jax.Array]) -> Predictions:
+        x_BxD, y_BxD, targets_B = place
+        logits_BxV = student.logits(x_BxD[:, None])[:, 0]
+        theirs_BxV = jax.lax.stop_gradient(teacher.logits(y_BxD[:, None])[:, 0])
+        ours_BxV, theirs_log_BxV = (jax.nn.log_softmax(z_BxV / temperature) for z_BxV in (logits_BxV, theirs_BxV))
+        divergence_B = (jnp.exp(theirs_log_BxV) * (theirs_log_BxV - ours_BxV)).sum(axis=-1)
+        nats_B, theirs_B = (
+            -jnp.take_along_axis(jax.nn.log_softmax(z_BxV), targets_B[:, None], axis=-1)[:, 0]
+            for z_BxV in (logits_BxV, theirs_BxV)
+        )
+        return Predictions(divergence_B * temperature**2, nats_B, theirs_B)
+
+    with jax.named_scope('cross_entropy'):
+        places = (x_BxLxD.swapaxes(0, 1), y_BxLxD.swapaxes(0, 1), targets_BxL.T)
+        found = jax.lax.map(compare, places, batch_size=PLACES)
+        return Predictions(*(array_LxB.T for array_LxB in found))
+
+
+class LayerErrors(NamedTuple):
+    """The comparison of attention in each layer; the layers are the last axis.
+
+    Attributes:
+        errors_BxLxN: mean square over the channels of the difference between student and teacher, float32.
+        sizes_BxLxN: mean square over the channels of the teacher's output, float32.
+    """
+
+    errors_BxLxN: jax.Array
+    sizes_BxLxN: jax.Array
+
+
+def compare_layers(
+    student: Transformer,
+    teacher: Transformer,
+    tokens_BxL: jax.Array,
+    positions: jax.Array,
+    starts_BxL: jax.Array | None,
+) -> LayerErrors:
+    """Compares the outputs of attention of each layer, both computed from the teacher's normalized input of the layer.
+
+    The residual stream is the teacher's, and it has no gradient: no gradient crosses layers.
+    """
+
+    def compare(x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer) -> tuple[jax.Array, LayerErrors]:
+        normed_BxLxD = theirs.block.normalize(x_BxLxD)
+        taught_BxLxD = theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL)
+        after_BxLxD = theirs.block.finish(x_BxLxD, taught_BxLxD)
+        normed_BxLxD, taught_BxLxD, after_BxLxD = jax.lax.stop_gradient((normed_BxLxD, taught_BxLxD, after_BxLxD))
+        learned_BxLxD = ours.block.mix(normed_BxLxD, ours.rotation, starts_BxL)
+        return after_BxLxD, LayerErrors(_mean_squares(taught_BxLxD, learned_BxLxD), _mean_squares(taught_BxLxD))
+
+    x_BxLxD = jax.lax.stop_gradient(teacher.embed(tokens_BxL, positions))
+    _, found = scan_pairs(student, teacher, positions, compare, x_BxLxD)
+    return LayerErrors(*(jnp.moveaxis(array_NxBxL, 0, -1) for array_NxBxL in found))
+
+
+def _mean_squares(x_BxLxD: jax.Array, y_BxLxD: jax.Array | float = 0.0) -> jax.Array:
+    """Returns the mean over the channels of the squared difference, [B, L] float32."""
+    return jnp.square(x_BxLxD.astype(jnp.float32) - y_BxLxD).mean(axis=-1)
+
+
+def score_swapped(
+    student: Transformer,
+    teacher: Transformer,
+    tokens_BxL: jax.Array,
+    targets_BxL: jax.Array,
+    positions: jax.Array,
+    starts_BxL: jax.Array | None,
+    *,
+    swapped_N: jax.Array,
+) -> jax.Array:
+    """Scores the targets by the teacher with the student's attention in some layers, [B, L] in nats.
+
+    `swapped_N` is True in these layers. One program serves all choices, so both kinds of attention are computed
+    everywhere.
+    """
+
+    def apply(
+        x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer, is_swapped: jax.Array
+    ) -> tuple[jax.Array, None]:
+        normed_BxLxD = theirs.block.normalize(x_BxLxD)
+        mixed_BxLxD = jnp.where(
+            is_swapped,
+            ours.block.mix(normed_BxLxD, ours.rotation, starts_BxL),
+            theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL),
+        )
+        return theirs.block.finish(x_BxLxD, mixed_BxLxD), None
+
+    x_BxLxD, _ = scan_pairs(student, teacher, positions, apply, teacher.embed(tokens_BxL, positions), swapped_N)
+    return teacher.losses(teacher.final_norm(x_BxLxD), targets_BxL)

@@ -1,0 +1,174 @@
+"""The layers of two models of equal depth, a teacher and its student, whatever their patterns of mechanisms are.
+
+Layer i of a model with P mechanisms in its pattern is layer i // P of its stack i % P (`Transformer.blocks`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from lm.model.block import Block, take_apart
+from lm.model.functions import ModelFunctions
+from lm.model.transformer import Transformer
+from lm.ops.rotary import Rotation
+
+BLOCKS = 'blocks'
+
+
+class RotatedLayer(NamedTuple):
+    """One layer, and the rotation of its positions."""
+
+    block: Block
+    rotation: Rotation | None
+
+
+def scan_pairs(
+    student: Transformer,
+    teacher: Transformer,
+    positions: jax.Array,
+    function: Callable[..., tuple[jax.Array, Any]],
+    x_BxLxD: jax.Array,
+    *given_N: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Calls (x, found) = function(x, layer of the student, layer of the teacher, *given) through all layers.
+
+    Both patterns repeat together after a period. One loop runs over the periods, so that a program does not grow with
+    the depth; layers behind the last whole period follow one by one. The backward pass computes each call again.
+
+    Args:
+        student: the first model.
+        teacher: the second one, of the same depth.
+        positions: of the tokens.
+        function: takes and returns x, and returns what it finds.
+        x_BxLxD: the input of the first layer.
+        given_N: arrays with a number for each layer.
+
+    Returns:
+        the output of the last layer, and what the calls found, stacked over the layers.
+    """
+    models = (student, teacher)
+    depth, period = student.config.n_layers, math.lcm(*(len(model.blocks) for model in models))
+    repeats = depth // period
+    rotations = [model.rotate_positions(positions) for model in models]
+    parts = [[take_apart(blocks) for blocks in model.blocks] for model in models]
+
+    def call(x_BxLxD, which, states, given):
+        def on_layers(x_BxLxD, states, given):
+            pair = []
+            for stacks, turned, state in zip(parts, rotations, states, strict=True):
+                stack = which % len(stacks)
+                block = stacks[stack][0](state, lambda block: block)
+                pair.append(RotatedLayer(block, turned[stack]))
+            return function(x_BxLxD, *pair, *given)
+
+        return jax.checkpoint(on_layers, prevent_cse=False)(x_BxLxD, states, given)
+
+    def pick(which, cut):
+        """Returns the states of one layer of each model, or of all layers in its place of a period."""
+        states = [jax.tree.map(cut(len(stacks)), stacks[which % len(stacks)][1]) for stacks in parts]
+        return states, [cut(1)(array_N) for array_N in given_N]
+
+    def one_period(x_BxLxD, states):
+        found = []
+        for which, each in enumerate(states):
+            x_BxLxD, one = call(x_BxLxD, which, *each)
+            found.append(one)
+        return x_BxLxD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+    def cut_places(which):
+        return lambda count: lambda leaf: leaf[which // count : repeats * period // count : period // count]
+
+    places = [pick(which, cut_places(which)) for which in range(period)] if repeats else []
+    found = []
+    if repeats:
+        x_BxLxD, by_period = jax.lax.scan(one_period, x_BxLxD, places)
+        found.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), by_period))
+    for i in range(repeats * period, depth):
+        x_BxLxD, one = call(x_BxLxD, i, *pick(i, lambda count, i=i: lambda leaf: leaf[i // count]))
+        found.append(jax.tree.map(lambda leaf: leaf[None], one))
+    return x_BxLxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
+
+
+def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:
+    """Returns True for each parameter of the student that it takes from the teacher, a nested dict like the parameters.
+
+    The teacher has it in the same layers and in the same shape. Parameters of a mechanism have a meaning for this
+    mechanism alone.
+    """
+    theirs = _flatten(teacher.abstract['params'])
+    declared = _flatten(student.declared)
+
+    def is_alike(path, leaf):
+        sources = _find_sources(path, teacher, student)
+        if path[0] == BLOCKS and declared[path].part == 'mechanism':
+            ours = type(student.config.pattern[path[1]])
+            if any(type(teacher.config.pattern[source.path[1]]) is not ours for source in sources):
+                return False
+        skipped = 1 if path[0] == BLOCKS else 0
+        return all(
+            source.path in theirs and theirs[source.path].shape[skipped:] == leaf.shape[skipped:] for source in sources
+        )
+
+    ours = _flatten(student.abstract['params'])
+    return unflatten_dict({path: is_alike(path, leaf) for path, leaf in ours.items()})
+
+
+def find_same_layers(teacher: ModelFunctions, student: ModelFunctions) -> set[int]:
+    """Returns the stacks of the student whose mechanism and parameters are the teacher's in each layer."""
+    copied = find_copied(teacher, student)[BLOCKS]
+    ours, theirs = student.config.pattern, teacher.config.pattern
+    depth = student.config.n_layers
+    return {
+        which
+        for which, mechanism in enumerate(ours)
+        if all(jax.tree.leaves(copied[which]))
+        and all(theirs[i % len(theirs)] == mechanism for i in range(which, depth, len(ours)))
+    }
+
+
+def copy_layers(teacher: ModelFunctions, student: ModelFunctions, theirs: Mapping[str, Any], ours: dict) -> dict:
+    """Returns the student's parameters with the teacher's in the places that `find_copied` names.
+
+    Args:
+        teacher: the functions of the teacher.
+        student: the functions of the student.
+        theirs: the parameters of the teacher.
+        ours: the initial parameters of the student.
+    """
+    copied, arrays = _flatten(find_copied(teacher, student)), _flatten(theirs)
+
+    def take(path, leaf):
+        if not copied[path]:
+            return leaf
+        sources = _find_sources(path, teacher, student)
+        layers = [
+            arrays[source.path] if source.layer is None else arrays[source.path][source.layer] for source in sources
+        ]
+        return (layers[0] if path[0] != BLOCKS else jnp.stack(layers)).astype(leaf.dtype)
+
+    return unflatten_dict({path: take(path, leaf) for path, leaf in _flatten(ours).items()})
+
+
+def _flatten(tree: Any) -> dict[tuple, Any]:
+    """Returns path → leaf of a nested dict."""
+    return cast(dict[tuple, Any], flatten_dict(tree))
+
+
+class _Source(NamedTuple):
+    """An array of the teacher, and the layer in it; None: it is not stacked."""
+
+    path: tuple
+    layer: int | None
+
+
+def _find_sources(path: tuple, teacher: ModelFunctions, student: ModelFunctions) -> list[_Source]:
+    """Returns the teacher's arrays for a parameter of the student, one per layer of a stack."""
+    if path[0] != BLOCKS:
+        return [_Source(path, None)]
+    count, depth = len(teacher.config.pattern), student.config.n_layers
+    layers = range(path[1], depth, len(student.config.pattern))
+    return [_Source((BLOCKS, i % count, *path[2:]), i // count) for i in layers]

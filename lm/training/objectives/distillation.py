@@ -1,0 +1,109 @@
+"""The base of objectives with a teacher: the student learns from what a trained model computes for the same tokens.
+
+    train.objective = @align(teacher = 'runs/teacher')
+
+The teacher is a run, whose weights never change. The step computes both models.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from lm.config.configurable import field
+from lm.data.dataset import Store
+from lm.model import ModelConfig
+from lm.model.functions import ModelFunctions, Weights
+from lm.ops.documents import Documents
+from lm.training.objectives.base import Objective
+
+
+class Pair(NamedTuple):
+    """The student and its teacher, with their weights."""
+
+    student: ModelFunctions
+    student_weights: Weights
+    teacher: ModelFunctions
+    teacher_weights: Weights
+
+
+class TeacherLoss(NamedTuple):
+    """The loss of a student against its teacher on a batch.
+
+    Attributes:
+        loss: the loss to minimize, a scalar.
+        nats_BxL: the loss of each token, without a gradient and without weights.
+        measures: further measures by name, weighted sums over the tokens as in the loss.
+    """
+
+    loss: jax.Array
+    nats_BxL: jax.Array
+    measures: dict[str, jax.Array]
+
+
+class Reading(NamedTuple):
+    """The measures of a step, for people.
+
+    Attributes:
+        measures: fields of metrics.jsonl.
+        summary: what the line of the step says of the loss; None: it is a cross-entropy.
+    """
+
+    measures: dict[str, float]
+    summary: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation(Objective):
+    """Base of the objectives that compare a student with a teacher."""
+
+    teacher: str = field(help='the run directory of the teacher')
+    teacher_step: int | None = field(
+        default=None, minimum=0, resume=True, help="the teacher's checkpoint; None: the newest"
+    )
+
+    looks_ahead = False
+    remedy = '{}, and a student is compared with its teacher from left to right; set that to True'
+
+    def unpack(self, store: Store | None, vocab_size: int) -> None:
+        return None
+
+    @abc.abstractmethod
+    def compare(
+        self,
+        pair: Pair,
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        share_BxL: jax.Array,
+        documents: Documents | None = None,
+    ) -> TeacherLoss:
+        """Compares student and teacher on a batch.
+
+        Args:
+            pair: both models.
+            tokens_BxL: the inputs.
+            targets_BxL: the token that each position predicts.
+            share_BxL: the weight of each position in the loss.
+            documents: the documents of a window do not see each other; None: a window is one document.
+        """
+
+    def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
+        """Returns zeros with the names and shapes of `TeacherLoss.measures`."""
+        return {}
+
+    @abc.abstractmethod
+    def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
+        """Returns the measures of a step, from its metrics."""
+
+    def choose_frozen(self, student: ModelFunctions, teacher: ModelFunctions) -> Any:
+        """Returns True for each parameter of the student that stays as it is, a nested dict like the parameters."""
+        return jax.tree.map(lambda declaration: False, student.declared)
+
+    @abc.abstractmethod
+    def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
+        """Returns the floating-point operations per token of a step of both models at context `length`."""
+
+    def check(self, student: ModelFunctions, teacher: ModelFunctions) -> None:
+        """Raises ConfigError if the two models cannot be compared."""

@@ -1,0 +1,52 @@
+"""The choice of layers that keep their attention: repeated passages, and the effect of a swap."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from lm.attention.hedgehog import Hedgehog
+from lm.attention.softmax import Softmax
+from lm.inference.layer_choice import CUE, PASSAGE, LayerEffect, plant_passages, rank_layers
+from lm.model import ModelConfig
+from lm.model.distillation import score_swapped
+from lm.model.functions import ModelFunctions, over_windows
+
+SIZES = {'vocab_size': 64, 'n_layers': 3, 'd_model': 32, 'n_heads': 2, 'head_dim': 16}
+
+
+def test_a_passage_stands_twice_and_its_second_copy_counts():
+    tokens_BxL = np.arange(2 * 129).reshape(2, 129)
+    planted_BxL, told_BxL = plant_passages(tokens_BxL)
+    changed_BxL = planted_BxL != tokens_BxL
+    assert not changed_BxL[:, :64].any()
+    assert (told_BxL <= changed_BxL).all()
+    assert told_BxL.sum() == 2 * 2 * (PASSAGE - CUE)
+    for row in range(2):
+        place = int(np.argmax(changed_BxL[row]))
+        passage = planted_BxL[row, place : place + PASSAGE]
+        assert list(passage) == list(tokens_BxL[row, passage[0] - 129 * row :][:PASSAGE])
+    again_BxL, _ = plant_passages(tokens_BxL)
+    assert (again_BxL == planted_BxL).all()
+
+
+def test_a_swap_of_no_layer_is_the_teacher_and_a_swap_of_one_changes_the_rest():
+    student, teacher = (
+        ModelFunctions(ModelConfig(**SIZES, attention=one), jnp.dtype('float32')) for one in (Hedgehog(), Softmax())
+    )
+    models = [(student, student.init(1)), (teacher, teacher.init(0))]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 17)), jnp.int32)
+
+    def score(*swapped):
+        def one(*arguments):
+            return score_swapped(*arguments, swapped_N=jnp.asarray([i in swapped for i in range(3)]))
+
+        return over_windows(one, models, None, tokens[:, :-1], tokens[:, 1:])
+
+    plain = teacher.score_targets(models[1][1], tokens[:, :-1], tokens[:, 1:]).nats
+    np.testing.assert_allclose(score(), plain, rtol=1e-6)
+    assert all((jnp.abs(score(i) - plain) > 1e-5).any() for i in range(3))
+
+
+def test_layers_are_ranked_by_recall_per_loss_of_plain_text():
+    effects = [LayerEffect(0, 0.1, 0.2), LayerEffect(1, 0.01, 0.1), LayerEffect(2, -0.5, 0.0)]
+    assert [effect.layer for effect in rank_layers(effects)] == [1, 0, 2]
+    assert effects[2].score == 0.0

@@ -1,0 +1,225 @@
+"""Distillation: student and teacher in one step, what is taken from the teacher, and what stays as it is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import train_step
+
+from lm.attention.hedgehog import Hedgehog
+from lm.attention.recurrent.retention import Retention
+from lm.attention.softmax import Softmax
+from lm.model import ModelConfig
+from lm.model.distillation import compare_layers
+from lm.model.functions import ModelFunctions, over_windows
+from lm.model.layers import copy_layers, find_copied
+from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
+from lm.training.objectives.align import Align
+from lm.training.objectives.distill import Distill
+from lm.training.optimizer import OptimizerConfig
+from lm.training.rules.adamw import AdamW
+from lm.training.step import Teaching
+
+SIZES = dict(vocab_size=64, n_layers=4, d_model=32, n_heads=2, head_dim=16)
+TEACHER = ModelConfig(**SIZES, attention=Softmax())
+STUDENT = ModelConfig(**SIZES, attention=(Retention(), Softmax()))
+CHANGED = ('qkv', 'attention', 'attention_out')
+NEW = ModelConfig(**SIZES, attention=Hedgehog())
+
+
+def batch(microbatches=1, rows=8, length=33):
+    draws = np.random.default_rng(0).integers(0, 64, (microbatches, rows // microbatches, length))
+    return jnp.asarray(draws, jnp.uint16)
+
+
+@functools.cache
+def functions(config):
+    return ModelFunctions(config, jnp.dtype('float32'))
+
+
+@functools.cache
+def weights(config, seed=0):
+    return functions(config).init(seed)
+
+
+def make(objective, student=STUDENT, **optimizer):
+    options = {'peak_learning_rate': 1e-2, 'warmup_steps': 2} | optimizer
+    teaching = Teaching(objective, functions(TEACHER))
+    return train_step(student, OptimizerConfig(**options), 10, teaching=teaching)
+
+
+def start(step, student=STUDENT):
+    """Returns the state of a student that begins with the weights of the teacher, and these."""
+    state, teacher = step.init(1), weights(TEACHER)
+    state['params'] = copy_layers(functions(TEACHER), functions(student), teacher['params'], state['params'])
+    return state, teacher
+
+
+def layer_errors(ours, params, tokens_BxL):
+    models = [(functions(ours), {'params': params, 'buffers': weights(ours)['buffers']})]
+    models += [(functions(TEACHER), weights(TEACHER))]
+    return over_windows(compare_layers, models, None, tokens_BxL)
+
+
+def test_a_model_has_no_error_as_its_own_teacher():
+    found = layer_errors(TEACHER, weights(TEACHER)['params'], batch()[0, :, :-1].astype(jnp.int32))
+    assert found.errors_BxLxN.shape == (8, 32, 4)
+    assert not found.errors_BxLxN.any()
+    assert (found.sizes_BxLxN > 0).all()
+
+
+@pytest.mark.parametrize('student', [STUDENT, NEW], ids=['pattern', 'one'])
+def test_no_gradient_crosses_layers(student):
+    tokens_BxL = batch()[0, :, :-1].astype(jnp.int32)
+
+    def error(params, layer):
+        return layer_errors(student, params, tokens_BxL).errors_BxLxN[..., layer].sum()
+
+    gradient = jax.jit(jax.grad(error), static_argnums=1)
+    params, period = weights(student, 1)['params'], len(student.pattern)
+    for layer in (0, 3):
+        found = gradient(params, layer)
+        outside = {name: value for name, value in found.items() if name != 'blocks'}
+        assert not any(leaf.any() for leaf in jax.tree.leaves(outside))
+        for stack, value in found['blocks'].items():
+            for i in range(4 // period):
+                norms = {name: float(jnp.abs(leaf[i]).max()) for name, leaf in value['qkv'].items()}
+                assert all((norm > 0) == (stack + i * period == layer) for norm in norms.values())
+            assert not any(leaf.any() for name in ('glu_in', 'attention_norm') for leaf in value[name].values())
+
+
+def test_the_error_of_a_layer_is_the_difference_of_the_outputs_of_attention():
+    tokens_BxL, ours = batch()[0, :2, :-1].astype(jnp.int32), weights(NEW, 1)
+    found = layer_errors(NEW, ours['params'], tokens_BxL)
+    student, teacher = functions(NEW).merge(ours), functions(TEACHER).merge(weights(TEACHER))
+    positions = jnp.arange(32)
+    x_BxLxD = teacher.embed(tokens_BxL, positions)
+    (rotation,), (other,) = teacher.rotate_positions(positions), student.rotate_positions(positions)
+    for i in range(4):
+        block, learner = teacher.layer(i), student.layer(i)
+        normed_BxLxD = block.normalize(x_BxLxD)
+        difference_BxLxD = learner.mix(normed_BxLxD, other) - block.mix(normed_BxLxD, rotation)
+        np.testing.assert_allclose(found.errors_BxLxN[..., i], (difference_BxLxD**2).mean(-1), rtol=1e-4, atol=1e-7)
+        x_BxLxD = block(x_BxLxD, rotation)
+
+
+def test_a_student_takes_each_layer_from_the_same_layer_of_its_teacher():
+    copied = find_copied(functions(TEACHER), functions(STUDENT))
+    assert copied['blocks'][0].pop('attention') == {'out_norm': {'scale': False}}, 'softmax has no such norm'
+    assert all(jax.tree.leaves(copied))
+    theirs = weights(TEACHER)['params']
+    taken = copy_layers(functions(TEACHER), functions(STUDENT), theirs, weights(STUDENT, 1)['params'])
+    for stack in (0, 1):
+        for name in ('qkv', 'glu_out'):
+            np.testing.assert_array_equal(
+                taken['blocks'][stack][name]['kernel'], theirs['blocks'][0][name]['kernel'][stack::2]
+            )
+    np.testing.assert_array_equal(taken['embedding']['embedding'], theirs['embedding']['embedding'])
+    others = find_copied(functions(TEACHER), functions(NEW))
+    own = {name for name, is_copied in others['blocks'][0]['attention'].items() if not is_copied}
+    assert own == {'q_weight', 'k_weight'}
+
+
+def test_alignment_moves_attention_alone_and_keeps_the_layers_of_the_teacher():
+    step = make(Align(teacher='t'))
+    state, teacher = start(step)
+    new, metrics = jax.jit(step.train)(state, batch(), teacher)
+    old = state['params']
+    assert metrics['layer_errors'].shape == (4,)
+    assert not metrics['layer_errors'][1::2].any(), 'these layers are the teacher’s'
+    assert (metrics['layer_errors'][::2] > 0).all()
+    np.testing.assert_allclose(metrics['loss'], metrics['layer_errors'].sum(), rtol=1e-6)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), old, new['params'])
+    assert moved['blocks'][0]['qkv']['kernel']
+    assert moved['blocks'][0]['attention_out']['kernel']
+    moved['blocks'][0] = {n: v for n, v in moved['blocks'][0].items() if n not in CHANGED}
+    assert not any(jax.tree.leaves(moved))
+    reading = step.read_comparison(jax.tree.map(np.ndarray.tolist, jax.device_get(metrics)))
+    assert list(reading.measures) == [f'layer_error/{i:02d}' for i in range(4)]
+    assert reading.measures['layer_error/01'] == 0 < reading.measures['layer_error/00']
+
+
+def test_new_parameters_alone_can_learn():
+    step = make(Align(teacher='t', trains='new'), NEW)
+    state, teacher = start(step, NEW)
+    new, _ = jax.jit(step.train)(state, batch(), teacher)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), state['params'], new['params'])
+    assert moved['blocks'][0].pop('attention') == {'q_weight': True, 'k_weight': True}
+    assert not any(jax.tree.leaves(moved))
+
+
+def test_alignment_lowers_the_error_of_each_layer():
+    step = make(Align(teacher='t'), NEW, peak_learning_rate=3e-3, weight_decay=0.0)
+    state, teacher = start(step, NEW)
+    advance, errors = jax.jit(step.train), []
+    for _ in range(10):
+        state, metrics = advance(state, batch(), teacher)
+        errors.append(metrics['layer_errors'])
+    assert (errors[-1] < 0.9 * errors[0]).all()
+
+
+def test_predictions_are_compared_as_by_formula():
+    step = make(Distill(teacher='t', temperature=2.0, cross_entropy=0.25))
+    state, teacher = start(step)
+    tokens = batch()[0].astype(jnp.int32)
+    _, metrics = jax.jit(step.train)(state, batch(), teacher)
+    ours, theirs = (
+        jax.nn.log_softmax(functions(config).merge(w)(tokens[:, :-1]) / 2.0)
+        for config, w in ((STUDENT, {'params': state['params'], 'buffers': state['buffers']}), (TEACHER, teacher))
+    )
+    divergence = 4 * (jnp.exp(theirs) * (theirs - ours)).sum(-1).mean()
+    np.testing.assert_allclose(metrics['divergence'], divergence, rtol=1e-4)
+    for name, config, w in (('cross_entropy', STUDENT, state), ('teacher_cross_entropy', TEACHER, teacher)):
+        scored = functions(config).score_targets(w, tokens[:, :-1], tokens[:, 1:])
+        np.testing.assert_allclose(metrics[name], scored.nats.mean(), rtol=1e-6)
+    expected = 0.75 * metrics['divergence'] + 0.25 * metrics['cross_entropy']
+    np.testing.assert_allclose(metrics['loss'], expected, rtol=1e-6)
+
+
+def test_a_teacher_has_nothing_to_teach_itself():
+    step = make(Distill(teacher='t'), TEACHER)
+    state, teacher = start(step, TEACHER)
+    _, metrics = jax.jit(step.train)(state, batch(), teacher)
+    assert abs(metrics['divergence']) < 1e-6
+    assert metrics['grad_norm'] < 1e-5
+
+
+@pytest.mark.parametrize('objective', [Align(teacher='t'), Distill(teacher='t')], ids=['align', 'distill'])
+@pytest.mark.parametrize(('devices', 'fsdp', 'sequence', 'microbatches'), [(2, 1, 1, 2), (4, 2, 1, 1), (4, 1, 2, 1)])
+def test_any_mesh_takes_the_same_step(objective, devices, fsdp, sequence, microbatches):
+    step = make(objective, rule=AdamW(epsilon=1e-2))  # so that no sign of a small number decides
+    state, teacher = start(step)
+    alone, expected = jax.jit(step.train)(state, batch(), teacher)
+    mesh = make_mesh(MeshConfig(fsdp=fsdp, sequence=sequence), jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(
+            state, jax.tree.map(lambda x: x.sharding, place(step.abstract, mesh, functions(STUDENT).declared))
+        )
+        theirs = place(step.teaching.abstract, mesh, functions(TEACHER).declared)
+        taught = jax.device_put(teacher, jax.tree.map(lambda x: x.sharding, theirs))
+        rows = jax.device_put(batch(microbatches), batch_sharding(mesh, axis=1))
+        new, metrics = jax.jit(step.train)(placed, rows, taught)
+    for name in expected:
+        if name != 'first_bad':
+            np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), new['params'], alone['params'])
+
+
+def test_frozen_parts_stay_and_have_no_optimizer_state():
+    step = train_step(TEACHER, OptimizerConfig(warmup_steps=2, frozen=('embedding', 'glu')), 10)
+    state = step.init(0)
+    new, metrics = jax.jit(step.train)(state, batch())
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), state['params'], new['params'])
+    assert not any(jax.tree.leaves(moved.pop('embedding')))
+    assert not any(jax.tree.leaves([moved['blocks'][0].pop(name) for name in ('glu_in', 'glu_out')]))
+    assert all(jax.tree.leaves(moved))
+    sizes = sum(leaf.size for leaf in jax.tree.leaves(state['params']['embedding']))
+    whole = make_state_size(OptimizerConfig(warmup_steps=2))
+    assert make_state_size(OptimizerConfig(warmup_steps=2, frozen=('embedding',))) == whole - 2 * sizes
+    assert metrics['grad_norm'] > 0
+
+
+def make_state_size(optimizer):
+    return sum(leaf.size for leaf in jax.tree.leaves(train_step(TEACHER, optimizer, 10).abstract['optimizer']))
