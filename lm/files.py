@@ -49,6 +49,8 @@ def check_scheme(path: os.PathLike | str, name: str) -> None:
         raise ConfigError(f'{_label(path, name)}: {scheme}:// is not supported; use a folder, gs://… or s3://…')
     if separator and scheme in PACKAGES and not rest.partition('/')[0]:
         raise ConfigError(f'{_label(path, name)}: names no bucket; write {scheme}://BUCKET/FOLDER')
+    if re.search(r'(^|/)\$(\w|\{)', text) and not os.path.exists(text):
+        raise ConfigError(f'{_label(path, name)}: variables of the environment are not expanded; write the path out')
     # pathlib makes one slash of the two in an address.
     if not separator and (meant := re.match(rf'({"|".join(PACKAGES)})(?::|//)/*', text)):
         address = f'{meant[1]}://{text[meant.end() :]}'

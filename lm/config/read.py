@@ -91,7 +91,7 @@ class _Reader:
             raise ConfigError(f'{where}{path}: includes itself')
         self._open.append(str(path))
         try:
-            text = path.read_bytes().decode()
+            text = path.read_bytes().decode('utf-8-sig')  # with the byte order mark of Windows
         except UnicodeDecodeError:
             raise ConfigError(f'{where}{path}: is not text in UTF-8') from None
         except Exception as error:

@@ -11,6 +11,7 @@ short reads, on a local disk and in a bucket (gs://, s3://). A damaged byte is a
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -57,7 +58,9 @@ class TokenStore:
             )
         info = read_info(path, timeout)
         if info is None:
-            raise AbsentError(f'data.path = {path!r}: no finished token store is there; run `lm prepare` first')
+            is_relative = not is_remote(path) and not os.path.isabs(path)
+            where = f' ({os.path.abspath(path)}, from the current folder)' if is_relative else ''
+            raise AbsentError(f'data.path = {path!r}: no finished token store is there{where}; run `lm prepare` first')
         return cls(path, info)
 
     @property

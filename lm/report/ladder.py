@@ -192,7 +192,7 @@ class Ladder:
 
 
 def make_ladder(name: str, baseline: Sequence[Run], runs: Sequence[Run], measures: Measures) -> Ladder:
-    """Fits the curve of a baseline.
+    """Fits the curve of a baseline to the mean losses of its sizes, so that seeds do not give a size more weight.
 
     Args:
         name: the runs of the baseline as the flag names them.
@@ -208,7 +208,7 @@ def make_ladder(name: str, baseline: Sequence[Run], runs: Sequence[Run], measure
     results = [r for r in found if isinstance(r, FinishedRun) and str(r.run.directory.path) in of_baseline]
     absent = [m for m in found if isinstance(m, Missing) and str(m.run.directory.path) in of_baseline]
     _check_one_recipe(name, results)
-    sizes = {result.compute for result in results}
+    sizes = sorted({result.compute for result in results})
     if len(sizes) < FEWEST_SIZES:
         missing = '; '.join(f'{run.name} ({reason})' for run, reason in absent)
         raise ConfigError(
@@ -217,7 +217,8 @@ def make_ladder(name: str, baseline: Sequence[Run], runs: Sequence[Run], measure
             + (f' (no result: {missing})' if missing else '')
         )
     try:
-        law = fit_power_law(np.array([r.compute for r in results]), np.array([r.loss for r in results]))
+        means = [statistics.fmean(r.loss for r in results if r.compute == size) for size in sizes]
+        law = fit_power_law(np.array(sizes), np.array(means))
     except ConfigError as error:
         raise ConfigError(f'--ladder {name}: {error}') from None
     judged = [

@@ -36,8 +36,8 @@ def list_notes(ladder: Ladder) -> list[str]:
     notes = [
         'Effective speed-up: the compute with which the baseline reaches the loss of a run, over the compute of the '
         'run. Compute: training tokens times the FLOPs per token of lm check. In brackets: extremes over seeds.',
-        f'Baseline {ladder.name}: {ladder.law}, in nats per token, by least squares of '
-        f'{format_count(len(ladder.baseline), "run")} at {len(sizes)} sizes from {format_power(sizes[0])} to '
+        f'Baseline {ladder.name}: {ladder.law}, in nats per token, by least squares of the mean losses of '
+        f'{len(sizes)} sizes ({format_count(len(ladder.baseline), "run")}) from {format_power(sizes[0])} to '
         f'{format_power(sizes[-1])} FLOPs.{_describe_residuals(ladder)}',
         'The curve ends with the ladder: < and > mark bounds, from the compute of its smallest and largest size.',
     ]
@@ -59,6 +59,8 @@ def _describe_residuals(ladder: Ladder) -> str:
         factors = sorted(ladder.law.convert_to_factor(ladder.deviation, size) for size in ends)
         bounds = ' to '.join(dict.fromkeys(map(format_digits, factors)))
         text = f' The residuals deviate by {ladder.deviation:.2g} nats, a factor of {bounds} in compute.'
+    if not ladder.law.limit:
+        text += ' The limit is at its bound, 0: these sizes do not show where the loss ends.'
     if len(ladder.sizes) == FEWEST_SIZES:
         text += ' Some curve passes through any three sizes, so residuals show the spread of seeds alone.'
     return text

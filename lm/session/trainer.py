@@ -102,11 +102,16 @@ class Trainer:
     is_save_due: bool = False
 
     def run(self) -> State:
-        """Trains to the last step. Returns the final state; raises Preempted (saved) or Diverged."""
+        """Trains to the last step. Returns the final state; raises Preempted (saved), or Diverged, also where
+        the last steps were not finite."""
         config, note = self.config, self.records.progress.note
         self.record_goodput()
         with self.services.goodput.charge('step'):
             self.run_steps()
+        if bad := int(jax.device_get(self.state['in_a_row'])):  # as saved: the same command ends in the same way
+            last = f'the last {format_count(bad, "step")} of {config.steps} were not finite and changed nothing'
+            how = f'step {config.steps} is saved and has the weights of step {config.steps - bad}'
+            raise Diverged(f'{last}; {how}: use these, or train anew with a lower optimizer.peak_learning_rate')
         note(
             f'done: {format_count(config.steps, "step")} in {format_duration(self.records.throughput.seconds)}, '
             f'{format_si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'

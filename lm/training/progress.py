@@ -32,11 +32,15 @@ def describe_divergence(
     `saved` is the newest checkpoint here."""
     first, last = windows.batch(step - bad_steps), windows.batch(step - 1)
     others = [(a, b) for a, b in skip_batches if a < first or b > last + 1]
+    batches = (
+        f"with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these batches out"
+    )
+    # No batch is to blame for a rate that is not finite.
+    remedy = '' if what == 'learning rate' else f'{batches}, or '
     return (
         f'loss, gradient or update was not finite for {format_count(bad_steps, "step")} in a row, up to step {step}, '
         f'there first: {what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
-        f"run it again with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these "
-        'batches out, or with a lower optimizer.peak_learning_rate '
+        f'run it again {remedy}with a lower optimizer.peak_learning_rate '
         + ('in a new --run_dir' if saved is None else f'and --rewind_to {saved}')
     )
 

@@ -79,6 +79,7 @@ load_settings() {
     if [ -n "${!name+set}" ]; then kept="$kept$name=$(quote "${!name}");"; fi
   done
   if [ -f "$file" ]; then
+    if grep -q $'\r' "$file"; then fail "$file: has the line ends of Windows; sed -i.bak 's/\\r\$//' $file changes them"; fi
     while IFS= read -r line || [ -n "$line" ]; do
       [[ $line =~ ^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z_0-9]*)= ]] || continue
       name=${BASH_REMATCH[2]}
@@ -96,6 +97,8 @@ load_settings() {
   for name in PROJECT ZONE TPU_NAME ACCELERATOR_TYPE; do
     [ -n "${!name:-}" ] || fail "$name is not set; copy scripts/tpu/settings.env.example to settings.env and fill it in"
   done
+  [[ $TPU_NAME =~ ^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$ ]] ||
+    fail "TPU_NAME=$TPU_NAME: use 1 to 63 lower-case letters, digits and dashes, a letter first, no dash last, as Google does"
   : "${RUNTIME_VERSION:=}" "${PROVISIONING:=spot}" "${RESERVATION:=}" "${AUTOCHECKPOINT:=1}" "${VALID_UNTIL_DURATION:=}"
   : "${NETWORK:=}" "${SUBNETWORK:=}" "${SERVICE_ACCOUNT:=}" "${INTERNAL_IPS:=0}" "${TUNNEL_THROUGH_IAP:=0}"
   : "${PROCESSES:=}" "${DEVICES:=}" "${RUN_DIR:=}" "${RUN_NAME:=}" "${LOG_URL:=}" "${DATA_PATH:=}" "${MIN_FREE_GB:=20}"
@@ -275,6 +278,7 @@ pack_commit() {
 # Sets COMMAND to the arguments, with the number of processes that must join and, for `lm train`, the run directory.
 complete_command() {
   COMMAND=("$@")
+  check_shipped "$@"
   local i verb=''
   for ((i = 0; i + 1 < $#; i++)); do
     if [ "${COMMAND[$i]}" = lm ] || [ "${COMMAND[$i]}" = lm.cli ]; then
@@ -340,6 +344,26 @@ check_command() {
     note "nothing was asked for; CHECK=0 before this command goes on without the check"
     exit "$code"
   fi
+}
+# Refuses a gin file of this checkout that its last commit does not have: the pod gets that commit.
+check_shipped() {
+  local word next='' path
+  git -C "$ROOT" rev-parse HEAD >/dev/null 2>&1 || return 0
+  for word in "$@"; do
+    path=''
+    if [ -n "$next" ]; then path=$word; fi
+    next=''
+    case $word in
+      --gin_file | --sweep_file) next=1 ;;
+      --gin_file=* | --sweep_file=*) path=${word#*=} ;;
+    esac
+    path=${path#"$ROOT"/}
+    case $path in '' | gs://* | s3://* | /*) continue ;; esac
+    if [ -f "$ROOT/$path" ] || [ -f "$path" ]; then
+      git -C "$ROOT" cat-file -e "HEAD:${path#./}" 2>/dev/null ||
+        fail "$path: is not in the last commit, which is what the pod gets; commit it"
+    fi
+  done
 }
 # Refuses a --run_dir among the arguments that would be lost when the machines are preempted or deleted.
 check_run_dir() {

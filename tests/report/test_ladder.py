@@ -105,7 +105,7 @@ def test_a_known_curve_gives_back_the_speedup(tmp_path, capsys):
     assert {key[1] for key in series if key[0] == 'Softmax'} == {'2'}
     printed = capsys.readouterr().out
     assert 'L(C) = 1.70 + ' in printed
-    assert '^(−0.210), in nats per token, by least squares of 8 runs at 4 sizes' in printed
+    assert '^(−0.210), in nats per token, by least squares of the mean losses of 4 sizes (8 runs)' in printed
     assert '| 1.50 |' in printed
     text = (out / 'report.md').read_text()
     assert '| FLOPs | effective speed-up | speed-up in time |' in text
@@ -135,6 +135,21 @@ def test_the_spread_of_seeds_is_stated(tmp_path):
     assert curve.style == softmax.style != ours.style
     assert list(softmax.high - softmax.low) == pytest.approx([0.02] * 4)
     np.testing.assert_allclose(curve.y, LAW.predict(curve.x), atol=1e-3)
+
+
+def test_seeds_do_not_give_a_size_more_weight(tmp_path):
+    climb(tmp_path / 'base', Softmax(), 1.0)
+    set_loss(tmp_path / 'base' / '4-0', 1.0, 0.1)
+
+    def fit() -> PowerLaw:
+        runs = find_runs([str(tmp_path / 'base')])
+        return make_ladder('base', runs, runs, Measures()).law
+
+    before = fit()
+    climb(tmp_path / 'base', Softmax(), 1.0, sizes=(4,), seeds=(1, 2))
+    for seed in (1, 2):
+        set_loss(tmp_path / 'base' / f'4-{seed}', 1.0, 0.1)
+    assert vars(fit()) == pytest.approx(vars(before))
 
 
 def test_the_curve_is_not_extended(tmp_path):
@@ -231,7 +246,7 @@ def test_a_small_ladder_from_the_sweep_to_the_speedup(tokens, tmp_path, capsys):
     done = tiny.lm('sweep', '--run_dir', str(root), *flags, '--sweep_file', str(tmp_path / 'ladder.gin'))
     assert done.returncode == 0, done.stderr
     assert main(['report', str(root), '--ladder', str(root), '--out', str(tmp_path / 'out')]) == 0
-    assert 'of 3 runs at 3 sizes' in capsys.readouterr().out
+    assert 'of 3 sizes (3 runs)' in capsys.readouterr().out
     rows = sorted(table(tmp_path / 'out' / 'runs.csv'), key=lambda row: float(row['compute']))
     assert [int(row['steps']) for row in rows] == [10, 30, 60]
     losses = [float(row['loss']) for row in rows]

@@ -186,6 +186,7 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
         ({'ACCELERATOR_TYPE': 'v9-16'}, 'unknown kind'),
         ({'RUN_NAME': 'a b'}, 'RUN_NAME=a b: use letters'),
         ({'ZONE': ''}, 'ZONE is not set'),
+        *[({'TPU_NAME': name}, f'TPU_NAME={name}: use 1 to 63') for name in ('my_run', 'My', '1run', 'run-', 'a' * 64)],
         ({'RESERVATION': 'chips'}, 'needs PROVISIONING=reserved'),
     ],
 )
@@ -239,6 +240,28 @@ def test_a_sweep_with_a_wrong_command_creates_no_pod(command, message, tmp_path)
 def test_a_range_of_a_sweep_may_have_leading_zeros(tmp_path):
     printed = dry_run(['sweep.sh', '08-09', *SWEEP], {}, tmp_path)
     assert [line.rpartition(' ')[2] for line in printed.splitlines()] == ['8', '9']
+
+
+def test_line_ends_of_windows_are_named(tmp_path):
+    (tmp_path / 'settings.env').write_bytes(b'PROJECT=p\r\nZONE=z\r\n')
+    environment = os.environ | {'LM_TPU_SETTINGS': str(tmp_path / 'settings.env'), 'DRY_RUN': '1'}
+    done = subprocess.run([str(SCRIPTS / 'create.sh')], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert 'settings.env: has the line ends of Windows' in done.stderr
+
+
+@pytest.mark.parametrize('form', ['--gin_file {}', '--gin_file={}', '--gin_file {root}/{}'])
+def test_a_gin_file_that_is_not_committed_is_refused(form, tmp_path):
+    name = f'configs/untracked_{os.getpid()}.gin'
+    (ROOT / name).write_text('train.steps = 7\n')
+    try:
+        flags = form.format(name, root=ROOT).split()
+        done = FakeCloud(tmp_path / 'cloud').run('supervise.sh', 'lm', 'train', *flags)
+    finally:
+        (ROOT / name).unlink()
+    assert done.returncode == 2
+    assert f'{name}: is not in the last commit, which is what the pod gets; commit it' in done.stderr
+    assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
 
 
 def test_a_misspelt_setting_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from lm.errors import Diverged, LmError, Preempted
 from lm.runs.goodput import Goodput
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.config import TrainConfig
-from lm.training.progress import Throughput
+from lm.training.progress import Throughput, describe_divergence
 
 LOSS = 2.5
 """The result of each evaluation."""
@@ -142,7 +142,7 @@ class Session:
             goodput=self.goodput,
             programs=named(publish=lambda: self.diary.append('publish')),
         )
-        state = {'params': start, 'buffers': 'drawn at 0'}
+        state = {'params': start, 'buffers': 'drawn at 0', 'in_a_row': 0}
         self.trainer = Trainer(self.config, computation, self.checkpoints, records, services, state, start)
 
     def advance(self, state, batch):
@@ -155,7 +155,9 @@ class Session:
         self.counters['in_a_row'] = (self.counters['in_a_row'] + 1) * is_bad
         values = {'loss': np.nan if is_bad else 1.0 + step, 'grad_norm': 0.5, 'learning_rate': step / 100}
         values |= self.counters | {'first_bad': 1 if is_bad else -1}
-        return state | {'params': step}, {name: np.asarray(value) for name, value in values.items()}
+        return state | {'params': step, 'in_a_row': values['in_a_row']}, {
+            name: np.asarray(value) for name, value in values.items()
+        }
 
     def evaluator(self):
         session = self
@@ -181,7 +183,7 @@ class Session:
 
 def test_steps_are_logged_while_the_next_one_runs_and_before_they_are_saved():
     session = Session(every=3)
-    assert session.trainer.run() == {'params': 6, 'buffers': 'at 2'}
+    assert session.trainer.run() == {'params': 6, 'buffers': 'at 2', 'in_a_row': 0}
     assert session.of('step', 'train', 'save') == [
         *('step 1', 'step 2', 'train 1', 'step 3', 'train 2', 'train 3', 'save 3'),
         *('step 4', 'step 5', 'train 4', 'step 6', 'train 5', 'train 6', 'save 6'),
@@ -339,10 +341,25 @@ def test_a_save_that_is_due_waits_for_a_good_step():
     assert session.of('save') == ['save 5', 'save 6']
 
 
-def test_the_last_step_is_saved_even_if_it_was_not_finite():
-    session = Session(bad=(6,))
-    session.trainer.run()
+def test_the_last_step_is_saved_even_if_it_was_not_finite_and_the_run_has_diverged():
+    session = Session(bad=(5, 6))
+    with pytest.raises(
+        Diverged, match=r'the last 2 steps of 6 were not finite .*; step 6 is saved .* weights of step 4'
+    ):
+        session.trainer.run()
     assert session.of('save') == ['save 6']
+    assert not any(note.startswith('done') for note in session.notes)
+    again = Session(start=6, saved=[6], evaluated=(6,))  # the same command, after it
+    again.trainer.state['in_a_row'] = 2
+    with pytest.raises(Diverged):
+        again.trainer.run()
+
+
+def test_no_batch_is_to_blame_for_a_rate_that_is_not_finite():
+    windows = Windows(10**6, 1024, 1, seed=0)
+    said = {what: describe_divergence(4, 2, what, windows, (), 2) for what in ('learning rate', 'gradient of x')}
+    assert [what for what, text in said.items() if 'skip_batches' in text] == ['gradient of x']
+    assert 'run it again with a lower optimizer.peak_learning_rate and --rewind_to 2' in said['learning rate']
 
 
 def test_a_run_ends_with_its_last_step_on_disk_or_with_an_error():

@@ -46,7 +46,7 @@ from lm.data.sources.base import Shard, inventory
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock
-from lm.text import format_count, format_si
+from lm.text import format_count, format_si, make_visible
 
 FORMAT = 1
 
@@ -91,6 +91,10 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
         remedy = f"{source.how_to_hold_out}; or train with data.eval_split = 'train'"
         line = f'there is no validation split, on which lm train evaluates: {remedy}'
         console.print(line, highlight=False, soft_wrap=True)
+    if unread := source.list_unread():
+        shown = ', '.join(unread[:5]) + (', …' if len(unread) > 5 else '')
+        line = f'no split takes {format_count(len(unread), "file")} of the source: {shown}'
+        console.print(make_visible(line), highlight=False, soft_wrap=True)
     console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
     return info
 

@@ -89,6 +89,10 @@ class Source(Configurable, abc.ABC):
         """Returns the record of the source for dataset.json. Preparations with equal identities read the same text."""
         return {'kind': self.gin_name} | dataclasses.asdict(self)
 
+    def list_unread(self) -> list[str]:
+        """Returns the names of files in the folder of the source that no split takes."""
+        return []
+
     def published_words(self, split: str, documents: int) -> int | None:
         """Returns the published number of words in a split with so many documents; None: there is none.
 
@@ -126,7 +130,7 @@ def decode(identifier: str, content: bytes, max_bytes: int) -> Document:
     if len(content) > max_bytes:
         return too_long(identifier, max_bytes)
     try:
-        return Document(identifier, content.decode('utf-8'))
+        return Document(identifier, content.decode('utf-8-sig'))  # a byte order mark is none of the text
     except UnicodeDecodeError:
         return Document(identifier, error='invalid UTF-8')
 

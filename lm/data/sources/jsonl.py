@@ -26,6 +26,11 @@ class Jsonl(LinePatterns):
             elif line.strip():
                 yield self._document(identifier, line)
 
+    def explain_form(self, head: bytes, name: str) -> str | None:
+        if head.removeprefix(b'\xef\xbb\xbf').lstrip().startswith(b'['):
+            return "is a JSON array, not lines; write one object per line, as jq -c '.[]' does"
+        return super().explain_form(head, name)
+
     def _document(self, identifier: str, line: bytes) -> Document:
         try:
             record = json.loads(line.decode('utf-8-sig'))  # a byte order mark, as Windows writes, is none of the JSON

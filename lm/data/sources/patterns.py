@@ -13,8 +13,16 @@ from typing import Any, BinaryIO, ClassVar, cast
 from lm.config.configurable import field
 from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
 from lm.errors import ConfigError, MismatchError
-from lm.files import open_path
+from lm.files import is_remote, open_path
 
+PACKERS = {
+    b'\x1f\x8b': 'gzip',
+    b'\x28\xb5\x2f\xfd': 'zstd',
+    b'\xfd7zXZ\x00': 'xz',
+    b'BZh': 'bzip2',
+    b'PK\x03\x04': 'zip',
+}
+"""The first bytes of packed files, and the program that packs them."""
 PACKED = '.gz'
 """The end of the names of gzipped files."""
 
@@ -37,7 +45,7 @@ class FilePatterns(Source):
     """Further patterns for the files of a split in a folder."""
     unsplit: ClassVar[tuple[str, ...]] = ()
     """Patterns for files of no split; they count where a folder has no files of splits."""
-    aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
+    aliases: ClassVar[tuple[tuple[str, str], ...]] = tuple(('validation', name) for name in ('valid', 'val', 'dev'))
     """Pairs of a split and another name for it in the names of files."""
 
     @property
@@ -65,11 +73,19 @@ class FilePatterns(Source):
         if found and self._by_split():
             return found
         if not self._files('train'):
+            there = ', '.join(self.list_unread()[:3])
             raise ConfigError(
                 f'{self.gin_name}.path = {self.path!r}: no such files; name a file, a folder of '
-                f'{{split}}{self.suffixes[0]} or a pattern'
+                f'{{split}}{self.suffixes[0]} or a pattern' + (f'; the folder holds {there}' if there else '')
             )
         return 'train', 'validation'
+
+    def list_unread(self) -> list[str]:
+        folder = self._open('')
+        if '{split}' in self.path or not folder.is_dir():
+            return []
+        read = {path.name for split in SPLITS for path in self._files(split)}
+        return sorted(path.name for path in folder.iterdir() if path.name not in read and not path.is_dir())
 
     def shards(self, split: str) -> list[Shard]:
         files, _ = self._files(split), self._repeated  # which travels with this object, and is not looked for again
@@ -144,6 +160,21 @@ class FilePatterns(Source):
 
 class LinePatterns(FilePatterns):
     """Base of the sources that read files of lines, plain or gzipped."""
+
+    def shards(self, split: str) -> list[Shard]:
+        files = self._files(split)
+        for path in files[:1] if is_remote(self.path) else files:  # each look into a bucket takes a moment
+            with path.open('rb') as file:
+                if wrong := self.explain_form(file.read(4096), path.name):
+                    raise ConfigError(f'{self.gin_name}.path = {self.path!r}: {path.name} {wrong}')
+        return super().shards(split)
+
+    def explain_form(self, head: bytes, name: str) -> str | None:
+        """Returns why a file that begins with `head` is none of lines, and the remedy; None: it may be one."""
+        packer = next((packer for magic, packer in PACKERS.items() if head.startswith(magic)), None)
+        if packer == 'gzip':
+            return None if name.endswith(PACKED) else f'is packed with gzip; give it a name that ends in {PACKED}'
+        return packer and f'is packed with {packer}, which is not read; unpack it, or pack it with gzip'
 
     def parts(self, path: Any, unit: int) -> list[Part]:
         size = file_size(path)

@@ -1,5 +1,6 @@
 """Folders of text files."""
 
+import pathlib
 from typing import Any
 
 from lm.config.configurable import configurable, field
@@ -36,6 +37,15 @@ class TextFiles(Folder):
     def splits(self) -> tuple[str, ...]:
         folder = self.folder()
         return tuple(s for s in SPLITS if (folder / s).is_dir()) or super().splits()
+
+    def list_unread(self) -> list[str]:
+        folder = self.folder()
+        splits = [s for s in SPLITS if (folder / s).is_dir()]
+        read = {path for s in splits or ['train'] for path in self.files(s)[0]}
+        others = (path for path in folder.glob('**/*' if isinstance(folder, pathlib.Path) else '*') if path not in read)
+        return sorted(
+            self.name_of(path, folder) for path in others if not path.is_dir() and path.name != 'metadata.csv'
+        )
 
     def folder(self) -> Any:
         folder = open_path(self.path, 'text_files.path')

@@ -36,7 +36,8 @@ class TokenizerConfig(TokenizerChoice):
         'then taken from it',
     )
     end_of_document: str | None = field(
-        default=None, help='the token behind each document; None: the choice of the tokenizer'
+        default=None,
+        help='the token behind each document, of ranks also its number as text; None: the choice of the tokenizer',
     )
     pattern: str = field(
         default='gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks'

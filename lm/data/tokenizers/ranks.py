@@ -22,6 +22,16 @@ from lm.files import parse_json
 END = '<|endoftext|>'
 PUBLISHED_ENDS = {50_256: 50_256, 50_280: 50_256, 100_256: 100_257, 199_998: 199_999}
 """Number of ranks → id of END in the vocabularies that OpenAI has published; in others it is the next free one."""
+PUBLISHED_SPECIALS = {
+    128_000: {
+        '<|end_of_text|>': 128_001,
+        '<|begin_of_text|>': 128_000,
+        '<|start_header_id|>': 128_006,
+        '<|end_header_id|>': 128_007,
+        '<|eot_id|>': 128_009,
+    }
+}
+"""Number of ranks → the special tokens of Llama 3, first the token that ends a document."""
 _LINE = re.compile(rb'[A-Za-z0-9+/=]+ \d+\r?(\n|\Z)')
 _HEAD = b'{"ranks": '
 MOST_SPACES = 999_000
@@ -53,6 +63,8 @@ class Ranks(Tokenizer):
         except (ValueError, KeyError, TypeError) as error:
             raise MismatchError(f'ranks of byte pairs: damaged ({error}); restore the file') from None
         special = facts['special']
+        if isinstance(eod, str) and eod.isdecimal():
+            eod = int(eod)
         if isinstance(eod, str) and eod not in special:
             raise ConfigError(f'tokenizer.end_of_document = {eod!r}: the tokenizer has {", ".join(special)}')
         eod_id = eod if isinstance(eod, int) else special[eod or next(iter(special))]
@@ -76,8 +88,7 @@ class Ranks(Tokenizer):
             raise MismatchError(f'ranks of byte pairs: damaged ({error})') from None
         if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
             raise MismatchError(f'ranks of byte pairs: without the byte {absent[0]}; every byte needs a rank')
-        end = PUBLISHED_ENDS.get(len(ranks), max(ranks.values()) + 1)
-        facts = {'pattern': PATTERNS[config.pattern], 'special': {config.end_of_document or END: end}}
+        facts = {'pattern': PATTERNS[config.pattern], 'special': _special_tokens(ranks, config.end_of_document)}
         return _HEAD + json.dumps(facts).encode() + b'}\n' + content
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -89,6 +100,27 @@ class Ranks(Tokenizer):
 
     def piece(self, index: int) -> str:
         return repr(self._encoding.decode_single_token_bytes(index))[2:-1]
+
+
+def _special_tokens(ranks: dict[bytes, int], end: str | None) -> dict[str, int]:
+    """Returns name → id of the special tokens, first the token behind each document, which `end` names or numbers.
+
+    Raises ConfigError for a name that a published vocabulary does not have, and for the number of a piece.
+    """
+    if end and end.isdecimal():
+        if int(end) in ranks.values() or int(end) >= 2**31:
+            raise ConfigError(f"tokenizer.end_of_document = {end!r}: is the number of a piece; give a special token's")
+        return {f'<|{end}|>': int(end)}
+    if len(ranks) in PUBLISHED_SPECIALS:
+        known = PUBLISHED_SPECIALS[len(ranks)]
+        name = end or next(iter(known))
+        if name not in known:
+            raise ConfigError(
+                f'tokenizer.end_of_document = {end!r}: a vocabulary of {len(ranks)} ranks has {", ".join(known)}; '
+                'name one of these, or give its number as text'
+            )
+        return {name: known[name], **known}
+    return {end or END: PUBLISHED_ENDS.get(len(ranks), max(ranks.values()) + 1)}
 
 
 def _cut(text: str) -> list[str]:

@@ -21,9 +21,9 @@ from lm.ops.dots import dot
 from lm.ops.linear_attention.types import LinearCall, LinearResult, State
 
 CHUNK = {'cpu': 64}
-"""FadingTokens per chunk by platform, elsewhere 128."""
+"""Tokens per chunk by platform, elsewhere 128."""
 SEGMENT = 2048
-"""FadingTokens per segment, about."""
+"""Tokens per segment, about."""
 
 
 class FadingTokens(NamedTuple):
