@@ -5,9 +5,11 @@ import errno
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -18,10 +20,21 @@ from lm.errors import ConfigError, LmError, MissingPackageError
 
 AnyPath = pathlib.Path | epath.Path
 
+log = logging.getLogger(__name__)
+
 PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
 DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
 """Beginnings of TensorStore's errors where files are missing or damaged; the last one comes from decompression."""
+RETRIES = {'max_retries': 6, 'initial_delay': '1s', 'max_delay': '32s'}
+"""TensorStore's tries of one request: about a minute, as gcsfs and s3fs wait; by default a quarter of an hour."""
+SILENT_SECONDS = 5.0
+"""The time after which a line says what a remote call waits for."""
+IDENTITIES = {
+    'gs': (('GOOGLE_APPLICATION_CREDENTIALS',), '~/.config/gcloud/application_default_credentials.json'),
+    's3': (('AWS_ACCESS_KEY_ID', 'AWS_PROFILE', 'AWS_ROLE_ARN'), '~/.aws/credentials'),
+}
+"""Scheme of a bucket's address → the variables and the file that give this user an identity there."""
 MOST_NESTED = 64
 """Levels of objects and lists in a JSON file, at most."""
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -100,8 +113,8 @@ def folder_spec(path: os.PathLike | str) -> dict[str, Any]:
     bucket, _, inner = rest.strip('/').partition('/')
     where = {'bucket': bucket, 'path': f'{inner}/' if inner else ''}
     if scheme == 'gs':
-        return {'driver': 'gcs', **where}
-    spec = {'driver': 's3', **where, 'use_conditional_write': True}
+        return {'driver': 'gcs', **where, 'gcs_request_retries': RETRIES}
+    spec = {'driver': 's3', **where, 'use_conditional_write': True, 's3_request_retries': RETRIES}
     if endpoint := os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get('AWS_ENDPOINT_URL'):
         region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION') or 'us-east-1'
         spec |= {'endpoint': endpoint, 'aws_region': region}
@@ -187,13 +200,43 @@ def reaching(path: os.PathLike | str) -> Iterator[None]:
     """A block that reads or writes `path`, in which every failure of a bucket is an OSError: its packages have errors
     of their own for a server that does not answer or refuses."""
     try:
-        yield
+        with waiting_for(path):
+            yield
     except OSError:
         raise
     except Exception as error:
         if not is_remote(path):
             raise
-        raise OSError(f'{type(error).__name__}: {" ".join(str(error).split())[:300]}') from error
+        text = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
+        raise OSError(text + explain_identity(path)) from error
+
+
+@contextlib.contextmanager
+def waiting_for(path: os.PathLike | str) -> Iterator[None]:
+    """A block that waits for the server of `path`: after SILENT_SECONDS a line says so. Local paths have none."""
+    if not is_remote(path):
+        yield
+        return
+    line = f'waiting for an answer about {os.fspath(path)}{explain_identity(path)}'
+    timer = threading.Timer(SILENT_SECONDS, log.warning, ('%s', line))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def explain_identity(path: os.PathLike | str) -> str:
+    """Returns a remark for a bucket where neither variables nor a file name this user, such as '; no credentials …'; ''
+    elsewhere. A machine in the cloud may have an identity all the same."""
+    scheme = os.fspath(path).partition('://')[0]
+    if scheme not in IDENTITIES:
+        return ''
+    variables, file = IDENTITIES[scheme]
+    if any(os.environ.get(name) for name in variables) or pathlib.Path(file).expanduser().exists():
+        return ''
+    return f'; no credentials are set ({variables[0]}, or the identity of this machine: docs/storage.md)'
 
 
 def lock(path: os.PathLike | str) -> BinaryIO:

@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,17 @@ from etils import epath
 
 from lm import files
 from lm.errors import ConfigError
-from lm.files import LockedError, folder_spec, is_remote, local_path, lock, open_path, reaching, write_atomically
+from lm.files import (
+    RETRIES,
+    LockedError,
+    folder_spec,
+    is_remote,
+    local_path,
+    lock,
+    open_path,
+    reaching,
+    write_atomically,
+)
 
 
 def test_paths_with_a_scheme_are_remote():
@@ -83,18 +94,46 @@ def test_an_unreachable_bucket_raises_an_os_error(monkeypatch):
         raise RuntimeError('no\nanswer')
 
     monkeypatch.setattr(type(epath.Path('s3://b/x')), 'write_bytes', write_bytes)
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'key')
     with pytest.raises(OSError, match=r'^RuntimeError: no answer$'):
         write_atomically('s3://b/x', b'')
     with pytest.raises(ZeroDivisionError), reaching('/x'):
         _ = 1 / 0
 
 
+def test_a_remote_call_says_what_it_waits_for_and_which_identity_is_missing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(files, 'SILENT_SECONDS', 0.01)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for name in ('GOOGLE_APPLICATION_CREDENTIALS', 'AWS_ACCESS_KEY_ID', 'AWS_PROFILE', 'AWS_ROLE_ARN'):
+        monkeypatch.delenv(name, raising=False)
+
+    def be_refused():
+        with reaching('gs://bucket/x'):
+            time.sleep(0.2)
+            raise RuntimeError('refused')
+
+    with pytest.raises(OSError, match=r'RuntimeError: refused; no credentials are set .GOOGLE_APPLICATION_CREDENTIALS'):
+        be_refused()
+    assert caplog.messages[0].startswith('waiting for an answer about gs://bucket/x; no credentials are set')
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'key')
+    for path in ('s3://bucket/x', str(tmp_path)):
+        with reaching(path):
+            time.sleep(0.2)
+    assert caplog.messages[1:] == ['waiting for an answer about s3://bucket/x']
+
+
 def test_what_tensorstore_opens(tmp_path, monkeypatch):
     for name in ('AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_ACCESS_KEY_ID'):
         monkeypatch.delenv(name, raising=False)
     assert folder_spec(tmp_path) == folder_spec(f'file://{tmp_path}') == {'driver': 'file', 'path': f'{tmp_path}/'}
-    assert folder_spec('gs://bucket/x/y') == {'driver': 'gcs', 'bucket': 'bucket', 'path': 'x/y/'}
+    assert folder_spec('gs://bucket/x/y') == {
+        'driver': 'gcs',
+        'bucket': 'bucket',
+        'path': 'x/y/',
+        'gcs_request_retries': RETRIES,
+    }
     plain = {'driver': 's3', 'bucket': 'bucket', 'path': '', 'use_conditional_write': True}
+    plain |= {'s3_request_retries': RETRIES}
     assert folder_spec('s3://bucket/') == plain
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://one')
     assert folder_spec('s3://bucket') == plain | {'endpoint': 'http://one', 'aws_region': 'us-east-1'}
@@ -110,6 +149,9 @@ def test_what_tensorstore_opens(tmp_path, monkeypatch):
     }
     for spec in (plain, found):
         assert ts.KvStore.Spec(spec).to_json()['use_conditional_write'] is True
+    for spec in (plain, folder_spec('gs://bucket/x')):
+        (tries,) = [value for name, value in ts.KvStore.Spec(spec).to_json().items() if name.endswith('_retries')]
+        assert tries['max_retries'] == 6  # 1, 2, … 32 s lie between seven tries
 
 
 def test_one_process_at_a_time_holds_a_lock(tmp_path):

@@ -79,6 +79,7 @@ class Attention(Configurable, abc.ABC):
         minimum=2, maximum=16, help='tokens of the causal convolution of queries, keys and values; None: no such'
     )
     qk_norm: bool | Literal['model'] = _option(help='RMSNorm of the queries and keys of each head')
+    output_norm: bool | Literal['model'] = _option(help='RMSNorm of the output of each head, before the output gate')
     output_gate: str | None = _option(
         choices=(MODEL, *GATES), help='form of the gate of the output; None: no such gate'
     )

@@ -54,6 +54,14 @@ class WindowLinear(LinearAttention):
         sums = linear_flops_per_token(dims, older, 2 * dims.head_dim, 2 * dims.head_dim)
         return exact + weight_flops(dims) + sums * older / length
 
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        if self.map is not None:
+            raise ConfigError(
+                f"window_linear.map = @{self.map.gin_name}(): models for transformers have Hedgehog's features only; "
+                'export with --format safetensors'
+            )
+        return super().portable(dims)
+
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:
         """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""

@@ -21,7 +21,16 @@ import tensorstore as ts
 from lm.data import pg19, tokenizers
 from lm.data.store_entries import find_wrong_entries
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError, UnnamedError
-from lm.files import check_scheme, folder_spec, is_damage, is_remote, local_path, parse_json
+from lm.files import (
+    check_scheme,
+    explain_identity,
+    folder_spec,
+    is_damage,
+    is_remote,
+    local_path,
+    parse_json,
+    waiting_for,
+)
 from lm.text import make_visible
 
 CHUNK = 2**14
@@ -210,11 +219,12 @@ class TokenStore:
 def read_info(path: str, timeout: float | None = None) -> dict[str, Any] | None:
     """Returns the contents of dataset.json; None where no store is finished. Raises MismatchError if damaged."""
     try:
-        raw = read_file(open_kvstore(path), 'dataset.json', timeout)
+        with waiting_for(path):
+            raw = read_file(open_kvstore(path), 'dataset.json', timeout)
     except TimeoutError:
         raise LmError(f'data.path = {path!r}: no answer within {timeout:g} seconds') from None
     except ValueError as error:
-        raise LmError(f'data.path = {path!r}: {str(error).split(" [")[0]}') from None
+        raise LmError(f'data.path = {path!r}: {str(error).split(" [")[0]}{explain_identity(path)}') from None
     if raw is None:
         return None
     try:

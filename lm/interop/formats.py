@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lm.attention import Attention
-from lm.config.configurable import Configurable
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
@@ -56,7 +54,7 @@ FIELDS = {
 """Field of `ModelConfig` → key of config.json."""
 OTHER_FIELDS = {
     *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'),
-    *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span'),
+    *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
     *('output_gate', 'output_gate_form', 'output_gate_inputs'),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
@@ -105,15 +103,8 @@ class TransformersFormat(Safetensors):
                     f'model.{field.name} = {getattr(model, field.name)!r}: the model for transformers has no such '
                     'option; export with --format safetensors'
                 )
-        own = {option.name for option in dataclasses.fields(Attention)}
         for attention in model.pattern:
-            for field in dataclasses.fields(attention):
-                value = getattr(attention, field.name)
-                if field.name not in own and isinstance(value, Configurable):
-                    raise ConfigError(
-                        f'{attention.gin_name}.{field.name} = @{value.gin_name}(): the model for transformers has no '
-                        'such option; export with --format safetensors'
-                    )
+            attention.portable(model.resolve(attention).dims)  # it refuses options that have no formula
         if unknown := {attention.gin_name for attention in model.pattern} - formulated():
             raise ConfigError(
                 f'model.attention: the model for transformers does not know @{min(unknown)}(); export with --format '
@@ -168,6 +159,7 @@ def describe_layer(options: LayerOptions) -> dict[str, Any]:
         'key_offset': options.key_offset,
         'convolution': options.convolution,
         'qk_norm': options.qk_norm,
+        'output_norm': options.output_norm,
         'output_gate': None if gate is None else dataclasses.asdict(gate),
         'inputs': options.projections,
     }

@@ -135,6 +135,7 @@ class LmBlock(nn.Module):
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
         widths = [width for _, width in layer['inputs']]
         self.mechanism_in = nn.Linear(config.hidden_size, sum(widths), bias=config.biases) if widths else None
+        self.output_norm = rms_norm(size, config.norm_epsilon) if layer['output_norm'] else nn.Identity()
         gate = layer['output_gate']
         self.output_gate = nn.Linear(gate['inputs'], heads * size, bias=config.biases) if gate else None
         self.attention_out = nn.Linear(heads * size, config.hidden_size, bias=config.biases)
@@ -166,7 +167,7 @@ class LmBlock(nn.Module):
         if self.mechanism_in is not None:
             names, widths = zip(*self.layer['inputs'], strict=True)
             inputs = dict(zip(names, self.mechanism_in(normed_BxLxD).split(widths, dim=-1), strict=True))
-        y_BxLxN = self.attention(q, k, v, **inputs).flatten(-2)
+        y_BxLxN = self.output_norm(self.attention(q, k, v, **inputs)).flatten(-2)
         if self.output_gate is None:
             return y_BxLxN
         gate = self.layer['output_gate']

@@ -55,7 +55,6 @@ class Block(nnx.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x))."""
 
     def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.config = config
         self.options = own = config.resolve(attention)
         dims, options = own.dims, {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
@@ -101,6 +100,8 @@ class Block(nnx.Module):
         )
         gate, axes = own.gate, ('embed', 'all_heads')
         self.output_gate = linear(gate.inputs, (own.width,), *axes, part='attention') if gate else None
+        size = own.width // dims.n_heads
+        self.output_norm = rms_norm(size, 'head', rngs, part='attention', **options) if own.output_norm else None
         self.attention_out_norm = norm(is_after)
         self.glu_out_norm = norm(is_after)
 
@@ -216,8 +217,8 @@ class Block(nnx.Module):
 
     @jax.named_scope('attention_out')
     def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
-        """Applies the output gate and the output matrix to what the mechanism gives."""
-        y_BxLxN = y_BxLxHxC.reshape(*y_BxLxHxC.shape[:2], -1)
+        """Applies norm and gate of the output, and the output matrix, to what the mechanism gives."""
+        y_BxLxN = _apply(self.output_norm, y_BxLxHxC).reshape(*y_BxLxHxC.shape[:2], -1)
         if self.output_gate is not None and self.options.gate is not None:
             form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
             y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
@@ -227,9 +228,9 @@ class Block(nnx.Module):
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
             normed_TxD = _apply(self.glu_norm, x_TxD)
-        activate = ACTIVATIONS[self.config.activation]
+        activate = ACTIVATIONS[self.options.activation]
         with jax.named_scope('glu'):
-            if self.config.gated:
+            if self.options.gated:
                 products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
                 value_TxF, gate_TxF = map(tokens_on_lanes, products)
                 hidden_TxF = value_TxF * activate(gate_TxF)

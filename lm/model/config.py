@@ -125,6 +125,9 @@ class ModelConfig(Configurable):
         choices=SPANS,
         help='what qk_norm normalizes: each head, or the whole projection of queries or keys (OLMo 2)',
     )
+    output_norm: bool = field(
+        default=False, help='RMSNorm of what attention gives, of each head, before the output gate (Qwen3-Next)'
+    )
     output_gate: bool = field(
         default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
     )
@@ -198,7 +201,10 @@ class ModelConfig(Configurable):
             key_offset=self._choose(attention, 'key_offset'),
             convolution=self._choose(attention, 'convolution'),
             qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
+            output_norm=self._choose(attention, 'output_norm'),
             gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
+            activation=self.activation,
+            gated=self.gated,
             projections=tuple(attention.projections(dims).items()),
         )
 

@@ -34,7 +34,10 @@ class LayerOptions:
         key_offset: the share of each key's channels that come from the token before.
         convolution: the tokens of the convolution of queries, keys and values; None: no such.
         qk_norm: what the RMSNorms of queries and keys span, a head or the whole projection; None: there are none.
+        output_norm: whether the output of each head is normalized, before the gate.
         gate: None: nothing multiplies the output.
+        activation: of the feed-forward layer (`lm.model.config.ACTIVATIONS`).
+        gated: whether the feed-forward layer is a gated linear unit.
         projections: the names and widths of further inputs of the mechanism (`Attention.projections`).
     """
 
@@ -43,7 +46,10 @@ class LayerOptions:
     key_offset: float
     convolution: int | None
     qk_norm: str | None
+    output_norm: bool
     gate: OutputGate | None
+    activation: str
+    gated: bool
     projections: tuple[tuple[str, int], ...]
 
     @property

@@ -30,7 +30,7 @@ import tensorstore as ts
 from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
-from lm.files import folder_spec, is_remote, parse_json, reaching
+from lm.files import folder_spec, is_remote, parse_json, reaching, waiting_for
 from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
 from lm.text import make_visible
 
@@ -135,7 +135,8 @@ class RunLock:
         try:
             self._store = ts.KvStore.open(self._spec).result()
             while True:
-                found = self._store.read(NAME).result()
+                with waiting_for(self.directory):
+                    found = self._store.read(NAME).result()
                 if self._is_held(found):  # the write below had succeeded after all
                     self._generation = found.stamp.generation
                     return True

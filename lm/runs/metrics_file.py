@@ -51,8 +51,11 @@ class MetricsFile:
         self._last_write = time.monotonic()
         self._evaluated: set[int] = set()
         self._trackers = trackers
+        self.count = 0
+        """The lines that the file has; on processes other than the first, the lines of this process."""
         if self._leader:
             lines = self._keep(resume_at)
+            self.count = len(lines)
             if trackers:
                 trackers.begin(lambda: map(json.loads, lines))
             if self._remote:
@@ -68,6 +71,7 @@ class MetricsFile:
         """Adds one line. `kind` and `step` are required; numpy and jax scalars become numbers."""
         if record['kind'] == 'eval':
             self._evaluated.add(record['step'])
+        self.count += 1
         if not self._leader:
             return
         line = json.dumps(to_plain(record), allow_nan=False) + '\n'
@@ -84,6 +88,12 @@ class MetricsFile:
     def has_evaluation(self, step: int) -> bool:
         """Returns whether the file has an evaluation of `step`, which is `resume_at` or later."""
         return step in self._evaluated
+
+    def warn_of_loss(self, saved: int | None) -> None:
+        """Warns if the file has fewer lines than `saved`, its lines at the save; None: the checkpoint does not tell."""
+        if self._leader and saved is not None and self.count < saved:
+            missing = f'{saved - self.count} of the {saved} lines that it had when the checkpoint was saved are gone'
+            log.warning('%s: %s; the run goes on without them', self.path, missing)
 
     def flush(self) -> None:
         """Returns when all lines are on the disk, or in the object store. Call it before a checkpoint is saved."""

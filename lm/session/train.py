@@ -156,6 +156,7 @@ def open_records(run: RunDir, plan: RunPlan, origin: Origin, start: Start, devic
     ):
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)
+            metrics_file.warn_of_loss(start.saved.get('metrics_lines'))
             progress.note(f'resumed from step {start.step} of {origin.directory}')
         yield Records(
             run=run,

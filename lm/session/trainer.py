@@ -231,6 +231,7 @@ class Trainer:
             'step_seconds': self.services.goodput.total('step'),
             'config': self.records.text,
             'skipped_batches': self.computation.batches.windows.skipped_before(step),
+            'metrics_lines': self.records.metrics_file.count,
         }
         metrics = {} if loss is None else {'loss': loss}
         with self.pause('checkpoint'):

@@ -103,6 +103,12 @@ def test_it_starts_with_the_factor_of_the_authors():
     np.testing.assert_allclose(module.mix_logit[...], [-2.1972246] * 2, rtol=1e-6)
 
 
+def test_other_maps_are_not_exported_to_transformers():
+    assert WindowLinear().portable(DIMS).keys() == {'map', 'window', 'mix', 'scale'}
+    with pytest.raises(ConfigError, match=r'window_linear.map = @hedgehog\(\).*--format safetensors'):
+        WindowLinear(map=Hedgehog()).portable(DIMS)
+
+
 @pytest.mark.parametrize(
     ('inner', 'message'),
     [

@@ -32,7 +32,7 @@ MORE = {
     'layers of their own': (
         Softmax(rotary_base=None, window=5),
         Softmax(rotary_base=100.0, rotary_scaling=LinearRotary(factor=2.0), n_heads=6, n_kv_heads=3, head_dim=4),
-        Polynomial(qk_norm=True, key_offset=0.5, output_gate='sigmoid', output_gate_inputs=0.5),
+        Polynomial(qk_norm=True, output_norm=True, key_offset=0.5, output_gate='sigmoid', output_gate_inputs=0.5),
         Delta(convolution=3, rotary_base=None, n_kv_heads=1),
     ),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),

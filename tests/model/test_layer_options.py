@@ -31,13 +31,14 @@ OWN = dict(
     key_offset=0.25,
     convolution=3,
     qk_norm=True,
+    output_norm=True,
     output_gate_inputs=0.5,
     n_heads=2,
     n_kv_heads=1,
     head_dim=16,
 )
 DELTA = Delta(gate=True, rotary_base=None, convolution=4, output_gate='sigmoid', n_heads=2, head_dim=12)
-HYBRID = (DELTA, Softmax(rotary_base=None, qk_norm=True, n_kv_heads=2))
+HYBRID = (DELTA, Softmax(rotary_base=None, qk_norm=True, n_kv_heads=2, output_norm=True, output_gate='sigmoid'))
 GIN = """
 model.attention = [@delta(), @delta(), @delta(), @softmax()]
 softmax.rotary_base = None
@@ -90,6 +91,31 @@ def test_options_of_the_only_mechanism_are_options_of_the_model(form):
     assert jax.tree.map(jnp.shape, nnx.state(ours)) == jax.tree.map(jnp.shape, nnx.state(theirs))
     np.testing.assert_array_equal(logits(ours, tokens()), logits(theirs, tokens()))
     assert ours.config.flops_per_token(64) == theirs.config.flops_per_token(64)
+
+
+def test_the_norm_of_the_output_is_of_each_head_and_before_the_gate():
+    """Values may have any size, and each head its own; the gate's factors remain."""
+    model = build(Softmax(), output_norm=True, output_gate=True, output_gate_form='sigmoid')
+    graph, arrays = nnx.split(model)
+    plain = nnx.to_pure_dict(arrays)
+    (norm,) = (x for path, x in jax.tree_util.tree_leaves_with_path(plain) if 'output_norm' in str(path))
+    assert norm.shape == (2, 8)
+    sizes = np.repeat([100.0, 200.0, 300.0, 400.0], 8)  # of the values of four heads
+
+    def change(path, x):
+        keys = str(path)
+        if 'output_gate' in keys:
+            return jnp.zeros_like(x)  # a factor of one half
+        return x.at[..., -32:].multiply(sizes) if "'qkv'" in keys and 'kernel' in keys else x
+
+    halved = jax.tree_util.tree_map_with_path(lambda path, x: 0 * x if 'output_gate' in str(path) else x, plain)
+    found = []
+    for changed in (halved, jax.tree_util.tree_map_with_path(change, plain)):
+        nnx.replace_by_pure_dict(arrays, changed)
+        found.append(logits(nnx.merge(graph, arrays), tokens()))
+    np.testing.assert_allclose(found[1], found[0], atol=2e-3)
+    without = build(Softmax(), output_gate=True, output_gate_form='sigmoid')
+    assert not np.allclose(logits(without, tokens()), logits(model, tokens()), atol=1e-2)
 
 
 def test_a_mechanism_can_have_less_than_the_model():

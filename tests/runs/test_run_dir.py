@@ -575,6 +575,23 @@ def test_damaged_metrics_are_repaired_and_kept(tmp_path, caplog, line):
     assert 'line 2 is not a record of a new step and is removed; the whole file is kept as' in caplog.text
 
 
+def test_lines_that_were_lost_since_the_checkpoint_are_counted(tmp_path, caplog):
+    path = tmp_path / 'metrics.jsonl'
+    with RunDir(tmp_path).metrics() as metrics:
+        for step in (1, 2, 3):
+            metrics.write(record(step))
+        saved = metrics.count
+    assert saved == 3
+    for steps, lost in (((1, 2, 3, 4), 0), ((1, 3), 1), ((), 3)):
+        caplog.clear()
+        path.write_text(''.join(json.dumps(record(step)) + '\n' for step in steps))
+        with RunDir(tmp_path).metrics(resume_at=3) as metrics:
+            metrics.warn_of_loss(saved)
+            metrics.warn_of_loss(None)  # of an older version
+        assert caplog.text.count('WARNING') == bool(lost)
+        assert not lost or f'{lost} of the 3 lines that it had when the checkpoint was saved are gone' in caplog.text
+
+
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
     with RunDir(tmp_path).metrics() as metrics:
         metrics.write(

@@ -15,6 +15,7 @@ from lm.errors import Diverged, LmError, Preempted
 from lm.runs.goodput import Goodput
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.config import TrainConfig
+from lm.training.objectives.distillation import Reading
 from lm.training.progress import Throughput, describe_divergence
 
 LOSS = 2.5
@@ -23,10 +24,11 @@ LOSS = 2.5
 
 class Metrics:
     def __init__(self, diary, evaluated):
-        self.diary, self.evaluated, self.records = diary, evaluated, []
+        self.diary, self.evaluated, self.records, self.count = diary, evaluated, [], 0
 
     def write(self, record):
         self.records.append(record)
+        self.count += 1
         self.diary.append(f'{record["kind"]} {record["step"]}')
 
     def has_evaluation(self, step):
@@ -117,6 +119,7 @@ class Session:
             step=named(
                 functions=named(choose_redrawn=lambda done: (1,) if done == 2 else ()),
                 name_first_bad=lambda i: ('loss', 'gradient of x')[i],
+                read_comparison=lambda metrics: Reading({}, None),
             ),
             batches=named(prefetch=lambda first, last: iter(range(first, last)), windows=windows),
             advance=self.advance,
@@ -128,7 +131,7 @@ class Session:
             text='the configuration',
             metrics_file=self.metrics,
             progress=named(
-                step=lambda record, left: self.diary.append(f'shown {record["step"]}'), note=self.notes.append
+                step=lambda record, left, summary: self.diary.append(f'shown {record["step"]}'), note=self.notes.append
             ),
             throughput=Throughput(start, self.config.steps, self.config.tokens_per_step, 1000.0),
             flops_per_token=3.0,
@@ -243,7 +246,7 @@ def test_a_checkpoint_records_what_a_resume_needs():
     saved = session.checkpoints.saved[3]
     assert saved.count == 3
     assert saved.metrics == {}
-    assert saved.metadata.keys() == {'seconds', 'step_seconds', 'config', 'skipped_batches'}
+    assert saved.metadata.keys() == {'seconds', 'step_seconds', 'config', 'skipped_batches', 'metrics_lines'}
     assert saved.metadata['config'] == 'the configuration'
     assert saved.metadata['seconds'] >= 1000
     assert 0 <= saved.metadata['step_seconds'] < 60

@@ -28,6 +28,12 @@ def scores(q_BxLxHxE, k_BxMxKxE):
     return torch.einsum('blhe,bmhe->bhlm', q_BxLxHxE, k_BxMxHxE)
 
 
+def two_sided(x_BxLxNxE, weight):
+    """Computes Hedgehog's features [softmax(W x), softmax(-W x)] + 1e-12; W is [R, E], or [N, R, E] per head."""
+    wx = torch.einsum('nre,blne->blnr' if weight.ndim == 3 else 're,blne->blnr', weight, x_BxLxNxE)
+    return torch.cat([torch.softmax(wx, dim=-1), torch.softmax(-wx, dim=-1)], dim=-1) + 1e-12
+
+
 def distances(length, device):
     """Returns i - j of query i and key j, [L, M]."""
     position = torch.arange(length, device=device)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import Mechanism, scores
+from lm.interop.formulas.base import Mechanism, scores, two_sided
 
 
 class HedgehogFormula(Mechanism, name='hedgehog'):
@@ -15,9 +15,4 @@ class HedgehogFormula(Mechanism, name='hedgehog'):
         self.q_weight, self.k_weight = (nn.Parameter(torch.zeros(*n, size, size)) for n in lead)
 
     def weights(self, q, k):
-        return scores(self.features(q, self.q_weight), self.features(k, self.k_weight))
-
-    @staticmethod
-    def features(x, weight):
-        wx = torch.einsum('nre,blne->blnr' if weight.ndim == 3 else 're,blne->blnr', weight, x)
-        return torch.cat([torch.softmax(wx, dim=-1), torch.softmax(-wx, dim=-1)], dim=-1) + 1e-12
+        return scores(two_sided(q, self.q_weight), two_sided(k, self.k_weight))
