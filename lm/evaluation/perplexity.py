@@ -154,7 +154,9 @@ class Evaluator:
         """Describes the result in one line."""
         parts = [f'loss {result["loss"]:.4f}  perplexity {result["perplexity"]:.3f}']
         if 'word_perplexity' in result:
-            parts.append(f'per word {format_word_perplexity(result, 3)}  bits per byte {result["bits_per_byte"]:.4f}')
+            parts.append(f'per word {format_word_perplexity(result, 3)}')
+        if 'bits_per_byte' in result:
+            parts.append(f'bits per byte {result["bits_per_byte"]:.4f}')
         if 'baseline_accuracy' in result:
             baseline = f'{result["baseline_perplexity"]:.3f} and {100 * result["baseline_accuracy"]:.2f} %'
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
@@ -218,12 +220,11 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
 
 def describe_text(sum_nats: float, store: TokenStore, split: str) -> dict:
     """Returns the figures that need the nats of a whole split. Text without words, such as white space, has none per
-    word and byte."""
+    word and byte. Images have none per word; their bits per byte are bits per dimension."""
     n_bytes, n_words = store.bytes(split), store.words(split)
-    counts = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
-    if not n_words:
-        return counts
-    return counts | {
-        'word_perplexity': perplexity(sum_nats / n_words),
-        'bits_per_byte': sum_nats / math.log(2) / n_bytes,
-    }
+    found: dict[str, Any] = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
+    if n_words:
+        found['word_perplexity'] = perplexity(sum_nats / n_words)
+    if n_words or not store.info['tokenizer'].get('holds_text', True):
+        found['bits_per_byte'] = sum_nats / math.log(2) / n_bytes
+    return found

@@ -90,7 +90,7 @@ def print_table(result: dict) -> None:
     """Prints the result for people."""
     table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
     rows = describe_figures(result)
-    if 'word_perplexity' in result:
+    if 'bits_per_byte' in result:
         counts = (f'{result[name]:,}' for name in ('words', 'bytes', 'documents'))
         rows['words / bytes / documents'] = ' / '.join(counts)
     rows |= {
@@ -135,6 +135,7 @@ def describe_figures(result: dict) -> dict[str, str]:
     rows = {'perplexity per token': f'{result["perplexity"]:.4f}'}
     if 'word_perplexity' in result:
         rows['perplexity per word'] = format_word_perplexity(result, 4)
+    if 'bits_per_byte' in result:
         rows['bits per byte'] = f'{result["bits_per_byte"]:.5f}'
     if 'accuracy' in result:
         rows['accuracy'] = f'{result["accuracy"]:.2%}'

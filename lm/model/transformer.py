@@ -102,16 +102,16 @@ class Transformer(nnx.Module):
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
-        for block, x_BxLxD, rotation in self._layers(tokens_BxL):
+        for block, x_BxLxD, rotation in self.layers(tokens_BxL):
             yield block.attention, *block.project(x_BxLxD, rotation)[:2]
 
     def attention_weights(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
         """Yields the weights of each layer's attention, [B, H, L, L] float32: of query i for value j
         (`AttentionModule.weigh`)."""
-        for block, x_BxLxD, rotation in self._layers(tokens_BxL):
+        for block, x_BxLxD, rotation in self.layers(tokens_BxL):
             yield _weigh(block, x_BxLxD, rotation)
 
-    def _layers(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, Rotation | None]]:
+    def layers(self, tokens_BxL: jax.Array) -> Iterator[tuple[Block, jax.Array, Rotation | None]]:
         """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
         x_BxLxD, rotations = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):

@@ -23,8 +23,8 @@ from lm.runs.records import to_json
 
 MOST_TOKENS = 2048
 """A head then has 4M weights."""
-MOST_LABELS = 64
-"""Tokens that are written beside a matrix; more would hide each other."""
+MOST_LABELS = 128
+"""Tokens that are written beside the matrices of one row in all; more could not be read."""
 
 Head = tuple[int, int]
 """Layer and head, from 0."""
@@ -61,8 +61,8 @@ def show_attention(
                 f'{model.n_heads - 1} each'
             )
     run = load_run(experiment, run_dir, step)
-    # Every document of the training data follows an end-of-document token.
-    ids = np.concatenate([[run.tokenizer.eod_id], run.tokenizer.encode(text)]).astype(np.int32)
+    # Every document of the training data follows this token.
+    ids = np.concatenate([[run.begin_id], run.tokenizer.encode(text)]).astype(np.int32)
     if len(ids) > MOST_TOKENS:
         raise ConfigError(f'--attention: has {len(ids):,} tokens, more than {MOST_TOKENS:,}; give a shorter text')
     model.check_length(len(ids))
@@ -74,8 +74,8 @@ def show_attention(
                 shown = weights_LxL[:tokens, :tokens]
                 drawn.append((f'{layer}-{head}, up to {shown.flat[np.abs(shown).argmax()]:.2g}', shown))
     labels = name_tokens(run.tokenizer, ids[:tokens])
-    columns = model.n_heads if heads is None else 4
-    beside = labels if columns <= 4 and len(labels) <= MOST_LABELS else None
+    columns = min(len(drawn), model.n_heads if heads is None else 4)
+    beside = labels if columns * len(labels) <= MOST_LABELS else None
     title = f'weights of queries (down) for keys, layer-head, {run_dir} at step {run.step}'
     plots.draw_matrices(out, drawn, columns, beside, title)
     if as_json:

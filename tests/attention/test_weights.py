@@ -1,5 +1,7 @@
 """The weights that every mechanism is seen to give: its map of one-hot values, compared with formulas and outputs."""
 
+import dataclasses
+
 import jax
 import mechanisms
 import numpy as np
@@ -68,6 +70,8 @@ def test_a_model_gives_the_weights_of_its_layers(pattern):
     assert first.shape == second.shape == (2, 2, 21, 21)
     np.testing.assert_allclose(second.sum(-1), 1, atol=1e-5)
     assert np.tril(second, -5).any() == isinstance(pattern, Softmax), 'a window ends'
+    after = dataclasses.replace(config, norm_placement='after', attention=Softmax())
+    assert next(build(after, 0).attention_weights(tokens)).shape == (2, 2, 21, 21)
     changed = next(model.attention_weights(tokens.at[:, 9].add(1) % 40))
     np.testing.assert_array_equal(first[:, :, :9], changed[:, :, :9])
     assert not np.array_equal(first[:, :, 9:], changed[:, :, 9:])

@@ -82,6 +82,9 @@ def test_the_command_draws_one_picture(run, tmp_path, monkeypatch, capsys):
     assert main() == 0
     assert '| heads |' in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ['picture.pdf', 'picture.png']
+    monkeypatch.setattr(sys, 'argv', [*sys.argv, '--by', 'embeddings'])
+    assert main() == 0
+    assert '| embeddings |' in capsys.readouterr().out
     run.tokenizer = None
     assert main() != 0
     assert 'name a run on data of @fasta()' in capsys.readouterr().err

@@ -92,7 +92,10 @@ def check_ready_tokens(config: PrepareConfig) -> None:
     if not source.holds_tokens:
         return
     setting = f'prepare.source = @{source.gin_name}()'
-    if (tokenizer := tokenizers.load_existing(config.tokenizer)) is None:
+    tokenizer = tokenizers.load_existing(config.tokenizer)
+    if tokenizer is None and not isinstance(config.tokenizer, tokenizers.TokenizerConfig):
+        tokenizer = tokenizers.from_bytes(config.tokenizer.contents())
+    if tokenizer is None:
         raise ConfigError(f'{setting}: holds tokens; name the tokenizer that made them with tokenizer.model_path')
     if config.cleaning != 'none':
         raise ConfigError(f"{setting}: holds tokens, which cannot be cleaned; set prepare.cleaning = 'none'")

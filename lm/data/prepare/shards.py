@@ -138,11 +138,14 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
             n = counts['decoded'] = 1 + int(np.searchsorted(np.cumsum([len(t) for t in texts[1:]]), COMPARED_BYTES))
             some = texts[:n], batch_tokens[: batch_lengths[:n].sum()], batch_lengths[:n]
             counts['unchanged'] = count_unchanged(tokenizer, *some, job.source.holds_tokens)
-        encoded = [text.encode() for text in texts]
-        size = sum(map(len, encoded))
+        if tokenizer.holds_text:
+            encoded = [text.encode() for text in texts]
+            size = sum(map(len, encoded))
+            counts['words'] += sum(map(count_words, texts, encoded))
+        else:
+            size = len(batch_tokens) - len(texts)
         counts['documents'] += len(texts)
         counts['bytes'] += size
-        counts['words'] += sum(map(count_words, texts, encoded))
         counts['tokens'] += len(batch_tokens)
         if _progress is not None:
             with _progress.get_lock():

@@ -240,6 +240,7 @@ def assemble(
             'vocab_size': tokenizer.vocab_size,
             'eod_id': tokenizer.eod_id,
             'lossless': tokenizer.lossless,
+            **({} if tokenizer.holds_text else {'holds_text': False}),
         },
         'settings': settings,
         'created_with': {'lm': lm.__version__, tokenizer.library: importlib.metadata.version(tokenizer.library)},

@@ -47,6 +47,8 @@ class Tokenizer(abc.ABC):
     """A text that a lossless tokenizer of the kind decodes to itself."""
     mask_id: int | None = None
     begin_id: int | None = None
+    holds_text = True
+    """False: tokens are values. A value is a byte of the data, and the data have no words."""
 
     def __init__(self, model: bytes, vocab_size: int, eod_id: int):
         self.model, self.vocab_size, self.eod_id = model, vocab_size, eod_id

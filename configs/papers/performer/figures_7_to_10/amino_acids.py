@@ -6,8 +6,8 @@
 The description of an amino acid is the share of the weights that it receives in each head, over windows of the
 evaluation split (Vig et al. 2021, "BERTology meets biology"). Two amino acids are as similar as the correlation of
 their shares over the heads. With `--by queries` the shares are counted for each kind of asking amino acid apart, which
-says more where a model has few heads. Weights come from `Transformer.attention_weights`, so any mechanism will do.
-Negative weights count by their size.
+says more where a model has few heads. `--by embeddings` compares the input embeddings in their place. Weights come
+from `Transformer.attention_weights`, so any mechanism will do. Negative weights count by their size.
 
 The script draws both matrices, and prints their correlation over the 190 pairs of different amino acids. It also prints
 how many of 10,000 random orders of the amino acids have a correlation as high (a Mantel test).
@@ -106,6 +106,15 @@ def compute_similarity(sums_HxVx20: np.ndarray, by: str) -> np.ndarray:
     return np.corrcoef(sums / sums.sum(1, keepdims=True), rowvar=False)
 
 
+def compare_embeddings(run: LoadedRun) -> np.ndarray:
+    """Returns the cosines [20, 20] of the embeddings of amino acids, from which their mean is subtracted."""
+    kinds = [int(run.tokenizer.encode(letter)[0]) for letter in LETTERS]
+    x_20xD = np.asarray(run.model.embedding.embedding[...], np.float64)[kinds]
+    x_20xD -= x_20xD.mean(0)
+    x_20xD /= np.linalg.norm(x_20xD, axis=1, keepdims=True)
+    return x_20xD @ x_20xD.T
+
+
 def compare(similarity: np.ndarray, expected: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """Returns the correlation of two similarities over all pairs, and the share of random orders with one as high."""
     rng = np.random.default_rng(seed)
@@ -127,24 +136,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', help='a run directory, of a model of proteins')
     parser.add_argument('--windows', type=int, default=800, help='of the evaluation split; default: 800')
-    parser.add_argument('--by', choices=('heads', 'queries'), default='heads', help='the shares that are compared')
+    parser.add_argument('--by', choices=('heads', 'queries', 'embeddings'), default='heads', help='what is compared')
     parser.add_argument('--out', default='amino_acids', help='the picture, without suffix; default: amino_acids')
     arguments = parser.parse_args()
     try:
         run = lm.load(arguments.run)
         if not isinstance(run.tokenizer, AminoAcids):
             raise ConfigError(f'{arguments.run}: reads no amino acids; name a run on data of @fasta()')
-        similarity = compute_similarity(count_weights(run, arguments.windows), arguments.by)
+        if arguments.by == 'embeddings':
+            similarity = compare_embeddings(run)
+        else:
+            similarity = compute_similarity(count_weights(run, arguments.windows), arguments.by)
     except LmError as error:
         print(f'amino_acids: {error}', file=sys.stderr)
         return error.exit_code
     found, share = compare(similarity, blosum())
-    pictures = [('BLOSUM62, normalized', blosum()), ('weights of the model', similarity)]
+    pictures = [('BLOSUM62, normalized', blosum()), (f'the model, by {arguments.by}', similarity)]
     draw_matrices(arguments.out, pictures, 2, LETTERS)
     rows = [[arguments.by, f'{found:.3f}', f'{share:.4f}', list_pairs(similarity)]]
-    print(
-        make_markdown_table(rows, ['shares by', 'correlation with BLOSUM62', 'of random orders', 'most similar pairs'])
-    )
+    headings = ['similarity by', 'correlation with BLOSUM62', 'random orders as high', 'most similar pairs']
+    print(make_markdown_table(rows, headings))
     print(f'drawn in {arguments.out}.png and {arguments.out}.pdf')
     return 0
 
