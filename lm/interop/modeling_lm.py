@@ -111,7 +111,7 @@ class LmBlock(nn.Module):
         super().__init__()
         options = dict(mechanism)
         heads, kv_heads, size = layer['num_attention_heads'], layer['num_key_value_heads'], layer['head_dim']
-        self.layer, self.heads, self.kv_heads, self.size = layer, heads, kv_heads, size
+        self.layer = layer
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         lacking = {
             'attention_norm': 'after',
@@ -156,8 +156,9 @@ class LmBlock(nn.Module):
 
     def attend(self, normed_BxLxD):
         """Returns what the mechanism gives, times the output gate, [B, L, H·C]."""
-        qkv = self.convolution(self.qkv(normed_BxLxD)).unflatten(-1, (-1, self.size))
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        heads, kv_heads = self.layer['num_attention_heads'], self.layer['num_key_value_heads']
+        qkv = self.convolution(self.qkv(normed_BxLxD)).unflatten(-1, (-1, self.layer['head_dim']))
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
         if self.layer['key_offset']:
             k = offset(k, self.layer['key_offset'])
         q, k = (
