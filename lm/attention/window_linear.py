@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import HeadDims, exact_flops_per_token
+from lm.attention.base import MODEL, Attention, HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.two_sided import TwoSidedSoftmax, make_weights, weight_flops
 from lm.config.configurable import configurable, field
@@ -130,6 +130,9 @@ class WindowLinearAttention(LinearModule):
     def _check(self, config: LinearAttention, module: LinearModule) -> None:
         """Raises ConfigError for mechanisms whose weights are no features that a factor can be joined to."""
         dims, name = self.dims, f'window_linear.map = @{config.gin_name}()'
+        names = [option.name for option in dataclasses.fields(Attention)]
+        if own := next((one for one in names if getattr(config, one) != MODEL), None):
+            raise ConfigError(f'{name}: sets {own}, an option of layers; set window_linear.{own}')
         if config.projections(dims):
             raise ConfigError(f'{name}: has a gate, which the window would not have; set gate = False there')
         heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)

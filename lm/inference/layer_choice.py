@@ -106,12 +106,13 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
         )
         return float(plain.mean()), float(recalled[told_BxL[:, 1:]].mean())
 
-    depth, period = student.functions.config.n_layers, len(student.functions.config.pattern)
+    config = student.functions.config
+    depth = config.n_layers
     same = find_same_layers(teacher.functions, student.functions)
     with jax.set_mesh(student.mesh):
         loss, recall = measure(np.zeros(depth, bool))
         effects = []
-        for layer in (i for i in range(depth) if i % period not in same):
+        for layer in (i for i in range(depth) if config.find_layer(i)[0] not in same):
             one, other = measure(np.arange(depth) == layer)
             effects.append(LayerEffect(layer, one - loss, other - recall))
     return effects
@@ -125,10 +126,7 @@ def rank_layers(effects: Sequence[LayerEffect]) -> list[LayerEffect]:
 def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -> str:
     """Returns the gin text of the student's pattern in which the layers `full` have the teacher's attention."""
     ours, theirs = student.experiment.model, teacher.experiment.model
-    mechanisms = tuple(
-        theirs.pattern[i % len(theirs.pattern)] if i in full else ours.pattern[i % len(ours.pattern)]
-        for i in range(ours.n_layers)
-    )
+    mechanisms = tuple(theirs.layers[i] if i in full else ours.layers[i] for i in range(ours.n_layers))
     whole = dump(dataclasses.replace(student.experiment, model=dataclasses.replace(ours, attention=mechanisms)))
     names = {mechanism.gin_name for mechanism in mechanisms}
     kept = [

@@ -11,9 +11,9 @@
      params.head                             head.weight                               [V, D], without tied embeddings
      params.positions.embedding              positions.weight                          model.learned_positions
 
-Layer N of a pattern of n mechanisms is entry N // n of the stacked arrays of block N % n. X is one of attention_norm,
-qkv (queries, keys and values, in that order), attention_out, glu_norm, glu_in (values, then gates, if there are any)
-and glu_out.
+Layer N of a pattern of n mechanisms is entry N // n of the stacked arrays of block N % n. If the last repeat of the
+pattern is cut, its layers have blocks of their own after the n. X is one of attention_norm, qkv (queries, keys and
+values, in that order), attention_out, glu_norm, glu_in (values, then gates, if there are any) and glu_out.
 """
 
 import dataclasses
@@ -47,8 +47,9 @@ class Place:
 def places(weights: Mapping[str, Any]) -> list[Place]:
     """Returns the place of every tensor of a model. `weights` holds params and buffers, which may be abstract."""
     flat = flatten(weights)
-    blocks = [source.split('.')[2] for source in flat if source.split('.')[1] == 'blocks']
-    n = len(set(blocks))
+    layers = {s.split('.')[2]: leaf.shape[0] for s, leaf in flat.items() if s.split('.')[1] == 'blocks'}
+    repeats = layers.get('0', 0)
+    n = sum(count == repeats for count in layers.values())  # the others are of a repeat that is cut
     found = []
     for source, leaf in flat.items():
         parts = source.split('.')[1:]
@@ -57,8 +58,10 @@ def places(weights: Mapping[str, Any]) -> list[Place]:
         if parts[0] != 'blocks':
             found.append(Place('.'.join(parts), source, None, transposed))
             continue
+        block = int(parts[1])
         for i in range(leaf.shape[0]):
-            name = '.'.join(['layers', str(i * n + int(parts[1])), *parts[2:]])
+            layer = i * n + block if block < n else repeats * n + block - n
+            name = '.'.join(['layers', str(layer), *parts[2:]])
             found.append(Place(name, source, i, transposed))
     return found
 

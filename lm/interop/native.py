@@ -71,8 +71,7 @@ def _facts(model: ModelConfig) -> dict[str, str]:
         *('learned_positions', 'tied', 'logit_cap'),
     )
     facts = {f'model.{name}': repr(getattr(model, name)) for name in names}
-    for i in range(model.n_layers):
-        one = model.pattern[i % len(model.pattern)]
+    for i, one in enumerate(model.layers):
         options = model.resolve(one)
         facts[f'layer {i}: attention'] = f'@{one.gin_name}() with {one.portable(options.dims)}'
         facts |= {

@@ -70,7 +70,7 @@ class ModelConfig(Configurable):
         help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model',
     )
     attention: Attention | tuple[Attention, ...] = field(
-        default=DEFAULT(), help='one mechanism, or a list cycled over layers'
+        default=DEFAULT(), help='one mechanism, or a list that repeats over the layers; its last repeat may be cut'
     )
     causal: bool = field(
         default=True,
@@ -161,9 +161,9 @@ class ModelConfig(Configurable):
             raise ConfigError('model.attention = []: name at least one mechanism, such as @softmax()')
         for attention in self.pattern:
             self._check_heads(attention)
-        if self.n_layers % len(self.pattern):
+        if len(self.pattern) > self.n_layers:
             raise ConfigError(
-                f'model.attention lists {len(self.pattern)} mechanisms: must divide model.n_layers = {self.n_layers}'
+                f'model.attention lists {len(self.pattern)} mechanisms: more than model.n_layers = {self.n_layers}'
             )
         reasons = (one.why_causal() for one in self.pattern if not self.causal)
         if reason := next(filter(None, reasons), None):
@@ -174,9 +174,33 @@ class ModelConfig(Configurable):
         return self.attention if isinstance(self.attention, tuple) else (self.attention,)
 
     @property
+    def layers(self) -> tuple[Attention, ...]:
+        """The mechanism of each layer."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.n_layers))
+
+    @property
     def repeats(self) -> int:
-        """The layers of each mechanism of the pattern."""
+        """The whole repeats of the pattern."""
         return self.n_layers // len(self.pattern)
+
+    @property
+    def stacks(self) -> tuple[Attention, ...]:
+        """The mechanism of each stack of layers: the pattern, then the layers of a last repeat that is cut."""
+        return self.pattern + self.pattern[: self.n_layers % len(self.pattern)]
+
+    def find_layer(self, layer: int) -> tuple[int, int]:
+        """Returns the stack of a layer, and its place there."""
+        size = len(self.pattern)
+        repeat, place = divmod(layer, size)
+        return (place, repeat) if repeat < self.repeats else (size + place, 0)
+
+    def list_layers(self, stack: int) -> list[int]:
+        """Returns the layers of a stack."""
+        return [layer for layer in range(self.n_layers) if self.find_layer(layer)[0] == stack]
+
+    def count_layers(self, stack: int) -> int:
+        """Returns the layers of a stack: one per repeat, or one alone."""
+        return self.repeats if stack < len(self.pattern) else 1
 
     @property
     def dims(self) -> HeadDims:
@@ -277,8 +301,8 @@ class ModelConfig(Configurable):
         """
         glu = self.glu_products
         dense, attention = self.d_model * self.vocab_size, 0.0
-        for mechanism in self.pattern:
-            options = self.resolve(mechanism)
-            dense += self.repeats * (options.count_products(self.d_model) + glu)
-            attention += self.repeats * mechanism.flops_per_token(options.dims, length)
+        for stack, mechanism in enumerate(self.stacks):
+            options, layers = self.resolve(mechanism), self.count_layers(stack)
+            dense += layers * (options.count_products(self.d_model) + glu)
+            attention += layers * mechanism.flops_per_token(options.dims, length)
         return 3 * (2 * dense + attention)

@@ -71,13 +71,13 @@ class ModelFunctions:
         return count_by_part(self.declared, self.abstract['params'])
 
     def choose_redrawn(self, steps_done: int) -> tuple[int, ...]:
-        """Returns the mechanisms of the pattern that draw new random projections before the next step
+        """Returns the stacks (`ModelConfig.stacks`) that draw new random projections before the next step
         (`redraw_every`)."""
-        periods = [attention.redraw_every for attention in self.config.pattern]
+        periods = [attention.redraw_every for attention in self.config.stacks]
         return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
 
     def redraw(self, weights: Mapping[str, Any], which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
-        """Returns the buffers with new projections of the mechanisms `which`: a function of (seed, steps_done)."""
+        """Returns the buffers with new projections of the stacks `which`: a function of (seed, steps_done)."""
         model = self.merge(weights)
         model.redraw(which, jax.random.fold_in(make_seed_key(seed), steps_done))
         return split(model)[2]

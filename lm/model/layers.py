@@ -1,6 +1,6 @@
 """The layers of two models of equal depth, a teacher and its student, whatever their patterns of mechanisms are.
 
-Layer i of a model with P mechanisms in its pattern is layer i // P of its stack i % P (`Transformer.blocks`).
+`ModelConfig.find_layer` says which stack of `Transformer.blocks` has a layer.
 """
 
 import math
@@ -51,7 +51,8 @@ def scan_pairs(
         the output of the last layer, and what the calls found, stacked over the layers.
     """
     models = (student, teacher)
-    depth, period = student.config.n_layers, math.lcm(*(len(model.blocks) for model in models))
+    counts = [len(model.config.pattern) for model in models]
+    depth, period = student.config.n_layers, math.lcm(*counts)
     repeats = depth // period
     rotations = [model.rotate_positions(positions) for model in models]
     parts = [[take_apart(blocks) for blocks in model.blocks] for model in models]
@@ -59,18 +60,21 @@ def scan_pairs(
     def call(x_BxLxD, which, states, given):
         def on_layers(x_BxLxD, states, given):
             pair = []
-            for stacks, turned, state in zip(parts, rotations, states, strict=True):
-                stack = which % len(stacks)
+            for model, stacks, turned, state in zip(models, parts, rotations, states, strict=True):
+                stack, _ = model.config.find_layer(which)
                 block = stacks[stack][0](state, lambda block: block)
                 pair.append(RotatedLayer(block, turned[stack]))
             return function(x_BxLxD, *pair, *given)
 
         return jax.checkpoint(on_layers, prevent_cse=False)(x_BxLxD, states, given)
 
-    def pick(which, cut):
+    def pick(which, cuts, cut_given):
         """Returns the states of one layer of each model, or of all layers in its place of a period."""
-        states = [jax.tree.map(cut(len(stacks)), stacks[which % len(stacks)][1]) for stacks in parts]
-        return states, [cut(1)(array_N) for array_N in given_N]
+        states = [
+            jax.tree.map(cut, stacks[model.config.find_layer(which)[0]][1])
+            for model, stacks, cut in zip(models, parts, cuts, strict=True)
+        ]
+        return states, [cut_given(array_N) for array_N in given_N]
 
     def one_period(x_BxLxD, states):
         found = []
@@ -80,15 +84,24 @@ def scan_pairs(
         return x_BxLxD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def cut_places(which):
-        return lambda count: lambda leaf: leaf[which // count : repeats * period // count : period // count]
+        """Returns the cuts of arrays with one of every `count` layers: for both models, and for `given_N`."""
 
-    places = [pick(which, cut_places(which)) for which in range(period)] if repeats else []
+        def cut(count):
+            return lambda leaf: leaf[which // count : repeats * period // count : period // count]
+
+        return [cut(count) for count in counts], cut(1)
+
+    def cut_layer(i):
+        cut = lambda place: lambda leaf: leaf[place]  # noqa: E731
+        return [cut(model.config.find_layer(i)[1]) for model in models], cut(i)
+
+    places = [pick(which, *cut_places(which)) for which in range(period)] if repeats else []
     found = []
     if repeats:
         x_BxLxD, by_period = jax.lax.scan(one_period, x_BxLxD, places)
         found.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), by_period))
     for i in range(repeats * period, depth):
-        x_BxLxD, one = call(x_BxLxD, i, *pick(i, lambda count, i=i: lambda leaf: leaf[i // count]))
+        x_BxLxD, one = call(x_BxLxD, i, *pick(i, *cut_layer(i)))
         found.append(jax.tree.map(lambda leaf: leaf[None], one))
     return x_BxLxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
 
@@ -105,8 +118,8 @@ def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:
     def is_alike(path, leaf):
         sources = _find_sources(path, teacher, student)
         if path[0] == BLOCKS and declared[path].part == 'mechanism':
-            ours = type(student.config.pattern[path[1]])
-            if any(type(teacher.config.pattern[source.path[1]]) is not ours for source in sources):
+            ours = type(student.config.stacks[path[1]])
+            if any(type(teacher.config.stacks[source.path[1]]) is not ours for source in sources):
                 return False
         skipped = 1 if path[0] == BLOCKS else 0
         return all(
@@ -120,13 +133,11 @@ def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:
 def find_same_layers(teacher: ModelFunctions, student: ModelFunctions) -> set[int]:
     """Returns the stacks of the student whose mechanism and parameters are the teacher's in each layer."""
     copied = find_copied(teacher, student)[BLOCKS]
-    ours, theirs = student.config.pattern, teacher.config.pattern
-    depth = student.config.n_layers
     return {
         which
-        for which, mechanism in enumerate(ours)
+        for which, mechanism in enumerate(student.config.stacks)
         if all(jax.tree.leaves(copied[which]))
-        and all(theirs[i % len(theirs)] == mechanism for i in range(which, depth, len(ours)))
+        and all(teacher.config.layers[i] == mechanism for i in student.config.list_layers(which))
     }
 
 
@@ -169,6 +180,5 @@ def _find_sources(path: tuple, teacher: ModelFunctions, student: ModelFunctions)
     """Returns the teacher's arrays for a parameter of the student, one per layer of a stack."""
     if path[0] != BLOCKS:
         return [_Source(path, None)]
-    count, depth = len(teacher.config.pattern), student.config.n_layers
-    layers = range(path[1], depth, len(student.config.pattern))
-    return [_Source((BLOCKS, i % count, *path[2:]), i // count) for i in layers]
+    places = [teacher.config.find_layer(i) for i in student.config.list_layers(path[1])]
+    return [_Source((BLOCKS, stack, *path[2:]), place) for stack, place in places]

@@ -38,7 +38,11 @@ _compute, _weigh = nnx.jit(Block.__call__), nnx.jit(Block.weigh)
 
 
 class Transformer(nnx.Module):
-    """The language model. `blocks[i]` holds the layers i, i + P, i + 2P, … of a pattern of P mechanisms, stacked."""
+    """The language model.
+
+    `blocks[i]` holds the layers i, i + P, i + 2P, … of a pattern of P mechanisms, stacked. Where
+    the last repeat is cut, each of its layers has a block of its own.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -58,8 +62,10 @@ class Transformer(nnx.Module):
         self.embedding = embedding(config.vocab_size, 'vocabulary')
         if config.learned_positions:
             self.positions = embedding(config.learned_positions, 'position')
-        stacks = [stack_blocks(config, attention, config.repeats, rngs, self.dtype) for attention in config.pattern]
-        self.blocks = nnx.List(stacks)
+        self.blocks = nnx.List(
+            stack_blocks(config, attention, config.count_layers(i), rngs, self.dtype)
+            for i, attention in enumerate(config.stacks)
+        )
         gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
         options = {
             'part': 'norms',
@@ -87,7 +93,16 @@ class Transformer(nnx.Module):
         """
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
         x_BxLxD, rotations = self._embed(tokens_BxL, positions)
-        applies, states = zip(*map(take_apart, self.blocks), strict=True)
+        for part in self._scans:
+            x_BxLxD = self._compute_layers(part, x_BxLxD, rotations[part], starts_BxL)
+        with jax.named_scope('norms'):
+            return self.final_norm(x_BxLxD)
+
+    def _compute_layers(
+        self, part: slice, x_BxLxD: jax.Array, rotations: Sequence[Rotation | None], starts_BxL: jax.Array | None
+    ) -> jax.Array:
+        """Computes the layers of some stacks, which have one layer of each in turn."""
+        applies, states = zip(*map(take_apart, self.blocks[part]), strict=True)
 
         def layers(x_BxLxD, states):
             for apply, state, rotation in zip(applies, states, rotations, strict=True):
@@ -96,9 +111,7 @@ class Transformer(nnx.Module):
 
         if self.config.remat != 'none':
             layers = jax.checkpoint(layers, policy=REMAT[self.config.remat], prevent_cse=False)
-        x_BxLxD, _ = jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
-        with jax.named_scope('norms'):
-            return self.final_norm(x_BxLxD)
+        return jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)[0]
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
@@ -115,15 +128,15 @@ class Transformer(nnx.Module):
         """Yields each layer in turn with its inputs: [B, L, D] and the rotation of queries and keys."""
         x_BxLxD, rotations = self._embed(tokens_BxL, jnp.arange(tokens_BxL.shape[1]))
         for i in range(self.config.n_layers):
-            block, rotation = self.layer(i), rotations[i % len(self.blocks)]
+            block, rotation = self.layer(i), rotations[self.config.find_layer(i)[0]]
             yield block, x_BxLxD, rotation
             x_BxLxD = _compute(block, x_BxLxD, rotation)
 
     def layer(self, i: int) -> Block:
         """Returns layer `i` of the model."""
-        repeat, which = divmod(i, len(self.blocks))
-        apply, state = take_apart(self.blocks[which])
-        return apply(jax.tree.map(lambda leaf: leaf[repeat], state), lambda block: block)
+        stack, place = self.config.find_layer(i)
+        apply, state = take_apart(self.blocks[stack])
+        return apply(jax.tree.map(lambda leaf: leaf[place], state), lambda block: block)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns logits, [B, L, V] float32. Training uses `token_losses`, which never holds all logits."""
@@ -164,8 +177,7 @@ class Transformer(nnx.Module):
             return weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
 
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
-        """Returns the decoding state of empty sequences: the states of each mechanism of the pattern, stacked over
-        layers.
+        """Returns the decoding state of empty sequences: the states of each stack of layers.
 
         `documents`: the tokens will come with the starts of their documents (`extend`).
 
@@ -208,7 +220,22 @@ class Transformer(nnx.Module):
                 tokens: negative for earlier tokens.
         """
         x_BxTxD, rotations = self._embed(tokens_BxT, positions)
-        applies, params = zip(*map(take_apart, self.blocks), strict=True)
+        new_state = []
+        for part in self._scans:
+            x_BxTxD, new = self._extend_layers(part, state[part], x_BxTxD, rotations[part], starts_BxT)
+            new_state += new
+        return new_state, self.final_norm(x_BxTxD)
+
+    def _extend_layers(
+        self,
+        part: slice,
+        state: list[Any],
+        x_BxTxD: jax.Array,
+        rotations: Sequence[Rotation | None],
+        starts_BxT: jax.Array | None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Computes the layers of some stacks like `_compute_layers`; also returns their state."""
+        applies, params = zip(*map(take_apart, self.blocks[part]), strict=True)
 
         def layers(x_BxTxD, params_and_state):
             new = []
@@ -217,11 +244,10 @@ class Transformer(nnx.Module):
                 new.append(layer_state)
             return x_BxTxD, new
 
-        x_BxTxD, state = jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
-        return state, self.final_norm(x_BxTxD)
+        return jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
-        """Draws new random projections in the layers of the mechanisms `which` of the pattern."""
+        """Draws new random projections in the layers of the stacks `which` (`ModelConfig.stacks`)."""
 
         def redrawn(block, key):
             block.attention.redraw(key)
@@ -229,13 +255,19 @@ class Transformer(nnx.Module):
 
         for i in which:
             apply, state = take_apart(self.blocks[i])
-            keys = jax.random.split(jax.random.fold_in(key, i), self.config.repeats)
+            keys = jax.random.split(jax.random.fold_in(key, i), self.config.count_layers(i))
             new = jax.vmap(lambda state, key, apply=apply: apply(state, redrawn, key))(state, keys)
             nnx.update(self.blocks[i], new)
 
     @property
     def _output(self) -> nnx.Param:
         return self.embedding.embedding if self.config.tied else self.head
+
+    @property
+    def _scans(self) -> list[slice]:
+        """The stacks that each scan computes: the pattern, and what is left of its last repeat."""
+        whole = len(self.config.pattern)
+        return [slice(0, whole)] + [slice(whole, None)] * (len(self.config.stacks) > whole)
 
     @property
     def _unroll(self) -> int:
@@ -259,8 +291,8 @@ class Transformer(nnx.Module):
 
     @jax.named_scope('embedding')
     def rotate_positions(self, positions: jax.Array) -> list[Rotation | None]:
-        """Returns the rotation of the positions for each mechanism of the pattern; equal ones are computed once."""
-        chosen = [self.config.resolve(attention).rotary for attention in self.config.pattern]
+        """Returns the rotation of the positions for each stack of layers; equal ones are computed once."""
+        chosen = [self.config.resolve(attention).rotary for attention in self.config.stacks]
         rotations: dict[RotaryOptions | None, Rotation | None] = {None: None}
         for one in dict.fromkeys(filter(None, chosen)):
             rotations[one] = rotary(positions, one.head_dim, one.base, one.fraction, one.scaling)

@@ -114,6 +114,7 @@ def test_other_maps_are_not_exported_to_transformers():
     [
         (Polysketch(sketch_size=8), 'polysketch.*local = False'),
         (Taylor(feature_dim=4), 'taylor.*several powers'),
+        (Hedgehog(qk_norm=True), 'hedgehog.*set window_linear.qk_norm'),
         (Performer(n_features=16, causal=False), 'performer.*causal = True'),
         (Polysketch(sketch_size=8, local=False, gate=True), 'polysketch.*gate = False'),
     ],

@@ -19,8 +19,10 @@ from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.experiment import load
 from lm.interop.formats import FORMATS
+from lm.interop.names import from_tensors, to_tensors
 from lm.model import ModelConfig
-from lm.model.functions import count_parameters
+from lm.model.functions import ModelFunctions, count_parameters, split
+from lm.model.layers import find_same_layers, scan_pairs
 from lm.model.options import OutputGate, RotaryOptions
 from lm.runs.config_diff import compare_texts, is_permitted
 
@@ -54,6 +56,17 @@ def build(attention, **changes) -> model_lib.Transformer:
 @nnx.jit
 def logits(model, tokens):
     return model(tokens)
+
+
+def decode(model) -> jax.Array:
+    """Returns the logits, computed from a state in pieces of two sizes."""
+    graph, arrays = nnx.split(model)
+    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).decode_step(*arguments))
+    state, parts = model.init_state(2, 20), []
+    for start, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
+        state, part = step(arrays, state, tokens()[:, start:end], jnp.int32(start))
+        parts.append(part)
+    return jnp.concatenate(parts, axis=1)
 
 
 def tokens(length: int = 20) -> np.ndarray:
@@ -128,16 +141,51 @@ def test_a_mechanism_can_have_less_than_the_model():
 
 def test_a_hybrid_model_decodes_and_does_not_look_ahead():
     model = build(HYBRID, sinusoids=False)
-    graph, arrays = nnx.split(model)
     expected = logits(model, tokens())
-    step = jax.jit(lambda arrays, *arguments: nnx.merge(graph, arrays).decode_step(*arguments))
-    state, parts = model.init_state(2, 20), []
-    for start, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
-        state, part = step(arrays, state, tokens()[:, start:end], jnp.int32(start))
-        parts.append(part)
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(decode(model), expected, atol=2e-5, rtol=2e-5)
     after = logits(model, np.where(np.arange(20) == 13, (tokens() + 1) % 61, tokens()))
     np.testing.assert_array_equal(expected[:, :13], after[:, :13])
+
+
+def test_the_last_repeat_of_a_pattern_may_be_cut():
+    """Five layers of a pattern of two equal a list of the five: after the same arrays under the names of layers."""
+    cut = build(HYBRID, n_layers=5, remat='full', sinusoids=False)
+    listed = build((*HYBRID, *HYBRID, HYBRID[0]), n_layers=5, sinusoids=False)
+    assert [nnx.to_pure_dict(nnx.state(block))['qkv']['kernel'].shape[0] for block in cut.blocks] == [2, 2, 1]
+    (_, params, buffers), (graph, *parts) = split(cut), split(listed)
+    names = ('params', 'buffers')
+    tensors = to_tensors(dict(zip(names, (params, buffers), strict=True)))
+    assert {name for name in tensors if name.endswith('.qkv.weight')} == {f'layers.{i}.qkv.weight' for i in range(5)}
+    moved = from_tensors(tensors, dict(zip(names, parts, strict=True)), 'the list')
+    listed = nnx.merge(graph, moved['params'], moved['buffers'])
+    expected = logits(listed, tokens())
+    np.testing.assert_allclose(logits(cut, tokens()), expected, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(decode(cut), expected, atol=2e-5, rtol=2e-5)
+    assert cut.config.flops_per_token(64) == listed.config.flops_per_token(64)
+    inputs = [module.config for module, *_ in cut.attention_inputs(tokens())]
+    assert inputs == [*HYBRID, *HYBRID, HYBRID[0]]
+
+
+def test_two_models_go_through_their_layers_together_where_a_pattern_is_cut():
+    cut, plain = build(HYBRID, n_layers=5), build(Softmax(), n_layers=5)
+    positions = jnp.arange(20)
+
+    @nnx.jit
+    def outputs(first, second):
+        def call(x_BxLxD, ours, theirs, number):
+            return ours.block(x_BxLxD, ours.rotation), (number, theirs.block(x_BxLxD, theirs.rotation))
+
+        x_BxLxD, found = scan_pairs(first, second, positions, call, first.embed(tokens(), positions), jnp.arange(5))
+        return first.final_norm(x_BxLxD), found
+
+    hidden, (numbers, others) = outputs(cut, plain)
+    np.testing.assert_array_equal(numbers, np.arange(5))
+    np.testing.assert_allclose(hidden, cut.hidden(tokens()), atol=1e-5, rtol=1e-5)
+    assert others.shape == (5, 2, 20, 32)
+    cut_functions = ModelFunctions(cut.config, jnp.float32)
+    found = [cut_functions.config.find_layer(i) for i in range(5)]
+    assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]
+    assert find_same_layers(cut_functions, cut_functions) == {0, 1, 2}
 
 
 def test_the_parameters_of_a_hybrid_model_learn():

@@ -351,7 +351,7 @@ def test_all_bits_of_a_seed_count():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ConfigError, match=r'model.n_kv_heads = 3: must divide model.n_heads = 4'):
         ModelConfig(**TINY, n_kv_heads=3)
-    with pytest.raises(ConfigError, match=r'model.attention lists 3 mechanisms: must divide model.n_layers = 2'):
+    with pytest.raises(ConfigError, match=r'model.attention lists 3 mechanisms: more than model.n_layers = 2'):
         ModelConfig(**(TINY | {'attention': (Softmax(), Softmax(), Softmax())}))
 
 

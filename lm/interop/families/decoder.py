@@ -149,8 +149,8 @@ class Decoder(Family):
 
     def describe(self, model: ModelConfig) -> dict[str, Any]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
-        windows = [getattr(one, 'window', None) for one in model.pattern] * model.repeats
-        options = [model.resolve(one) for one in model.pattern]
+        windows = [getattr(one, 'window', None) for one in model.layers]
+        options = [model.resolve(one) for one in model.layers]
         dims, rotary = options[0].dims, next((one.rotary for one in options if one.rotary), None)
         window = next(filter(None, windows), None)
         return {
@@ -201,8 +201,8 @@ class Decoder(Family):
 
 
 def find_pattern(layers: Sequence[Attention]) -> Attention | tuple[Attention, ...]:
-    """Returns the shortest list that gives the mechanisms of all layers if it is repeated."""
+    """Returns the shortest list that gives the mechanisms of all layers if it is repeated, the last time in part."""
     for size in range(1, len(layers) + 1):
-        if len(layers) % size == 0 and all(one == layers[i % size] for i, one in enumerate(layers)):
+        if all(one == layers[i % size] for i, one in enumerate(layers)):
             return layers[0] if size == 1 else tuple(layers[:size])
     raise ValueError('there are no layers')

@@ -36,5 +36,5 @@ class SmolLm3(Decoder):
         return one if self.turned(config)[layer] else dataclasses.replace(one, rotary_base=None)
 
     def describe(self, model: ModelConfig) -> dict[str, Any]:
-        turned = [int(model.resolve(one).rotary is not None) for one in model.pattern]
-        return super().describe(model) | {'no_rope_layers': turned * model.repeats}
+        turned = [int(model.resolve(one).rotary is not None) for one in model.layers]
+        return super().describe(model) | {'no_rope_layers': turned}
