@@ -139,7 +139,7 @@ def plan_evaluation(
             windows = kind.create(part.tokens(split), length, config.window, settings.first_tokens)
             part.tokenizer()  # its end-of-document token opens the first window
         except ConfigError as error:
-            raise ConfigError(f'{error} (the set {name!r})' if name else str(error)) from None
+            raise ConfigError(f'{error} (the set {name!r})' if name else f'{error} (split {split!r})') from None
         return ScoredText(part, split, windows, *hide(split))
 
     parts = store.parts(split) if isinstance(store, Mixture) else {'': store}

@@ -214,6 +214,7 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
     done = tiny.lm('evaluate', '--run_dir', str(reference_run[0]), '--context_length', '1000000')
     assert done.returncode == 2
     assert 'evaluate.context_length = 1000000: the split has only' in done.stderr
+    assert "(split 'validation')" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert sorted(reference_run[0].rglob('*')) == before
 

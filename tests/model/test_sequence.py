@@ -14,6 +14,7 @@ from tiny import train_step
 
 from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
+from lm.attention.recurrent.delta import Delta
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.experiment import load
@@ -95,6 +96,10 @@ def test_four_devices_share_a_window(attention):
 
 
 AXES = {'fsdp': (8, dict(sequence=4, fsdp=2)), 'data': (4, dict(sequence=2))}
+OWN_OPTIONS = (
+    Delta(gate=True, rotary_base=None, convolution=4, output_gate='sigmoid', n_heads=2, head_dim=12),
+    Softmax(rotary_base=None, key_offset=0.5, qk_norm=True, n_kv_heads=1),
+)
 EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_size=8, block=8), Hybrid(window=5)
 
 
@@ -105,6 +110,7 @@ EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_
         (WINDOW, 'data', Documents(EOD)),
         (SKETCH, 'fsdp', None),
         (HYBRID, 'fsdp', Documents(EOD)),
+        (OWN_OPTIONS, 'data', Documents(EOD)),
         *(
             pytest.param(*rest, None, marks=pytest.mark.slow)
             for rest in ((EXACT, 'data'), (WINDOW, 'fsdp'), (WINDOW, 'data'), (SKETCH, 'data'), (HYBRID, 'fsdp'))

@@ -37,7 +37,7 @@ def page() -> str:
     for base, values in choices().items():
         takers = [code(taker) for taker in _takers()[base]]
         parts += [f'({_label(base)})=\n## Values of {" and ".join(takers)}', docstring(base.__doc__)]
-        if shared := shared_fields(base):
+        if (shared := shared_fields(base)) and _base(base) is base:
             parts += ['Each of them has these fields:', table(HEADS, (_row('NAME', base, field) for field in shared))]
         parts += [_configurable(name, cls) for name, cls in values.items()]
     return '\n\n'.join(parts)

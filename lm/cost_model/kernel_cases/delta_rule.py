@@ -13,19 +13,22 @@ from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaSizes, make_plan
 
 
 def cases() -> dict[str, Case]:
-    return dict(delta=delta_call)
+    return dict(delta=delta_call) | {'delta channel': functools.partial(delta_call, channels=True)}
 
 
-def delta_call(dims: HeadDims, length: int) -> KernelCall:
-    """Returns a call with decay, in bfloat16."""
+def delta_call(dims: HeadDims, length: int, channels: bool = False) -> KernelCall:
+    """Returns a call with decay, in bfloat16; with `channels` each key channel has a factor of its own."""
 
     def function(call):
         return compute(call, 'pallas_tpu').o_BxLxHxD
 
     q, k = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in (dims.n_heads, dims.n_kv_heads))
     gate = jax.ShapeDtypeStruct(k.shape[:3], jnp.float32)
+    decay = {'log_decay_BxLxK': gate}
+    if channels:
+        decay = {'channel_log_decay_BxLxKxE': jax.ShapeDtypeStruct(k.shape, jnp.float32)}
     make_call = functools.partial(DeltaCall, query_length=dims.head_dim**-0.5)
-    call = jax.eval_shape(make_call, q, k, k, gate, gate)
+    call = jax.eval_shape(make_call, q, k, k, gate, **decay)
 
     def steps(call: DeltaCall) -> Steps:
         tokens = make_plan(DeltaSizes.of_call(call)).heads * call.groups * CHUNK

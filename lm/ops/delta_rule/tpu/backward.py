@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.delta_rule.tpu import channels
 from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors, sum_rows
 from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
 from lm.ops.tpu import SUBLANES, dot
@@ -81,7 +82,8 @@ def _kernel(
         dstate[...] = dafter[...]
 
     refs = _References(tokens, states, do, results.tokens, dstate)
-    side_by_side(_differentiate(plan, refs, n) for n in range(plan.heads))
+    differentiate = channels.differentiate_head if plan.channels else _differentiate
+    side_by_side(differentiate(plan, refs, n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.delta_rule.tpu import channels
 from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors
 from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
 from lm.ops.tpu import dot
@@ -89,7 +90,10 @@ def _kernel(plan: DeltaPlan, tokens: DeltaTokens, before: Any, results: ForwardS
         added = dot((chunk.until * chunk.new).astype(chunk.dtype), chunk.k, (1, 1))
         state[n] = chunk.whole * state[n] + added
 
-    side_by_side(compute_head(n) for n in range(plan.heads))
+    if plan.channels:
+        side_by_side(channels.compute_head(plan, tokens, state, results, n) for n in range(plan.heads))
+    else:
+        side_by_side(compute_head(n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

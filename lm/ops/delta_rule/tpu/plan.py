@@ -26,14 +26,15 @@ class DeltaTokens(NamedTuple):
         k_NxExL: keys.
         v_NxDxL: values.
         beta_Nx1xL: float32.
-        c_Nx1xL: the running sums of log factors in each chunk, float32.
+        c_NxRxL: the running sums of log factors in each chunk, R = 1, float32. In a plan with `channels` they are the
+            log factors themselves, R = E.
     """
 
     q_MxExL: jax.Array
     k_NxExL: jax.Array
     v_NxDxL: jax.Array
     beta_Nx1xL: jax.Array
-    c_Nx1xL: jax.Array
+    c_NxRxL: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class DeltaSizes:
         value_rows: rows of values, padded.
         itemsize: bytes of a number.
         query_length: the `query_length` of the call.
+        channels: whether key channels have factors of their own.
     """
 
     heads: int
@@ -57,13 +59,15 @@ class DeltaSizes:
     value_rows: int
     itemsize: int
     query_length: float | None
+    channels: bool
 
     @classmethod
     def of_call(cls, call: DeltaCall) -> 'DeltaSizes':
         batch, length, heads, size = call.k_BxLxKxE.shape
         rows, value_rows = padded_rows(size), padded_rows(call.v_BxLxKxD.shape[-1])
         itemsize = call.v_BxLxKxD.dtype.itemsize
-        return cls(batch * heads, call.groups, length, rows, value_rows, itemsize, call.query_length)
+        channels = call.channel_log_decay_BxLxKxE is not None
+        return cls(batch * heads, call.groups, length, rows, value_rows, itemsize, call.query_length, channels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,7 @@ class DeltaPlan:
         groups: queries per key head.
         steps: chunks of a sequence.
         query_length: queries are scaled to this length and keys to length 1; None: neither is scaled.
+        channels: whether key channels have factors of their own.
         vmem_limit_bytes: the limit that the compiler gets; None: its default.
     """
 
@@ -82,6 +87,7 @@ class DeltaPlan:
     groups: int
     steps: int
     query_length: float | None
+    channels: bool
     vmem_limit_bytes: int | None
 
     @property
@@ -139,7 +145,7 @@ def make_plan(sizes: DeltaSizes) -> DeltaPlan:
     available, limit = platform.vmem()
     fit = max(1, available // estimate_vmem(sizes))
     heads = max(heads for heads in range(1, min(MOST_HEADS, fit) + 1) if sizes.heads % heads == 0)
-    return DeltaPlan(heads, sizes.groups, -(-sizes.length // CHUNK), sizes.query_length, limit)
+    return DeltaPlan(heads, sizes.groups, -(-sizes.length // CHUNK), sizes.query_length, sizes.channels, limit)
 
 
 def estimate_vmem(sizes: DeltaSizes) -> int:
@@ -148,4 +154,6 @@ def estimate_vmem(sizes: DeltaSizes) -> int:
     blocks = 2 * itemsize * CHUNK * ((1 + groups) * (2 * size + 2 * value_size)) + 2 * itemsize * size * value_size
     states = 4 * 5 * size * value_size
     pairs = (2 + 4 * itemsize + 3 * groups) * 4 * CHUNK**2
-    return blocks + states + pairs
+    # Per channel: the logs and their gradients, and the levels with their factors and gradients.
+    levels = 4 * size * CHUNK * (4 + 3 * (CHUNK.bit_length() - 1)) if sizes.channels else 0
+    return blocks + states + pairs + levels

@@ -4,6 +4,8 @@ A chunk of 128 tokens is one triangular system, which is inverted on chip (`inve
 chunk. The backward pass keeps inputs, outputs and the state before each chunk, rounded as the products that read it
 round it. Several heads are computed side by side: with one head alone each product would wait for the product before.
 
+Where key channels have factors of their own, a chunk is computed by `channels`.
+
 Static cycles per token and head are measured by `lm.bench.kernels`.
 """
 
@@ -33,8 +35,6 @@ def unsupported(call: DeltaCall) -> str | None:
     q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    if call.channel_log_decay_BxLxKxE is not None:
-        return 'takes one factor per token and head, not one per key channel'
     dtypes = {x.dtype for x in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
         return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
@@ -52,7 +52,9 @@ def _compute(call: DeltaCall) -> DeltaResult:
     q, k, v = (by_token(a, padded, a.shape[2]) for a in (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
     beta = arrange_log_decay(call.beta_BxLxK, padded, heads)
     c = jnp.zeros_like(beta)
-    if call.log_decay_BxLxK is not None:
+    if plan.channels:
+        c = by_token(cast(jax.Array, call.all_log_decay_BxLxKxE), padded, heads)
+    elif call.log_decay_BxLxK is not None:
         c = cast(jax.Array, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK))
     before_BxKxDxE = jnp.pad(
         call.first_state_BxKxExD.swapaxes(2, 3),

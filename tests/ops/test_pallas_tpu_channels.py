@@ -1,0 +1,104 @@
+"""The TPU kernels of the delta rule with a factor per key channel, interpreted, against the recurrence by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from test_channel_decay import draw_channels
+from test_pallas_tpu_delta import both, of_arrays, outputs_and_gradients
+
+from lm.ops import platform, sequence
+from lm.ops.delta_rule import DeltaCall, reference
+from lm.ops.delta_rule.tpu import channels, parts, plan, rule
+
+pytestmark = pytest.mark.usefixtures('no_races')
+NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate', 'dchannels')
+kernels = jax.jit(functools.partial(both, of_arrays(rule)))
+recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
+
+
+def interpreted(**options):
+    return pltpu.force_tpu_interpret_mode(
+        pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True, **options)
+    )
+
+
+def by_kernels(arrays, **options):
+    with interpreted(**options):
+        return kernels(*arrays)
+
+
+def assert_near(got, expected, tolerance):
+    for name, a, e in zip(NAMES, got, expected, strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.isfinite(a).all(), name
+        assert np.linalg.norm(a - e) <= tolerance * max(np.linalg.norm(e), 1.0), (name, np.linalg.norm(a - e))
+
+
+@pytest.mark.parametrize(('length', 'dtype', 'tolerance'), [(150, jnp.float32, 3e-5), (128, jnp.bfloat16, 2e-2)])
+def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
+    """Two queries per key head, factors of 0 for heads and for channels, β up to 2, an initial state."""
+    arrays = draw_channels(length, seed=length, dtype=dtype)
+    assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
+
+
+def test_any_order_of_heads_on_two_cores(monkeypatch):
+    """Each head is a grid step of its own; the interpreter shuffles them, and spreads them over two cores."""
+    arrays = draw_channels(130)
+    monkeypatch.setattr(plan, 'MOST_HEADS', 1)
+    for options in ({'random_seed': 7}, {'num_cores_or_threads': 2}):
+        with interpreted(**options):
+            got = jax.jit(functools.partial(both, of_arrays(rule)))(*arrays)
+        assert_near(got, recurrence(*arrays), 3e-5)
+
+
+@pytest.mark.parametrize('log_factor', [0.0, -1e4])
+def test_equal_keys_with_factors_of_any_size(log_factor):
+    q, k, v, *_ = draw_channels(130)
+    k = jnp.broadcast_to(k[:, :1], k.shape)
+    logs = jnp.full(k.shape, log_factor).at[..., ::2].set(0.0)
+    none = jnp.zeros(k.shape[:3])
+    arrays = (q, k, v, jnp.full(k.shape[:3], 2.0), none, jnp.zeros((2, 2, 8, 12)), logs)
+    assert_near(by_kernels(arrays), recurrence(*arrays), 1e-3)
+
+
+def test_later_and_forgotten_tokens_change_nothing():
+    *arrays, logs = draw_channels(200)
+    q, k, v, *rest = arrays
+    logs = logs.at[:, 150].set(-jnp.inf)
+    o = by_kernels((*arrays, logs))[0]
+    wild = by_kernels((q, k.at[:, 140].mul(50), v.at[:, 140].set(1e4), *rest, logs))[0]
+    np.testing.assert_array_equal(o[:, :140], wild[:, :140])
+    np.testing.assert_array_equal(o[:, 150:], wild[:, 150:])
+
+
+def test_gradients_of_sums_of_logs(monkeypatch):
+    monkeypatch.setattr(channels, '_roll', lambda x, by: jnp.roll(x, by, 1))
+    log = -jax.random.gamma(jax.random.key(0), 0.5, (8, 16))
+    sums, pull = jax.vjp(channels.sum_levels, log)
+    np.testing.assert_allclose(sums.since, np.cumsum(log, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(sums.until, np.cumsum(log[:, ::-1], axis=1)[:, ::-1] - log, rtol=1e-4, atol=1e-5)
+    gradients = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), sums)
+    np.testing.assert_allclose(channels.differentiate_sums(gradients), pull(gradients)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_a_window():
+    *arrays, logs = draw_channels(300)
+    tokens = (*arrays[:5], logs)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (platform.SEQUENCE_AXIS,))
+
+    def run(implementation, *tokens):
+        *others, logs = tokens
+        return implementation.delta_rule(DeltaCall(*others, channel_log_decay_BxLxKxE=logs)).o_BxLxHxD
+
+    def on_parts(*tokens):
+        return sequence.over_tokens(functools.partial(run, parts), (1,) * len(tokens))(*tokens)
+
+    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+        got = jax.jit(functools.partial(outputs_and_gradients, on_parts))(*tokens)
+    expected = jax.jit(functools.partial(outputs_and_gradients, functools.partial(run, reference)))(*tokens)
+    for a, e in zip(got, expected, strict=True):
+        assert np.linalg.norm(a - e) <= 1e-4 * np.linalg.norm(e)
