@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lm.attention import DEFAULT, Attention
-from lm.attention.base import MODEL
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
@@ -19,6 +17,7 @@ from lm.inference.loaded_run import LoadedRun
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WEIGHTS, write_tensors
 from lm.model import ModelConfig
+from lm.model.options import LayerOptions, RotaryOptions
 from lm.model.positions import rotary_frequencies
 
 MODEL_TYPE = 'lm_tpu'
@@ -49,15 +48,14 @@ FIELDS = {
     'sinusoids': 'sinusoids',
     'learned_positions': 'learned_positions',
     'rotary_base': 'rotary_base',
-    'qk_norm': 'qk_norm',
-    'qk_norm_span': 'qk_norm_span',
     'tied': 'tied',
     'logit_cap': 'logit_cap',
 }
 """Field of `ModelConfig` → key of config.json."""
 OTHER_FIELDS = {
-    *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'rotary_fraction', 'rotary_scaling'),
-    *('dtype', 'remat', 'unroll'),
+    *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'),
+    *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
+    *('output_gate', 'output_gate_form', 'output_gate_inputs'),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
 
@@ -105,22 +103,8 @@ class TransformersFormat(Safetensors):
                     f'model.{field.name} = {getattr(model, field.name)!r}: the model for transformers has no such '
                     'option; export with --format safetensors'
                 )
-        plain = model.resolve(DEFAULT())
         for attention in model.pattern:
-            options = model.resolve(attention)
-            if options.projections:
-                raise ConfigError(
-                    f'model.attention = @{attention.gin_name}() has a gate: the model for transformers has none; '
-                    'export with --format safetensors'
-                )
-            attention.portable(options.dims)  # it refuses options that have no formula
-            if options != plain:
-                names = [option.name for option in dataclasses.fields(Attention)]
-                name = next(name for name in names if getattr(attention, name) != MODEL)
-                raise ConfigError(
-                    f'{attention.gin_name}.{name} = {getattr(attention, name)!r}: the layers of the model for '
-                    f'transformers have no options of their own; set model.{name}, or export with --format safetensors'
-                )
+            attention.portable(model.resolve(attention).dims)  # it refuses options that have no formula
         if unknown := {attention.gin_name for attention in model.pattern} - formulated():
             raise ConfigError(
                 f'model.attention: the model for transformers does not know @{min(unknown)}(); export with --format '
@@ -151,11 +135,11 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
         'num_key_value_heads': model.resolve(model.pattern[0]).dims.n_kv_heads,
         'intermediate_size': model.glu_dim,
-        **describe_rotation(model),
         'attention': [
             {'name': attention.gin_name, **attention.portable(model.resolve(attention).dims)}
             for attention in model.pattern
         ],
+        'layers': [describe_layer(model.resolve(attention)) for attention in model.pattern],
         'max_position_embeddings': train.context_length,
         'bos_token_id': eod,
         'eos_token_id': eod,
@@ -164,14 +148,31 @@ def describe(run: LoadedRun) -> dict[str, Any]:
     }
 
 
-def describe_rotation(model: ModelConfig) -> dict[str, Any]:
-    """Returns the frequencies of rotary positions, where the base alone does not say them, and their amplitude."""
-    if model.rotary_base is None or (model.rotary_scaling is None and model.rotary_fraction == 1):
-        return {}
-    frequencies = rotary_frequencies(model.head_dim, model.rotary_base, model.rotary_fraction, model.rotary_scaling)
-    frequencies = np.pad(frequencies, (0, model.head_dim // 2 - len(frequencies)))
-    amplitude = 1.0 if model.rotary_scaling is None else model.rotary_scaling.amplitude
-    return {'rotary_frequencies': frequencies.tolist(), 'rotary_amplitude': amplitude}
+def describe_layer(options: LayerOptions) -> dict[str, Any]:
+    """Returns what a layer does around its mechanism, for config.json."""
+    dims, gate = options.dims, options.gate
+    return {
+        'num_attention_heads': dims.n_heads,
+        'num_key_value_heads': dims.n_kv_heads,
+        'head_dim': dims.head_dim,
+        'rotary': None if options.rotary is None else describe_rotation(options.rotary),
+        'key_offset': options.key_offset,
+        'convolution': options.convolution,
+        'qk_norm': options.qk_norm,
+        'output_norm': options.output_norm,
+        'output_gate': None if gate is None else dataclasses.asdict(gate),
+        'inputs': options.projections,
+    }
+
+
+def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
+    """Returns base and amplitude of rotary positions, and the frequencies where the base alone does not say them."""
+    frequencies, amplitude = None, 1.0
+    if rotary.scaling is not None or rotary.fraction != 1:
+        turned = rotary_frequencies(rotary.head_dim, rotary.base, rotary.fraction, rotary.scaling)
+        frequencies = np.pad(turned, (0, rotary.head_dim // 2 - len(turned))).tolist()
+        amplitude = 1.0 if rotary.scaling is None else rotary.scaling.amplitude
+    return {'base': rotary.base, 'frequencies': frequencies, 'amplitude': amplitude}
 
 
 def formulated() -> set[str]:

@@ -19,8 +19,8 @@ from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, gelu, rms_norm
 
 
 class LmConfig(PretrainedConfig):
-    """The configuration; `attention` holds a dict per mechanism of the pattern that the layers cycle over: name and
-    options."""
+    """The configuration. `attention` holds a dict per mechanism of the pattern that the layers cycle over: name and
+    options. `layers` holds a dict per mechanism too, with what its layers do around it."""
 
     model_type = 'lm_tpu'
 
@@ -34,6 +34,7 @@ class LmConfig(PretrainedConfig):
         head_dim=64,
         intermediate_size=2048,
         attention=(),
+        layers=(),
         norm='layer',
         norm_epsilon=EPSILON,
         norm_placement='before',
@@ -45,10 +46,6 @@ class LmConfig(PretrainedConfig):
         sinusoids=True,
         learned_positions=None,
         rotary_base=10_000.0,
-        rotary_frequencies=None,
-        rotary_amplitude=1.0,
-        qk_norm=False,
-        qk_norm_span='head',
         tied=True,
         logit_cap=None,
         **others,
@@ -59,9 +56,7 @@ class LmConfig(PretrainedConfig):
         self.norm, self.norm_epsilon, self.norm_placement = norm, norm_epsilon, norm_placement
         self.activation, self.gated, self.biases, self.qkv_biases = activation, gated, biases, qkv_biases
         self.embedding_scale, self.sinusoids, self.learned_positions = embedding_scale, sinusoids, learned_positions
-        self.rotary_base, self.rotary_frequencies = rotary_base, rotary_frequencies
-        self.rotary_amplitude, self.qk_norm, self.qk_norm_span = rotary_amplitude, qk_norm, qk_norm_span
-        self.tied, self.logit_cap = tied, logit_cap
+        self.rotary_base, self.layers, self.tied, self.logit_cap = rotary_base, list(layers), tied, logit_cap
         super().__init__(**(others | {'tie_word_embeddings': False}))  # `tied` replaces it: there is no second matrix
 
 
@@ -71,61 +66,86 @@ def angles(length, width, base, device):
     return torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
 
 
-def rotate(x_BxLxNxC, config):
-    """Applies rotary positions to the pairs (c, c + C/2); without a base it changes nothing."""
-    length, width, device = x_BxLxNxC.shape[1], x_BxLxNxC.shape[3], x_BxLxNxC.device
-    if config.rotary_base is None:
+def rotate(x_BxLxNxC, rotary):
+    """Applies rotary positions to the pairs (c, c + C/2); without them it changes nothing."""
+    if rotary is None:
         return x_BxLxNxC
-    if config.rotary_frequencies is None:
-        angle = angles(length, width, config.rotary_base, device)[:, None]
-    else:
-        frequencies = torch.tensor(config.rotary_frequencies, device=device)
-        angle = torch.arange(length, dtype=torch.float32, device=device)[:, None, None] * frequencies
+    length, width, device = x_BxLxNxC.shape[1], x_BxLxNxC.shape[3], x_BxLxNxC.device
+    angle = angles(length, width, rotary['base'], device)
+    if rotary['frequencies'] is not None:
+        positions = torch.arange(length, dtype=torch.float32, device=device)[:, None]
+        angle = positions * torch.tensor(rotary['frequencies'], device=device)
     a, b = x_BxLxNxC.float().chunk(2, dim=-1)
-    cos, sin = config.rotary_amplitude * angle.cos(), config.rotary_amplitude * angle.sin()
+    cos, sin = rotary['amplitude'] * angle.cos()[:, None], rotary['amplitude'] * angle.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BxLxNxC.dtype)
 
 
+def offset(k_BxLxKxC, share):
+    """Takes the last channels of each half of a key from the token before."""
+    half = k_BxLxKxC.shape[-1] // 2
+    chosen = torch.arange(2 * half, device=k_BxLxKxC.device) % half >= half - round(half * share)
+    return torch.where(chosen, F.pad(k_BxLxKxC, (0, 0, 0, 0, 1, 0))[:, :-1], k_BxLxKxC)
+
+
+class Convolution(nn.Module):
+    """y_t = silu(Σ_s w_s x_{t-s}) of each channel; before the first token x is 0."""
+
+    def __init__(self, channels, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, width))
+
+    def forward(self, x_BxLxN):
+        length, width = x_BxLxN.shape[1], self.weight.shape[1]
+        padded = F.pad(x_BxLxN, (0, 0, width - 1, 0))
+        return F.silu(sum(self.weight[:, s] * padded[:, width - 1 - s :][:, :length] for s in range(width)))
+
+
 ACTIVATIONS = {'gelu': gelu, 'silu': F.silu}
+GATES = {'silu': F.silu, 'sigmoid': torch.sigmoid}
 
 
 class LmBlock(nn.Module):
-    """One layer: x += attention(norm(x)); x += glu(norm(x))."""
+    """One layer: x += attention(norm(x)); x += glu(norm(x)). `layer` has the options of its mechanism."""
 
-    def __init__(self, config, mechanism):
+    def __init__(self, config, mechanism, layer):
         super().__init__()
         options = dict(mechanism)
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.config, self.heads, self.kv_heads, self.size = config, heads, kv_heads, size
+        heads, kv_heads, size = layer['num_attention_heads'], layer['num_key_value_heads'], layer['head_dim']
+        self.layer = layer
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        norms = {
+        lacking = {
             'attention_norm': 'after',
             'glu_norm': 'after',
             'attention_out_norm': 'before',
             'glu_out_norm': 'before',
         }
-        for name, lacking in norms.items():
+        for name, place in lacking.items():
             norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
-            setattr(self, name, nn.Identity() if config.norm_placement == lacking else norm)
-        whole = config.qk_norm_span == 'projection'
+            setattr(self, name, nn.Identity() if config.norm_placement == place else norm)
         self.q_norm, self.k_norm = (
-            rms_norm(n * size if whole else size, config.norm_epsilon) if config.qk_norm else nn.Identity()
+            rms_norm(n * size if layer['qk_norm'] == 'projection' else size, config.norm_epsilon)
+            if layer['qk_norm']
+            else nn.Identity()
             for n in (heads, kv_heads)
         )
-        biased = config.biases or config.qkv_biases
-        self.qkv = nn.Linear(config.hidden_size, (heads + 2 * kv_heads) * size, bias=biased)
+        channels, biased = (heads + 2 * kv_heads) * size, config.biases or config.qkv_biases
+        self.qkv = nn.Linear(config.hidden_size, channels, bias=biased)
+        width = layer['convolution']
+        self.convolution = Convolution(channels, width) if width else nn.Identity()
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
+        widths = [width for _, width in layer['inputs']]
+        self.mechanism_in = nn.Linear(config.hidden_size, sum(widths), bias=config.biases) if widths else None
+        self.output_norm = rms_norm(size, config.norm_epsilon) if layer['output_norm'] else nn.Identity()
+        gate = layer['output_gate']
+        self.output_gate = nn.Linear(gate['inputs'], heads * size, bias=config.biases) if gate else None
         self.attention_out = nn.Linear(heads * size, config.hidden_size, bias=config.biases)
         n_hidden = (1 + config.gated) * config.intermediate_size
         self.glu_in = nn.Linear(config.hidden_size, n_hidden, bias=config.biases)
         self.glu_out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.biases)
 
     def forward(self, x_BxLxD):
-        qkv = self.qkv(self.attention_norm(x_BxLxD)).unflatten(-1, (-1, self.size))
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        q, k = self.normalize(self.q_norm, q), self.normalize(self.k_norm, k)
-        y_BxLxHxC = self.attention(rotate(q, self.config), rotate(k, self.config), v)
-        x_BxLxD = x_BxLxD + self.attention_out_norm(self.attention_out(y_BxLxHxC.flatten(-2)))
+        normed_BxLxD = self.attention_norm(x_BxLxD)
+        x_BxLxD = x_BxLxD + self.attention_out_norm(self.attention_out(self.attend(normed_BxLxD)))
         hidden = self.glu_in(self.glu_norm(x_BxLxD))
         if self.gated:
             value, gate = hidden.chunk(2, dim=-1)
@@ -134,11 +154,30 @@ class LmBlock(nn.Module):
             hidden = self.activation(hidden)
         return x_BxLxD + self.glu_out_norm(self.glu_out(hidden))
 
+    def attend(self, normed_BxLxD):
+        """Returns what the mechanism gives, times the output gate, [B, L, H·C]."""
+        heads, kv_heads = self.layer['num_attention_heads'], self.layer['num_key_value_heads']
+        qkv = self.convolution(self.qkv(normed_BxLxD)).unflatten(-1, (-1, self.layer['head_dim']))
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        if self.layer['key_offset']:
+            k = offset(k, self.layer['key_offset'])
+        q, k = (
+            rotate(self.normalize(norm, x), self.layer['rotary']) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+        )
+        inputs = {}
+        if self.mechanism_in is not None:
+            names, widths = zip(*self.layer['inputs'], strict=True)
+            inputs = dict(zip(names, self.mechanism_in(normed_BxLxD).split(widths, dim=-1), strict=True))
+        y_BxLxN = self.output_norm(self.attention(q, k, v, **inputs)).flatten(-2)
+        if self.output_gate is None:
+            return y_BxLxN
+        gate = self.layer['output_gate']
+        return y_BxLxN * GATES[gate['form']](self.output_gate(normed_BxLxD[..., : gate['inputs']]))
+
     def normalize(self, norm, x_BxLxNxC):
         """Normalizes each head, or all heads of a token together."""
-        if self.config.qk_norm_span == 'head':
-            return norm(x_BxLxNxC)
-        return norm(x_BxLxNxC.flatten(-2)).view_as(x_BxLxNxC)
+        whole = self.layer['qk_norm'] == 'projection'
+        return norm(x_BxLxNxC.flatten(-2)).view_as(x_BxLxNxC) if whole else norm(x_BxLxNxC)
 
 
 class LmForCausalLM(PreTrainedModel, GenerationMixin):
@@ -156,8 +195,9 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         rows = config.learned_positions
         self.positions = nn.Embedding(rows, config.hidden_size) if rows else None
-        pattern = config.attention
-        self.layers = nn.ModuleList(LmBlock(config, pattern[i % len(pattern)]) for i in range(config.num_hidden_layers))
+        pattern = list(zip(config.attention, config.layers, strict=True))
+        blocks = (LmBlock(config, *pattern[i % len(pattern)]) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(blocks)
         self.final_norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

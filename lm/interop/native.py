@@ -1,5 +1,6 @@
 """The format of `lm export` for models that a class of `transformers` computes."""
 
+import dataclasses
 import json
 import pathlib
 from typing import ClassVar
@@ -58,22 +59,22 @@ def find_family(model: ModelConfig) -> Decoder:
 
 def compare(model: ModelConfig, family: Decoder) -> list[str]:
     """Returns the settings of a model that are lost on the way to the config.json of a family and back."""
-    if model.rotary_base is None:
-        return ['model.rotary_base = None']
     again = family.model(pathlib.Path(), family.describe(model))
     ours, theirs = _facts(model), _facts(again)
-    return [f'model.{name} = {value}' for name, value in ours.items() if theirs[name] != value]
+    return [f'{name} = {value}' for name, value in ours.items() if theirs.get(name) != value]
 
 
 def _facts(model: ModelConfig) -> dict[str, str]:
     """Returns the fields that change what a model computes, apart from factors that its tensors can hold."""
     names = (
         *('norm', 'norm_epsilon', 'norm_placement', 'activation', 'gated', 'biases', 'qkv_biases', 'sinusoids'),
-        *('learned_positions', 'rotary_base', 'rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution'),
-        *('qk_norm', 'qk_norm_span', 'output_norm', 'output_gate', 'tied', 'logit_cap', 'causal'),
+        *('learned_positions', 'tied', 'logit_cap'),
     )
-    resolved = [(one, model.resolve(one)) for one in model.layers]
-    attention = [f'@{one.gin_name}() with {one.portable(options.dims)}, {options}' for one, options in resolved]
-    return {name: repr(getattr(model, name)) for name in names} | {
-        f'attention of layer {i}': text for i, text in enumerate(attention)
-    }
+    facts = {f'model.{name}': repr(getattr(model, name)) for name in names}
+    for i, one in enumerate(model.layers):
+        options = model.resolve(one)
+        facts[f'layer {i}: attention'] = f'@{one.gin_name}() with {one.portable(options.dims)}'
+        facts |= {
+            f'layer {i}: {field.name}': repr(getattr(options, field.name)) for field in dataclasses.fields(options)
+        }
+    return facts

@@ -44,6 +44,30 @@ FORMS = {
     'gemma2': ('gemma2', dict(
         head_dim=12, sliding_window=5, query_pre_attn_scalar=9, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
     )),
+    'gemma3': ('gemma3_text', dict(
+        num_hidden_layers=4, head_dim=12, sliding_window=5, query_pre_attn_scalar=9,
+        layer_types=['sliding_attention', 'full_attention'] * 2,
+    )),
+    'gemma3_linear': ('gemma3_text', dict(num_hidden_layers=3, head_dim=12, sliding_window=5, rope_parameters=dict(
+        full_attention=dict(rope_type='linear', factor=8.0, rope_theta=1e5),
+        sliding_attention=dict(rope_type='default', rope_theta=1e3),
+    ), layer_types=['sliding_attention', 'sliding_attention', 'full_attention'])),
+    'gemma3_vision': ('gemma3', dict(
+        text_config=SIZES | dict(
+            head_dim=12, sliding_window=5, query_pre_attn_scalar=12,
+            layer_types=['sliding_attention', 'full_attention'],
+        ),
+        vision_config=dict(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            image_size=28, patch_size=14,
+        ),
+        mm_tokens_per_image=1, bos_token_id=None, eos_token_id=None,
+    )),
+    'olmo3': ('olmo3', dict(num_hidden_layers=4, sliding_window=5, rope_parameters=dict(
+        full_attention=dict(rope_type='yarn', factor=4.0, rope_theta=1e4, original_max_position_embeddings=16),
+        sliding_attention=dict(rope_type='default', rope_theta=1e4),
+    ))),
+    'smollm3': ('smollm3', dict(num_hidden_layers=4)),
     'gpt2': ('gpt2', GPT2_SIZES | dict(layer_norm_epsilon=1e-3)),
 }  # fmt: skip
 """Form → `model_type`, and what differs from `SIZES`."""
@@ -101,7 +125,7 @@ def compute(form: str) -> dict:
     import transformers
 
     kind, changes = FORMS[form]
-    sizes = {} if kind == 'gpt2' else SIZES
+    sizes = {} if kind in ('gpt2', 'gemma3') else SIZES
     config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
     model.config.architectures = [type(model).__name__]
@@ -114,7 +138,7 @@ def compute(form: str) -> dict:
     with torch.no_grad():
         for name, x in make_tensors(recorded).items():
             state[name].copy_(torch.tensor(x))
-        tokens = np.random.RandomState(1).randint(0, config.vocab_size, (1, PROMPT))
+        tokens = np.random.RandomState(1).randint(0, SIZES['vocab_size'], (1, PROMPT))
         written = model.generate(torch.tensor(tokens), max_new_tokens=WRITTEN, do_sample=False)
         found = model(written, labels=written)
     return recorded | {

@@ -22,6 +22,9 @@ GPT2 = dict(gated=False, biases=True, learned_positions=32, sinusoids=False, rot
 GEMMA = dict(norm='rms', norm_epsilon=1e-3, norm_placement='both', embedding_scale=3.0, qkv_biases=True)
 OLMO = dict(norm='rms', norm_placement='after', qk_norm=True, qk_norm_span='projection', rotary_scaling=YarnRotary())
 
+BLOCK = dict(convolution=4, qk_norm=True, output_gate=True)
+HEADS = dict(key_offset=0.5, rotary_fraction=0.5, output_gate=True, output_gate_form='sigmoid', output_gate_inputs=0.25)
+
 
 def experiment(attention, **changes) -> Experiment:
     """Returns an experiment without data: a task needs no tokenizer."""

@@ -105,13 +105,11 @@ def test_tensors_that_do_not_fit_are_named():
         from_tensors(tensors | {'embedding.weight': np.zeros((3, 32))}, abstract, 'x')
 
 
-def test_every_mechanism_has_a_formula_for_transformers():
-    """Mechanisms that always have gates have none; they are refused by name."""
-    gated = {name for name, mechanism in mechanisms().items() if mechanism().projections(HeadDims(1, 1, 1))}
-    assert formulated() >= set(mechanisms()) - gated
-    for attention in (Softmax(gate=True), *(mechanisms()[name]() for name in gated)):
-        with pytest.raises(ConfigError, match=rf'@{attention.gin_name}\(\) has a gate: .*--format safetensors'):
-            FORMATS['huggingface'].check(shapes.experiment(attention).model)
+def test_every_mechanism_and_option_has_a_formula_for_transformers():
+    assert formulated() == set(mechanisms())
+    for form in MECHANISMS.values():
+        for options in ({}, shapes.BLOCK, shapes.HEADS, shapes.GEMMA, shapes.OLMO):
+            FORMATS['huggingface'].check(shapes.experiment(form, **options).model)
 
 
 def test_options_without_a_formula_are_refused(monkeypatch):

@@ -97,14 +97,18 @@ def old_form(config: dict) -> dict:
     """Returns a config.json as transformers 4 writes it."""
     config = copy.deepcopy(config)
     rope = config.pop('rope_parameters')
+    if 'full_attention' in rope:
+        config['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']
+        rope = rope['full_attention']
     config |= {'rope_theta': rope.pop('rope_theta'), 'torch_dtype': 'float32'}
     kind = rope.pop('rope_type')
     config['rope_scaling'] = None if kind == 'default' else {'type': kind, **rope}
-    config.pop('layer_types', None)
+    if config['model_type'].startswith('qwen'):
+        config.pop('layer_types')
     return config
 
 
-@pytest.mark.parametrize('form', [form for form in checkpoints.FORMS if form != 'gpt2'])
+@pytest.mark.parametrize('form', [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision')])
 def test_files_of_older_versions_say_the_same(form, tmp_path):
     config = checkpoints.load(form)['config']
     family = FAMILIES[config['model_type']]
@@ -123,7 +127,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
             model = family.model(tmp_path, small | {'head_dim': 8})
             epsilon = 1e-5 if config['model_type'].startswith('olmo') else 1e-6
             assert model.norm_epsilon == epsilon, form
-            assert model.tied == config['model_type'].startswith('gemma'), form
+            assert model.tied == config['model_type'].startswith(('gemma', 'smol')), form
     assert RotaryEntry({}, 500.0).base == 500.0
 
 
@@ -192,7 +196,7 @@ def test_the_pattern_is_the_shortest_that_gives_all_layers():
     assert find_pattern('aabbb') == tuple('aabbb')
 
 
-NATIVE = [form for form in checkpoints.FORMS if form != 'gpt2']
+NATIVE = [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision')]
 
 
 @pytest.mark.parametrize('form', NATIVE)
@@ -237,10 +241,10 @@ def test_a_model_of_our_own_goes_out_as_a_llama(tied, tmp_path):
             {'norm': 'layer'},
             "model.norm = 'layer': no class of transformers .* LlamaForCausalLM is the nearest",
         ),
-        (Hybrid(), {}, r'model.attention of layer 0 = @hybrid\(\)'),
-        (Softmax(gate=True), {}, r"model.attention of layer 0 = @softmax\(\) with \{'gate': True"),
-        (Softmax(), {'rotary_base': None}, 'model.rotary_base = None: no class'),
-        (Softmax(), {'output_gate': True}, 'model.output_gate = True: no class'),
+        (Hybrid(), {}, r'layer 0: attention = @hybrid\(\)'),
+        (Softmax(gate=True), {}, r"layer 0: attention = @softmax\(\) with \{'gate': True"),
+        (Softmax(), {'learned_positions': 32}, 'model.learned_positions = 32: no class'),
+        (Softmax(), {'output_gate': True}, 'layer 0: gate = OutputGate.*: no class'),
     ],
 )
 def test_a_model_that_no_class_of_transformers_computes_is_refused(attention, changes, said):

@@ -8,12 +8,13 @@ import pytest
 import shapes
 from mechanisms_list import MECHANISMS
 
-from lm.attention import HeadDims
 from lm.attention.hybrid import Hybrid
 from lm.attention.llops import Llops
 from lm.attention.performer import Performer
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
+from lm.attention.recurrent.delta import Delta
+from lm.attention.rotary_scaling import LinearRotary
 from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
@@ -27,6 +28,13 @@ transformers = pytest.importorskip('transformers', reason='needs transformers: s
 
 MORE = {
     'softmax scale': Softmax(scale=0.7),
+    'softmax sinks gate': Softmax(sinks=True, gate=True, window=9),
+    'layers of their own': (
+        Softmax(rotary_base=None, window=5),
+        Softmax(rotary_base=100.0, rotary_scaling=LinearRotary(factor=2.0), n_heads=6, n_kv_heads=3, head_dim=4),
+        Polynomial(qk_norm=True, output_norm=True, key_offset=0.5, output_gate='sigmoid', output_gate_inputs=0.5),
+        Delta(convolution=3, rotary_base=None, n_kv_heads=1),
+    ),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
     'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),
     'polysketch 2': Polysketch(degree=2, block=8),
@@ -49,12 +57,7 @@ MORE = {
     **{f'performer {kind}': Performer(n_features=32, features=kind, block=8) for kind in
        ('hyperbolic', 'trigonometric', 'random_phases', 'gelu', 'exp')},
 }  # fmt: skip
-FORMS = {
-    name: form
-    for name, form in (MECHANISMS | MORE).items()
-    if not any(one.projections(HeadDims(1, 1, 1)) for one in (form if isinstance(form, tuple) else (form,)))
-}
-"""Mechanisms with gates are refused."""
+FORMS = MECHANISMS | MORE
 SIGNED = dict.fromkeys(('performer trigonometric', 'performer random_phases', 'llops signed'), 1e-4)
 SIGNED['performer gelu'] = 1e-2
 """Mechanism with signed weights → the fraction of the largest logit to which two programs agree."""
@@ -75,7 +78,8 @@ def tokens():
 def test_transformers_computes_the_same(form, tmp_path, tokens):
     others = {'hybrid long window': shapes.GPT2, 'softmax window': {'logit_cap': 2.0, 'rotary_fraction': 0.5}}
     families = {'softmax scale': shapes.LLAMA, 'polynomial 16': shapes.GEMMA, 'polysketch 16': shapes.OLMO}
-    changes = (families | others).get(form, {})
+    blocks = {'delta gate': shapes.BLOCK, 'gated_linear ssd': shapes.BLOCK, 'polysketch gate': shapes.HEADS}
+    changes = (families | others | blocks).get(form, {})
     config = shapes.experiment(FORMS[form], **changes)
     weights = shapes.random_weights(config)
     FORMATS['huggingface'].check(config.model)

@@ -10,10 +10,11 @@ import numpy as np
 
 from lm.attention import DEFAULT, Attention
 from lm.interop.families.base import Family, Tensors
-from lm.interop.families.rotary_entry import RotaryEntry, describe_scaling
+from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
 from lm.model import ModelConfig
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
+KINDS = {FULL, SLIDING}
 """Types of layers."""
 MAPS = {
     'qkv': [f'self_attn.{x}_proj' for x in 'qkv'],
@@ -60,8 +61,12 @@ class Decoder(Family):
 
     def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
         """Returns the mechanism of a layer."""
-        is_sliding = self.layer_types(config)[layer] == SLIDING
-        return dataclasses.replace(DEFAULT(), window=self.window(config) if is_sliding else None)
+        kind = self.layer_types(config)[layer]
+        own, full = self.rotary(config, kind), self.rotary(config)
+        options: dict[str, Any] = {'window': self.window(config) if kind == SLIDING else None}
+        if (own.base, own.scaling) != (full.base, full.scaling):
+            options |= {'rotary_base': own.base, 'rotary_scaling': own.scaling}
+        return dataclasses.replace(DEFAULT(), **options)
 
     def head_dim(self, config: Mapping[str, Any]) -> int:
         """Returns the size of a head."""
@@ -71,8 +76,8 @@ class Decoder(Family):
         """Returns their name of the activation."""
         return config.get('hidden_act') or self.activation
 
-    def rotary(self, config: Mapping[str, Any]) -> RotaryEntry:
-        """Returns the rotary positions."""
+    def rotary(self, config: Mapping[str, Any], layer_type: str = FULL) -> RotaryEntry:
+        """Returns the rotary positions of the layers of one type."""
         return RotaryEntry(config, self.rotary_base)
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
@@ -80,16 +85,17 @@ class Decoder(Family):
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         activation = self.find_activation(config)
-        other_types = sorted({*self.layer_types(config)} - {FULL, SLIDING})
+        types = {FULL, *self.layer_types(config)}
+        rotary = dict.fromkeys(what for kind in sorted(types) for what in self.rotary(config, kind).differences())
         found = {
             f'hidden_act = {activation!r}': activation not in self.ACTIVATIONS,
             'biases in attention': bool(config.get('attention_bias')),
             'biases in the linear units': bool(config.get('mlp_bias')),
-            f'layers of type {", ".join(other_types)}': bool(other_types),
+            f'layers of type {", ".join(sorted(types - KINDS))}': bool(types - KINDS),
             'tokens that see later ones': bool(config.get('use_bidirectional_attention')),
             'quantized weights': config.get('quantization_config') is not None,
         }
-        return self.rotary(config).differences() + [what for what, differs in found.items() if differs]
+        return [*rotary] + [what for what, differs in found.items() if differs]
 
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         rotary, heads, layers = self.rotary(config), config['num_attention_heads'], config['num_hidden_layers']
@@ -144,7 +150,8 @@ class Decoder(Family):
     def describe(self, model: ModelConfig) -> dict[str, Any]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
         windows = [getattr(one, 'window', None) for one in model.layers]
-        scaling = {'rope_type': 'default'} if model.rotary_scaling is None else describe_scaling(model.rotary_scaling)
+        options = [model.resolve(one) for one in model.layers]
+        dims, rotary = options[0].dims, next((one.rotary for one in options if one.rotary), None)
         window = next(filter(None, windows), None)
         return {
             'model_type': self.model_types[0],
@@ -152,13 +159,13 @@ class Decoder(Family):
             'vocab_size': model.vocab_size,
             'num_hidden_layers': model.n_layers,
             'hidden_size': model.d_model,
-            'num_attention_heads': model.n_heads,
-            'num_key_value_heads': model.dims.n_kv_heads,
-            'head_dim': model.head_dim,
+            'num_attention_heads': dims.n_heads,
+            'num_key_value_heads': dims.n_kv_heads,
+            'head_dim': dims.head_dim,
             'intermediate_size': model.glu_dim,
             'hidden_act': {'silu': 'silu', 'gelu': 'gelu_pytorch_tanh'}[model.activation],
             'rms_norm_eps': model.norm_epsilon,
-            'rope_parameters': {'rope_theta': model.rotary_base, **scaling},
+            'rope_parameters': describe_rotary(rotary),
             'tie_word_embeddings': model.tied,
             'sliding_window': window,
             'use_sliding_window': window is not None,
@@ -173,7 +180,7 @@ class Decoder(Family):
         theirs['model.norm.weight'] = (gains / scale if model.tied else gains) - np.float32(self.gain)
         if not model.tied:
             theirs['lm_head.weight'] = ours['head.weight']
-        queries, keys = model.n_heads * model.head_dim, model.dims.n_kv_heads * model.head_dim
+        queries, keys, _ = model.resolve(model.pattern[0]).qkv_sizes
         for i in range(model.n_layers):
             for our, names in MAPS.items():
                 cuts = {'qkv': [queries, queries + keys], 'glu_in': [model.glu_dim]}.get(our, [])

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, RotaryScaling, YarnRotary
+from lm.model import ModelConfig
+from lm.model.options import RotaryOptions
 
 
 class RotaryEntry:
@@ -74,9 +76,26 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any]], RotaryScaling | None]] = {
 """`rope_type` → a function of the entries."""
 
 
-def describe_scaling(scaling: RotaryScaling) -> dict[str, Any]:
-    """Returns the entries of a scaling for config.json, which `RotaryEntry` reads back."""
+def describe_rotary(options: RotaryOptions | None) -> dict[str, Any]:
+    """Returns the entries of rotary positions for config.json, which `RotaryEntry` reads back."""
+    if options is None:
+        return {'rope_type': 'default', 'rope_theta': 10_000.0}
+    return {'rope_theta': options.base, 'partial_rotary_factor': options.fraction, **_describe_scaling(options.scaling)}
+
+
+def describe_types(model: ModelConfig) -> dict[str, Any]:
+    """Returns the entries of layers that see all tokens, and of layers with a window."""
+    found = {'full_attention': describe_rotary(None), 'sliding_attention': describe_rotary(None)}
+    for one in model.pattern:
+        kind = 'full_attention' if getattr(one, 'window', None) is None else 'sliding_attention'
+        found[kind] = describe_rotary(model.resolve(one).rotary)
+    return found
+
+
+def _describe_scaling(scaling: RotaryScaling | None) -> dict[str, Any]:
     match scaling:
+        case None:
+            return {'rope_type': 'default'}
         case LinearRotary():
             return {'rope_type': 'linear', 'factor': scaling.factor}
         case Llama3Rotary():

@@ -51,6 +51,52 @@ def rms_norm(size, epsilon=EPSILON):
 NORMS = {'layer': layer_norm, 'rms': rms_norm}
 
 
+class ForgetFactor(nn.Module):
+    """a = σ(x W + b), the factor by which a token multiplies all weights before it."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
+    def log_decay(self, gate_BxLxK):
+        """Returns log a."""
+        return F.logsigmoid(gate_BxLxK + self.bias)
+
+
+class StepFactor(nn.Module):
+    """a = exp(-A Δ), Δ = softplus(x W + b)."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.bias, self.log_rate = (nn.Parameter(torch.zeros(heads)) for _ in range(2))
+
+    def steps(self, gate_BxLxK):
+        """Returns Δ."""
+        return F.softplus(gate_BxLxK + self.bias)
+
+    def log_decay(self, gate_BxLxK):
+        """Returns log a."""
+        return -self.log_rate.exp() * self.steps(gate_BxLxK)
+
+
+class ChannelMap(nn.Module):
+    """W y + b for each channel of each key head."""
+
+    def __init__(self, heads, size, rank):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads * size, rank))
+        self.bias = nn.Parameter(torch.zeros(heads, size))
+
+    def forward(self, y_BxLxR):
+        return F.linear(y_BxLxR, self.weight).unflatten(-1, self.bias.shape) + self.bias
+
+
+def sum_decays(log_decay_BxLxK, heads):
+    """Returns Σ_{j < m ≤ i} log a_m of query i and key j, [B, H, L, L]; 0 where the key is later."""
+    sums_BxHxL = log_decay_BxLxK.repeat_interleave(heads // log_decay_BxLxK.shape[2], dim=2).cumsum(1).transpose(1, 2)
+    return (sums_BxHxL[..., :, None] - sums_BxHxL[..., None, :]).clamp(max=0)
+
+
 class Mechanism(nn.Module):
     """One layer's attention. A subclass computes the weights of all pairs before the mask.
 
@@ -62,9 +108,14 @@ class Mechanism(nn.Module):
         divides: the weights are divided by their sum.
         epsilon: a sum of signed weights within epsilon of 0 moves by 2 epsilon; None: no weight is negative.
         causal: later tokens are hidden.
+        gate: the gate, a `ForgetFactor` or `StepFactor`; None: there is none.
     """
 
     bias, divides, epsilon, causal = 0.0, True, None, True
+
+    def __init__(self):
+        super().__init__()
+        self.gate = None
 
     def __init_subclass__(cls, *, name='', **options):
         super().__init_subclass__(**options)
@@ -75,16 +126,32 @@ class Mechanism(nn.Module):
         """Returns the weights before the mask, [B, H, L, M]."""
         raise TypeError(f'{type(self).__name__} gives no weights')
 
-    def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
-        """Returns [B, L, H, C] of whole sequences, computed in float32 for any type of the loaded model."""
+    def forward(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC, **inputs):
+        """Returns [B, L, H, C] of whole sequences, computed in float32 for any type of the loaded model.
+
+        `inputs` are the further inputs of the mechanism, [B, L, width] each.
+        """
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
             parameters = {name: parameter.float() for name, parameter in self.named_parameters()}
-            return functional_call(self, parameters, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC))
-        return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float()).to(q_BxLxHxC.dtype)
+            return functional_call(self, parameters, (q_BxLxHxC, k_BxMxKxC, v_BxMxKxC), inputs)
+        inputs = {name: x.float() for name, x in inputs.items()}
+        return self.mixed(q_BxLxHxC.float(), k_BxMxKxC.float(), v_BxMxKxC.float(), **inputs).to(q_BxLxHxC.dtype)
 
-    def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC):
-        """Returns the mixed values, [B, L, H, C]."""
+    def make_gate(self, gate, kv_heads):
+        """Makes the gate of a mechanism that may have one."""
+        self.gate = ForgetFactor(kv_heads) if gate else None
+
+    def decayed(self, q_BxLxHxC, k_BxMxKxC, log_decay_BxHxLxM):
+        """Returns the weights before the mask with what later tokens left of them."""
         w_BxHxLxM = self.weights(q_BxLxHxC, k_BxMxKxC)
+        return w_BxHxLxM if log_decay_BxHxLxM is None else w_BxHxLxM * log_decay_BxHxLxM.exp()
+
+    def mixed(self, q_BxLxHxC, k_BxMxKxC, v_BxMxKxC, gate_BxLxK=None):
+        """Returns the mixed values, [B, L, H, C]."""
+        log_decay = None
+        if self.gate is not None:
+            log_decay = sum_decays(self.gate.log_decay(gate_BxLxK), q_BxLxHxC.shape[2])
+        w_BxHxLxM = self.decayed(q_BxLxHxC, k_BxMxKxC, log_decay)
         if self.causal:
             w_BxHxLxM = w_BxHxLxM.masked_fill(distances(w_BxHxLxM.shape[-1], w_BxHxLxM.device) < 0, 0.0)
         if self.divides:

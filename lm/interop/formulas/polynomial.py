@@ -9,6 +9,7 @@ class PolynomialFormula(NormedMechanism, name='polynomial'):
     def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None):
         super().__init__()
         self.make_norms(size)
+        self.make_gate(gate, kv_heads)
         self.degree, self.scale = degree, score_scale(degree, size)
         self.bias = denominator_bias * self.scale**degree
 

@@ -116,6 +116,7 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
     ):  # fmt: skip
         super().__init__()
         self.make_norms(size)
+        self.make_gate(gate, kv_heads)
         self.degree, self.block, self.scale = degree, block if local else None, score_scale(degree, size)
         self.bias = denominator_bias * self.scale**degree
         self.n = kv_heads if per_head else 1

@@ -19,8 +19,9 @@ class SoftmaxFormula(Mechanism, name='softmax'):
         super().__init__()
         self.scale, self.window, self.cap, self.log_base = scale or size**-0.5, window, score_cap, log_base
         self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
+        self.make_gate(gate, kv_heads)
 
-    def weights(self, q, k):
+    def decayed(self, q, k, log_decay):
         distance = distances(k.shape[1], k.device)
         hidden = (distance < 0) | (distance >= (self.window or k.shape[1]))
         s = scores(q, k) * self.scale
@@ -29,6 +30,8 @@ class SoftmaxFormula(Mechanism, name='softmax'):
             s = s * torch.log(before + self.log_base) / math.log(self.log_base)
         if self.cap is not None:
             s = self.cap * torch.tanh(s / self.cap)
+        if log_decay is not None:
+            s = s + log_decay
         s = s.masked_fill(hidden, -torch.inf)
         if self.sinks is None:
             return torch.softmax(s, dim=-1)
