@@ -33,6 +33,7 @@ class NativeFormat(Safetensors):
             'max_position_embeddings': run.experiment.train.context_length,
             'bos_token_id': end,
             'eos_token_id': end,
+            'pad_token_id': None,  # the default of a class may lie outside of the vocabulary
             'torch_dtype': 'float32',
         }
         return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()}
