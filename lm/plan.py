@@ -22,7 +22,7 @@ from lm.experiment import Experiment, check_experiment, load, load_of_run
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.runs.initial import InitialParameters
-from lm.runs.teacher import TeacherWeights
+from lm.runs.weights import SavedWeights
 from lm.text import format_count, format_si
 from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
 from lm.training.mesh import MeshShape
@@ -104,6 +104,7 @@ class RunPlan(StepPlan):
         windows: the windows that each step sees.
         evaluation: what its evaluations score.
         initial: the run whose weights a new run starts from; None: weights are drawn, or taken from the teacher.
+        source: the functions of the model of that run, if its layers lie in other stacks; None: names say enough.
         teacher: the weights of the teacher; None: there is none.
     """
 
@@ -111,7 +112,8 @@ class RunPlan(StepPlan):
     windows: BatchWindows
     evaluation: EvaluationPlan
     initial: InitialParameters | None
-    teacher: TeacherWeights | None
+    source: ModelFunctions | None
+    teacher: SavedWeights | None
 
     @property
     def split(self) -> str:
@@ -126,12 +128,12 @@ class RunPlan(StepPlan):
     def check_initial(self) -> None:
         """Raises AbsentError or MismatchError if the weights for a new run are absent or do not fit."""
         if self.initial:
-            self.initial.check(self.functions.abstract['params'])
+            self.initial.check((self.source or self.functions).abstract['params'])
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """The fingerprints that a checkpoint of the run depends on: of data, tokenizer, and a teacher's weights."""
-        return {**self.store.fingerprints, **(self.teacher.check() if self.teacher else {})}
+        return {**self.store.fingerprints, **({'teacher': self.teacher.fingerprint()} if self.teacher else {})}
 
 
 class PlanCache:
@@ -217,6 +219,7 @@ def make_plan(
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
         initial=InitialParameters(train.init_from, store.fingerprints, store.path) if train.init_from else None,
+        source=plan_source(train.init_from, functions, cache),
         teacher=find_teacher(train.objective, store),
     )
 
@@ -242,6 +245,21 @@ def plan_teaching(experiment: Experiment, student: ModelFunctions, cache: PlanCa
     return Teaching(objective, teacher)
 
 
+def plan_source(init_from: str | None, functions: ModelFunctions, cache: PlanCache) -> ModelFunctions | None:
+    """Returns the functions of the model whose weights a run starts from, if it stacks as many layers otherwise.
+
+    None: there is no such run, or parameters of equal names belong to equal layers.
+    """
+    try:
+        config = cache.get(('source', init_from), lambda: load_of_run(init_from)).model if init_from else None
+    except ConfigError:  # `check_initial` tells what is wrong
+        return None
+    model = functions.config
+    if config is None or len(config.pattern) == len(model.pattern) or config.n_layers != model.n_layers:
+        return None
+    return cache.get(('model', config, functions.dtype), lambda: ModelFunctions(config, functions.dtype))
+
+
 def read_teacher(objective: Distillation) -> Experiment:
     """Returns the configuration of the teacher: of its run, or from a gin file, which suffices for `lm check`.
 
@@ -253,12 +271,12 @@ def read_teacher(objective: Distillation) -> Experiment:
         raise ConfigError(f'{objective.gin_name}.teacher = {objective.teacher!r}: {error}') from error
 
 
-def find_teacher(objective: Objective, store: Store) -> TeacherWeights | None:
+def find_teacher(objective: Objective, store: Store) -> SavedWeights | None:
     """Returns the weights of the teacher that the objective names; None without a teacher."""
     if not isinstance(objective, Distillation):
         return None
     setting = f'{objective.gin_name}.teacher'
-    return TeacherWeights(setting, objective.teacher, objective.teacher_step, store.fingerprints)
+    return SavedWeights(setting, objective.teacher, objective.teacher_step, store.fingerprints)
 
 
 def validate(

@@ -106,18 +106,19 @@ def scan_pairs(
     return x_BxLxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
 
 
-def find_copied(teacher: ModelFunctions, student: ModelFunctions) -> dict:
+def find_copied(teacher: ModelFunctions, student: ModelFunctions, same_mechanism: bool = False) -> dict:
     """Returns True for each parameter of the student that it takes from the teacher, a nested dict like the parameters.
 
     The teacher has it in the same layers and in the same shape. Parameters of a mechanism have a meaning for this
-    mechanism alone.
+    mechanism alone. With `same_mechanism` this holds for the whole of attention.
     """
     theirs = _flatten(teacher.abstract['params'])
     declared = _flatten(student.declared)
+    bound = ('mechanism', 'attention') if same_mechanism else ('mechanism',)
 
     def is_alike(path, leaf):
         sources = _find_sources(path, teacher, student)
-        if path[0] == BLOCKS and declared[path].part == 'mechanism':
+        if path[0] == BLOCKS and declared[path].part in bound:
             ours = type(student.config.stacks[path[1]])
             if any(type(teacher.config.stacks[source.path[1]]) is not ours for source in sources):
                 return False
@@ -141,7 +142,13 @@ def find_same_layers(teacher: ModelFunctions, student: ModelFunctions) -> set[in
     }
 
 
-def copy_layers(teacher: ModelFunctions, student: ModelFunctions, theirs: Mapping[str, Any], ours: dict) -> dict:
+def copy_layers(
+    teacher: ModelFunctions,
+    student: ModelFunctions,
+    theirs: Mapping[str, Any],
+    ours: dict,
+    same_mechanism: bool = False,
+) -> dict:
     """Returns the student's parameters with the teacher's in the places that `find_copied` names.
 
     Args:
@@ -149,8 +156,9 @@ def copy_layers(teacher: ModelFunctions, student: ModelFunctions, theirs: Mappin
         student: the functions of the student.
         theirs: the parameters of the teacher.
         ours: the initial parameters of the student.
+        same_mechanism: as in `find_copied`.
     """
-    copied, arrays = _flatten(find_copied(teacher, student)), _flatten(theirs)
+    copied, arrays = _flatten(find_copied(teacher, student, same_mechanism)), _flatten(theirs)
 
     def take(path, leaf):
         if not copied[path]:

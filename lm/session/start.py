@@ -10,13 +10,14 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
-from lm.model.functions import AVERAGE, Weights, select_weights
+from lm.model.functions import AVERAGE, ModelFunctions, Weights, select_weights
 from lm.model.layers import copy_layers, find_copied
 from lm.plan import RunPlan
 from lm.runs.branch import Branch, find_branch
 from lm.runs.goodput import Goodput
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
+from lm.runs.weights import SavedWeights
 from lm.training.mesh import describe_mesh, place
 from lm.training.program import get_shardings
 from lm.training.progress import print_rows
@@ -129,10 +130,10 @@ def restore_or_init(
         else:
             start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, None)
             found = None
-            if plan.initial:
+            if plan.initial and plan.source is None:
                 found = plan.initial.take(select_weights(start.state), select_weights(abstract))
-            elif teacher is not None:
-                found = take_from_teacher(plan, start.state, abstract, teacher)
+            elif plan.initial or teacher is not None:
+                found = take_layers(plan, start.state, abstract, teacher)
             if found:
                 weights, line = found
                 start.state.update(weights)
@@ -144,22 +145,35 @@ def restore_or_init(
     return start
 
 
-def take_from_teacher(plan: RunPlan, state: State, abstract: State, teacher: Weights) -> tuple[Weights, str]:
-    """Returns the weights of a new student, each layer's from the teacher's layer where both have the same array.
+def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights | None) -> tuple[Weights, str]:
+    """Returns the weights of a new run whose layers come from the teacher, and from the run of `train.init_from`.
 
-    Returns them with one line that names the arrays that keep their initial values.
+    The latter gives a student those layers whose mechanism is the same in both. Returns the weights with one line that
+    names the arrays that keep their initial values.
     """
-    teaching, student = plan.program.step.teaching, plan.functions
-    assert teaching is not None, 'there are weights of a teacher'
-    copied = find_copied(teaching.functions, student)
-    copy = jax.jit(
-        lambda old, new: copy_layers(teaching.functions, student, old, new),
-        out_shardings=get_shardings(abstract['params']),
-    )
-    params = copy(teacher['params'], state['params'])
-    names = flatten(copied)
-    left = [name for name, is_copied in names.items() if not is_copied]
-    line = f'{len(names) - len(left)} of {len(names)} arrays taken from the teacher'
+    student, params, taken = plan.functions, state['params'], {}
+
+    def take(source: ModelFunctions, weights: Weights, same_mechanism: bool) -> None:
+        nonlocal params
+        copy = jax.jit(
+            lambda old, new: copy_layers(source, student, old, new, same_mechanism),
+            out_shardings=get_shardings(abstract['params']),
+        )
+        params = copy(weights['params'], params)
+        copied = flatten(find_copied(source, student, same_mechanism))
+        taken.update({name: taken.get(name, False) or is_copied for name, is_copied in copied.items()})
+
+    teaching = plan.program.step.teaching
+    if teaching and teacher is not None:
+        take(teaching.functions, teacher, False)
+    if plan.initial and plan.source:
+        saved = SavedWeights('train.init_from', plan.initial.run_dir, None, plan.store.fingerprints)
+        mesh = jax.sharding.get_mesh()
+        weights = saved.read(place(plan.source.abstract, mesh, plan.source.declared))
+        take(plan.source, weights, teacher is not None)
+    left = [name for name, is_taken in taken.items() if not is_taken]
+    line = f'{len(taken) - len(left)} of {len(taken)} arrays taken from '
+    line += ' and '.join(filter(None, ['the teacher' if teacher else '', plan.initial.run_dir if plan.initial else '']))
     weights = {'params': params, 'buffers': state['buffers']}
     return weights, f'{line}; these not: {", ".join(left)}' if left else line
 

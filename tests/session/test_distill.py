@@ -140,6 +140,13 @@ def test_the_layers_that_recall_needs_most_stay_full(stages, reference_run, tmp_
     model = load_of_run(str(run), [str(run / 'pattern.gin')]).model
     assert [one.gin_name for one in model.pattern] == ['softmax' if i in full else 'hedgehog' for i in range(2)]
     assert str(run / 'pattern.gin') in written
+    last = tmp_path / 'last'
+    more = ('--init_from', str(run), '--gin_file', str(run / 'pattern.gin'))
+    chosen = [*distill('distill', reference_run[0], last, *more)]
+    chosen = chosen[: chosen.index('model.attention = [@hedgehog(), @softmax()]') - 1]
+    done = tiny.lm(*chosen, *tiny.params({name: value for name, value in STUDENT.items() if name != 'model.attention'}))
+    assert done.returncode == 0, done.stderr
+    assert f'21 of 21 arrays taken from the teacher and {run}' in done.stdout
     refused = tiny.lm(*choice, '3')
     assert refused.returncode == 2
     assert 'differs from the teacher in 2 layers only' in refused.stderr

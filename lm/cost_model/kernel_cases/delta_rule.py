@@ -13,7 +13,7 @@ from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaSizes, make_plan
 
 
 def cases() -> dict[str, Case]:
-    return dict(delta=delta_call) | {'delta channel': functools.partial(delta_call, channels=True)}
+    return {'delta': delta_call, 'delta channel': functools.partial(delta_call, channels=True)}
 
 
 def delta_call(dims: HeadDims, length: int, channels: bool = False) -> KernelCall:

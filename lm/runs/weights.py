@@ -1,4 +1,4 @@
-"""The weights of a teacher, which a run learns from (`lm.training.objectives.distillation`)."""
+"""The weights of another run, read whole: of a teacher, or of the run that a new one begins with."""
 
 import dataclasses
 import hashlib
@@ -14,14 +14,14 @@ MEAN = 'average'
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherWeights:
-    """A checkpoint of the teacher's run.
+class SavedWeights:
+    """A checkpoint of another run.
 
     Attributes:
-        setting: the gin name of the teacher, for messages.
+        setting: the gin name that names the run, for messages.
         run_dir: the run.
         step: the checkpoint; None: the newest.
-        fingerprints: of the data of the student; only the tokenizer counts here.
+        fingerprints: of the data of the run that reads it; only the tokenizer counts here.
     """
 
     setting: str
@@ -29,8 +29,8 @@ class TeacherWeights:
     step: int | None
     fingerprints: Mapping[str, str]
 
-    def check(self) -> dict[str, str]:
-        """Returns the fingerprint of the weights, by name. Raises AbsentError or MismatchError if there are none."""
+    def fingerprint(self) -> str:
+        """Returns a fingerprint of the weights. Raises AbsentError or MismatchError if there are none."""
         with self._open() as saved:
             step = saved.latest_step() if self.step is None else self.step
             if step is None:
@@ -39,7 +39,7 @@ class TeacherWeights:
                 )
             leaves = saved.read_record(step)['leaves']
         sums = ''.join(f'{name} {leaf["checksum"]}\n' for name, leaf in sorted(leaves.items()))
-        return {'teacher': hashlib.sha256(sums.encode()).hexdigest()}
+        return hashlib.sha256(sums.encode()).hexdigest()
 
     def read(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the weights; `abstract` has their shapes, types and shardings.
@@ -48,11 +48,11 @@ class TeacherWeights:
         """
         with self._open() as saved:
             step = saved.latest_step() if self.step is None else self.step
-            assert step is not None, '`check` has found a checkpoint'
+            assert step is not None, '`fingerprint` has found a checkpoint'
             has_mean = any(name.startswith(f'{MEAN}.') for name in saved.read_record(step)['leaves'])
             name = MEAN if has_mean else 'params'
             restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, step)
-        assert restored is not None, '`check` has found a checkpoint'
+        assert restored is not None, '`fingerprint` has found a checkpoint'
         return {'params': restored[0][name], 'buffers': restored[0]['buffers']}
 
     def _open(self) -> Checkpointer:
