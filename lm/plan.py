@@ -169,7 +169,7 @@ def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache
     dtype = model.resolve_dtype(target.platform)
     functions = cache.get(('model', model, dtype), lambda: ModelFunctions(model, dtype))
     unpack, documents = choose_unpacking(data, train, model, None), data.documents(None)
-    teaching = plan_teaching(experiment, functions, cache)
+    teaching = plan_teaching(train.objective, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
     return StepPlan(experiment=experiment, target=target, mesh=mesh, program=program)
@@ -207,7 +207,7 @@ def make_plan(
     check_vocabulary(store, data, model)
     windows = make_windows(data, train, store)
     unpack = choose_unpacking(data, train, model, store)
-    teaching = plan_teaching(experiment, functions, cache)
+    teaching = plan_teaching(train.objective, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     sets = cache.get(('sets', source, settings.config.sets), lambda: open_sets(settings, store, timeout))
     return RunPlan(
@@ -224,12 +224,11 @@ def make_plan(
     )
 
 
-def plan_teaching(experiment: Experiment, student: ModelFunctions, cache: PlanCache) -> Teaching | None:
+def plan_teaching(objective: Objective, student: ModelFunctions, cache: PlanCache) -> Teaching | None:
     """Returns the teacher of the step, from the configuration of its run; None without a teacher.
 
     Raises ConfigError if the objective names no run, or if student and teacher cannot be compared.
     """
-    objective = experiment.train.objective
     if not isinstance(objective, Distillation):
         return None
     config = cache.get(('teacher', objective.teacher), lambda: read_teacher(objective)).model

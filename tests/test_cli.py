@@ -249,7 +249,7 @@ def test_exit_code_of_the_verb_is_passed_on(monkeypatch):
     ('argv', 'expected'),
     [
         (['trian'], 'did you mean train?'),
-        (['frobnicate'], 'prepare, train, evaluate'),
+        (['frobnicate'], 'prepare, train, distill'),
         ([], 'VERB'),
         (['train'], '--run_dir'),
         (['train', '--run_dir', 'x', '--gin_flie=y'], 'did you mean --gin_file?'),

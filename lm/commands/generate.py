@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--stop', action='append', default=[], metavar='TOKEN', help="end before this token, such as '<|im_end|>'"
     )
-    parser.add_argument('--json', action='store_true', help='print an object of JSON per prompt')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of text: an object per prompt')
     add_gin_flags(parser)
     add_job_flags(parser)
 

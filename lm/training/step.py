@@ -84,6 +84,7 @@ class TrainStep:
         if teaching:
             lists = self.frozen, teaching.objective.choose_frozen(functions, teaching.functions)
             self.frozen = jax.tree.map(operator.or_, *lists)
+        self.has_frozen = any(jax.tree.leaves(self.frozen))
         self.transform = optimizer.build(steps, functions.declared, functions.widening, self.frozen)
 
     def init(self, seed: int) -> State:
@@ -214,7 +215,9 @@ class TrainStep:
             return {'window_loss': nats_B / jnp.maximum(targets_B, 1), 'window_targets': targets_B}
 
         def objective(params, given, count, batch_BxL, *numbers_B):
-            given = given._replace(params=jax.tree.map(_stop_gradients, params, self.frozen))
+            if self.has_frozen:
+                params = jax.tree.map(_stop_gradients, params, self.frozen)
+            given = given._replace(params=params)
             batch_BxL = batch_BxL.astype(jnp.int32)
             inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL, *numbers_B)
             if counted_BxL is None:

@@ -129,6 +129,6 @@ def test_an_unknown_flag_suggests_a_setting(words, expected, capsys):
 
 
 def test_verbs_without_bindings_name_no_settings(capsys):
-    assert '--set' not in VERBS['inspect'].example
-    assert main(['inspect', 'x', '--lr', '3']) == 2
+    assert '--set' not in VERBS['report'].example
+    assert main(['report', 'x', '--lr', '3']) == 2
     assert '--set' not in capsys.readouterr().err

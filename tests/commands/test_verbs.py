@@ -11,6 +11,7 @@ import tiny
 from lm.cli import VERBS
 from lm.commands.export_run import FORMATS as OFFERED
 from lm.interop.formats import FORMATS
+from lm.interop.native import NativeFormat
 
 NEW = '''
 """The verb `lm hello`."""
@@ -69,7 +70,7 @@ def test_verbs_import_nothing_heavy_at_the_top():
 
 
 def test_the_offered_formats_exist():
-    assert set(OFFERED) == set(FORMATS)
+    assert set(OFFERED) == {*FORMATS, NativeFormat.name}
 
 
 def test_no_parsed_flags_below_the_verbs():

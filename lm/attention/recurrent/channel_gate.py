@@ -28,7 +28,7 @@ class ChannelLogits(nnx.Module):
     def __init__(self, dims: HeadDims, rank: int, bias_KxE: jax.Array, rngs: nnx.Rngs):
         draw = nnx.initializers.lecun_normal()
         kernel = draw(rngs.params(), (rank, dims.n_kv_heads * dims.head_dim), jnp.float32)
-        self.kernel = nnx.Param(kernel, **declare('matrix', 'rank', 'all_heads'))
+        self.kernel = nnx.Param(kernel, **declare('matrix', 'logits', 'all_heads'))
         self.bias = nnx.Param(bias_KxE, **declare('bias', 'heads', 'head'))
 
     def __call__(self, k_BxLxKxE: jax.Array, gate_BxLxR: jax.Array | None) -> jax.Array:
