@@ -13,7 +13,8 @@ from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaSizes, make_plan
 
 
 def cases() -> dict[str, Case]:
-    return {'delta': delta_call, 'delta channel': functools.partial(delta_call, channels=True)}
+    found: dict[str, Case] = dict(delta=delta_call)
+    return found | {'delta channel': functools.partial(delta_call, channels=True)}
 
 
 def delta_call(dims: HeadDims, length: int, channels: bool = False) -> KernelCall:
