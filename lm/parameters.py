@@ -17,6 +17,8 @@ KINDS = ('matrix', 'gain', 'bias', 'embedding')
 PARTS = ('embedding', 'attention', 'mechanism', 'glu', 'norms')
 EPSILON = 1e-5
 """Added to the variance in a normalization, where nothing else is asked for."""
+AVERAGE = 'average'
+"""The mean of the last parameters in a training state, if the run keeps one."""
 LAYER = 'layer'
 """The axis over the layers, the first one of stacked layers."""
 

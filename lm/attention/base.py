@@ -176,18 +176,7 @@ class AttentionModule(nnx.Module):
         """Rotates and normalizes queries and keys of a projection, N = H + K heads, in one pass for `attend`."""
         return rotate(qk_BxLxNxD, rotation, self.dims.n_heads, self.norms)
 
-    @abc.abstractmethod
     def attend(
-        self,
-        q_BxLxHxD: jax.Array,
-        k_BxLxKxD: jax.Array,
-        v_BxLxKxD: jax.Array,
-        *,
-        starts_BxL: jax.Array | None = None,
-    ) -> jax.Array:
-        """Computes attention of queries and keys that `normalize` or `prepare` has returned."""
-
-    def mix(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
@@ -196,8 +185,24 @@ class AttentionModule(nnx.Module):
         starts_BxL: jax.Array | None = None,
         **named: jax.Array,
     ) -> jax.Array:
-        """Computes `attend` without what it does to its outputs token by token, so that the result is linear in v."""
-        return self.attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *projected, starts_BxL=starts_BxL, **named)
+        """Computes attention of queries and keys that `normalize` or `prepare` has returned."""
+        o_BxLxHxD = self.mix(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *projected, starts_BxL=starts_BxL, **named)
+        return self.outputs(o_BxLxHxD, v_BxLxKxD)
+
+    @abc.abstractmethod
+    def mix(
+        self,
+        q_BxLxHxD: jax.Array,
+        k_BxLxKxD: jax.Array,
+        v_BxLxKxD: jax.Array,
+        *,
+        starts_BxL: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes `attend` without `outputs`: a result that is linear in v."""
+
+    def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
+        """Returns the mechanism's output, which it computes from the result of `mix` token by token."""
+        return o_BxLxHxD
 
     def weigh(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, *projected: jax.Array, **named: jax.Array) -> jax.Array:
         """Computes the matrix of `mix` from its outputs for one-hot values (Choromanski et al. 2020, App. C.4).

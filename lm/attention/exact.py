@@ -25,7 +25,7 @@ class ExactModule(AttentionModule):
     def compute(self, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, v_BxMxKxD: jax.Array, **options: Any) -> jax.Array:
         """Calls the operation with the weights of the mechanism, and with `options` for masks and implementation."""
 
-    def attend(
+    def mix(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,

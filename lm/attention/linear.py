@@ -58,22 +58,6 @@ class LinearModule(AttentionModule):
         With `signed`, its option `normalize` is False. A mechanism with `projections` takes them as further arguments.
         """
 
-    def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        """Returns the mechanism's output, which it computes from the operation's result token by token."""
-        return o_BxLxHxD
-
-    def attend(
-        self,
-        q_BxLxHxD: jax.Array,
-        k_BxLxKxD: jax.Array,
-        v_BxLxKxD: jax.Array,
-        *projected: jax.Array | None,
-        starts_BxL: jax.Array | None = None,
-        **named: jax.Array,
-    ) -> jax.Array:
-        o_BxLxHxD = self.mix(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *projected, starts_BxL=starts_BxL, **named)
-        return self.outputs(o_BxLxHxD, v_BxLxKxD)
-
     def mix(
         self,
         q_BxLxHxD: jax.Array,

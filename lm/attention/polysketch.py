@@ -214,7 +214,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         options = dataclasses.replace(options, local=PolynomialKernel(config.degree, scale), block=config.block)
         return dataclasses.replace(call, q_local_BxLxHxC=q_BxLxHxD, k_local_BxLxKxC=k_BxLxKxD, options=options)
 
-    def attend(
+    def mix(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
@@ -239,7 +239,7 @@ class PolysketchAttention(NormedModule, LinearModule):
                 log_decay_BxMxK=self.gate and self.gate.log_decay(k_BxLxKxD, gate_BxLxK),
                 implementation=config.implementation if able else None,
             )
-        return super().attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)
+        return super().mix(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)
 
 
 def _scaled(norm: nnx.LayerNorm, x_BxLxNxD: jax.Array) -> jax.Array:

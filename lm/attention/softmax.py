@@ -90,7 +90,7 @@ class SoftmaxAttention(ExactModule):
         weights = {'score_cap': config.score_cap, 'sinks_H': sinks_H}
         return softmax_attention(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, **weights, **options)
 
-    def attend(
+    def mix(
         self,
         q_BxLxHxD: jax.Array,
         k_BxLxKxD: jax.Array,
@@ -100,7 +100,7 @@ class SoftmaxAttention(ExactModule):
         starts_BxL: jax.Array | None = None,
     ) -> jax.Array:
         q_BxLxHxD = self._sharpen(q_BxLxHxD, sequence.index() * q_BxLxHxD.shape[1], starts_BxL)
-        return super().attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)
+        return super().mix(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, gate_BxLxK, starts_BxL=starts_BxL)
 
     def decode_step(
         self,

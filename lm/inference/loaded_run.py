@@ -23,7 +23,8 @@ from lm.experiment import Experiment, load_of_run
 from lm.hardware import Target
 from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
-from lm.model.functions import AVERAGE, ModelFunctions, Weights
+from lm.model.functions import ModelFunctions, Weights
+from lm.parameters import AVERAGE
 from lm.runs.config_diff import compare_texts
 from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir

@@ -17,11 +17,9 @@ from lm.model.config import ModelConfig
 from lm.model.transformer import Transformer, build, make_seed_key
 from lm.ops.documents import Documents
 from lm.ops.sequence import over_tokens
-from lm.parameters import PARTS, declarations
+from lm.parameters import AVERAGE, PARTS, declarations
 
 Weights = dict[str, Any]
-AVERAGE = 'average'
-"""The mean of the last parameters in a training state, if the run keeps one."""
 
 
 class Scored(NamedTuple):

@@ -1,16 +1,15 @@
 """The weights of another run, read whole: of a teacher, or of the run that a new one begins with."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.errors import AbsentError
+from lm.parameters import AVERAGE
 from lm.runs.run_dir import RunDir
-
-MEAN = 'average'
-"""The arrays of a checkpoint that the run is judged by, if it has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +30,7 @@ class SavedWeights:
 
     def fingerprint(self) -> str:
         """Returns a fingerprint of the weights. Raises AbsentError or MismatchError if there are none."""
-        with self._open() as saved:
-            step = saved.latest_step() if self.step is None else self.step
-            if step is None:
-                raise AbsentError(
-                    f'{self.setting} = {self.run_dir!r}: holds no checkpoint; name a run of lm train or lm import'
-                )
-            leaves = saved.read_record(step)['leaves']
+        leaves = self._record['leaves']
         sums = ''.join(f'{name} {leaf["checksum"]}\n' for name, leaf in sorted(leaves.items()))
         return hashlib.sha256(sums.encode()).hexdigest()
 
@@ -46,14 +39,28 @@ class SavedWeights:
 
         Raises MismatchError if the checkpoint was trained with another tokenizer or does not fit the model.
         """
+        has_mean = any(name.startswith(f'{AVERAGE}.') for name in self._record['leaves'])
+        name = AVERAGE if has_mean else 'params'
+        with self._open() as saved:
+            restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, self._chosen)
+        assert restored is not None, 'there is a record of this step'
+        return {'params': restored[0][name], 'buffers': restored[0]['buffers']}
+
+    @functools.cached_property
+    def _chosen(self) -> int:
+        """The step of the checkpoint, found once: a run that still trains saves newer ones."""
         with self._open() as saved:
             step = saved.latest_step() if self.step is None else self.step
-            assert step is not None, '`fingerprint` has found a checkpoint'
-            has_mean = any(name.startswith(f'{MEAN}.') for name in saved.read_record(step)['leaves'])
-            name = MEAN if has_mean else 'params'
-            restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, step)
-        assert restored is not None, '`fingerprint` has found a checkpoint'
-        return {'params': restored[0][name], 'buffers': restored[0]['buffers']}
+        if step is None:
+            raise AbsentError(
+                f'{self.setting} = {self.run_dir!r}: holds no checkpoint; name a run of lm train or lm import'
+            )
+        return step
+
+    @functools.cached_property
+    def _record(self) -> dict[str, Any]:
+        with self._open() as saved:
+            return saved.read_record(self._chosen)
 
     def _open(self) -> Checkpointer:
         tokenizer = {name: value for name, value in self.fingerprints.items() if name == 'tokenizer'}

@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
-from lm.model.functions import AVERAGE, ModelFunctions, Weights, select_weights
+from lm.model.functions import ModelFunctions, Weights, select_weights
 from lm.model.layers import copy_layers, find_copied
+from lm.parameters import AVERAGE
 from lm.plan import RunPlan
 from lm.runs.branch import Branch, find_branch
 from lm.runs.goodput import Goodput

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from lm.model.functions import AVERAGE, ModelFunctions, Weights
+from lm.model.functions import ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import SHARED_AXIS, batch_axes
-from lm.training.objectives import Distillation, Hiding, Pair, Reading, TeacherLoss, Unpack
+from lm.parameters import AVERAGE
+from lm.training.objectives import Distillation, Hiding, Pair, Reading, Unpack
 from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
@@ -181,14 +182,20 @@ class TrainStep:
         rows = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
         return step.astype(jnp.uint32) * math.prod(shape) + rows
 
-    def _compare(self, given: '_Given', *arrays_BxL: jax.Array) -> TeacherLoss:
-        """Returns the loss to minimize with its parts; with a teacher, the comparison with it."""
+    def _compare(
+        self, given: '_Given', tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns (the loss to minimize, the nats of each target, further measures); with a teacher, of the
+        comparison with it."""
         weights = {'params': given.params, 'buffers': given.buffers}
         if self.teaching is None:
-            return TeacherLoss(*self.weighted_loss(weights, *arrays_BxL), {})
+            return *self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL), {}
         assert given.teacher is not None, 'a step with a teacher needs its weights'
         pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
-        return self.teaching.objective.compare(pair, *arrays_BxL, documents=self.documents)
+        found = self.teaching.objective.compare(pair, self.documents, tokens_BxL, targets_BxL)
+        known = jax.lax.stop_gradient(found)
+        measures = {name: jnp.tensordot(share_BxL, array, 2) for name, array in known.measures.items()}
+        return (found.nats_BxL * share_BxL).sum(), known.nats_BxL, measures
 
     def _gradients(
         self, params: Any, buffers: Any, *windows: jax.Array, teacher: Weights | None = None

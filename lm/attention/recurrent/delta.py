@@ -79,19 +79,6 @@ class DeltaAttention(AttentionModule):
             self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
         self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
 
-    def attend(
-        self,
-        q_BxLxHxD: jax.Array,
-        k_BxLxKxD: jax.Array,
-        v_BxLxKxD: jax.Array,
-        beta_BxLxK: jax.Array | None = None,
-        gate_BxLxN: jax.Array | None = None,
-        *,
-        starts_BxL: jax.Array | None = None,
-    ) -> jax.Array:
-        inputs = (q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, beta_BxLxK, gate_BxLxN)
-        return self._normed(self.mix(*inputs, starts_BxL=starts_BxL))
-
     def mix(
         self,
         q_BxLxHxD: jax.Array,
@@ -125,7 +112,7 @@ class DeltaAttention(AttentionModule):
         o_BxTxHxD, state = delta_rule(
             **arguments, query_length=self.query_length, initial_state=state, return_state=True
         )
-        return state, self._normed(o_BxTxHxD)
+        return state, self.outputs(o_BxTxHxD, v_BxTxKxD)
 
     def _arguments(self, q, k, v, beta_BxLxK, gate_BxLxN, starts_BxL) -> dict[str, Any]:
         """Returns the arguments of the operation for queries and keys from `normalize`."""
@@ -147,5 +134,5 @@ class DeltaAttention(AttentionModule):
             channel_log_decay_BxLxKxE=channel_decay_BxLxKxE,
         )
 
-    def _normed(self, o_BxLxHxD):
+    def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         return self.out_norm(o_BxLxHxD).astype(o_BxLxHxD.dtype)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from lm.config.configurable import configurable, field
 from lm.model import ModelConfig
 from lm.model.distillation import compare_layers
-from lm.model.functions import ModelFunctions, over_windows
+from lm.model.functions import ModelFunctions
 from lm.model.layers import BLOCKS, find_copied, find_same_layers
 from lm.ops.documents import Documents
-from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLoss
+from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLosses
 
 MOST_SHOWN = 16
 """The layers whose errors the line of a step shows one by one."""
@@ -38,21 +38,11 @@ class Align(Distillation):
     )
 
     def compare(
-        self,
-        pair: Pair,
-        tokens_BxL: jax.Array,
-        targets_BxL: jax.Array,
-        share_BxL: jax.Array,
-        documents: Documents | None = None,
-    ) -> TeacherLoss:
-        models = [(pair.student, pair.student_weights), (pair.teacher, pair.teacher_weights)]
-        found = over_windows(compare_layers, models, documents, tokens_BxL)
-        nats_BxL = found.errors_BxLxN.sum(axis=-1)
-        sums = {
-            'layer_errors': jnp.einsum('bln,bl->n', found.errors_BxLxN, share_BxL),
-            'layer_sizes': jnp.einsum('bln,bl->n', found.sizes_BxLxN, share_BxL),
-        }
-        return TeacherLoss((nats_BxL * share_BxL).sum(), jax.lax.stop_gradient(nats_BxL), jax.lax.stop_gradient(sums))
+        self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
+    ) -> TeacherLosses:
+        found = pair.over_windows(compare_layers, documents, tokens_BxL)
+        measures = {'layer_errors': found.errors_BxLxN, 'layer_sizes': found.sizes_BxLxN}
+        return TeacherLosses(found.errors_BxLxN.sum(axis=-1), measures)
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         zeros_N = jnp.zeros(student.config.n_layers)

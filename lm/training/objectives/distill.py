@@ -5,6 +5,7 @@
 (Hinton et al. 2015, with a temperature of 1 by default; RADLADS, step 2). The logits exist for a few tokens at a time.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,9 @@ from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.distillation import compare_predictions
-from lm.model.functions import ModelFunctions, over_windows
+from lm.model.functions import ModelFunctions
 from lm.ops.documents import Documents
-from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLoss
+from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLosses
 
 MEASURES = ('divergence', 'cross_entropy', 'teacher_cross_entropy')
 
@@ -37,26 +38,17 @@ class Distill(Distillation):
             raise ConfigError(f'model.vocab_size = {ours}: the teacher has {theirs}; set it to {theirs}')
 
     def compare(
-        self,
-        pair: Pair,
-        tokens_BxL: jax.Array,
-        targets_BxL: jax.Array,
-        share_BxL: jax.Array,
-        documents: Documents | None = None,
-    ) -> TeacherLoss:
-        models = [(pair.student, pair.student_weights), (pair.teacher, pair.teacher_weights)]
-
-        def predict(student, teacher, tokens_BxL, targets_BxL, *rest):
-            return compare_predictions(student, teacher, tokens_BxL, targets_BxL, *rest, temperature=self.temperature)
-
-        found = over_windows(predict, models, documents, tokens_BxL, targets_BxL)
+        self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
+    ) -> TeacherLosses:
+        predict = functools.partial(compare_predictions, temperature=self.temperature)
+        found = pair.over_windows(predict, documents, tokens_BxL, targets_BxL)
         mixed_BxL = (1 - self.cross_entropy) * found.divergence_BxL + self.cross_entropy * found.nats_BxL
-        sums = {
-            'divergence': (found.divergence_BxL * share_BxL).sum(),
-            'cross_entropy': (found.nats_BxL * share_BxL).sum(),
-            'teacher_cross_entropy': (found.teacher_nats_BxL * share_BxL).sum(),
+        measures = {
+            'divergence': found.divergence_BxL,
+            'cross_entropy': found.nats_BxL,
+            'teacher_cross_entropy': found.teacher_nats_BxL,
         }
-        return TeacherLoss((mixed_BxL * share_BxL).sum(), jax.lax.stop_gradient(mixed_BxL), jax.lax.stop_gradient(sums))
+        return TeacherLosses(mixed_BxL, measures)
 
     def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
         """Returns the divergence from the teacher, and both cross-entropies, in nats per token."""

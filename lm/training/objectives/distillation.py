@@ -7,7 +7,7 @@ The teacher is a run, whose weights never change. The step computes both models.
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import jax
 from lm.config.configurable import field
 from lm.data.dataset import Store
 from lm.model import ModelConfig
-from lm.model.functions import ModelFunctions, Weights
+from lm.model.functions import ModelFunctions, Weights, over_windows
 from lm.ops.documents import Documents
 from lm.training.objectives.base import Objective
 
@@ -28,17 +28,20 @@ class Pair(NamedTuple):
     teacher: ModelFunctions
     teacher_weights: Weights
 
+    def over_windows(self, function: Callable, documents: Documents | None, *arrays_BxL: jax.Array) -> Any:
+        """Calls function(student, teacher, …) on each device's tokens (`lm.model.functions.over_windows`)."""
+        models = [(self.student, self.student_weights), (self.teacher, self.teacher_weights)]
+        return over_windows(function, models, documents, *arrays_BxL)
 
-class TeacherLoss(NamedTuple):
-    """The loss of a student against its teacher on a batch.
+
+class TeacherLosses(NamedTuple):
+    """The comparison of a student with its teacher, token by token.
 
     Attributes:
-        loss: the loss to minimize, a scalar.
-        nats_BxL: the loss of each token, without a gradient and without weights.
-        measures: further measures by name, weighted sums over the tokens as in the loss.
+        nats_BxL: the loss of each token.
+        measures: further measures by name, [B, L, …].
     """
 
-    loss: jax.Array
     nats_BxL: jax.Array
     measures: dict[str, jax.Array]
 
@@ -72,26 +75,20 @@ class Distillation(Objective):
 
     @abc.abstractmethod
     def compare(
-        self,
-        pair: Pair,
-        tokens_BxL: jax.Array,
-        targets_BxL: jax.Array,
-        share_BxL: jax.Array,
-        documents: Documents | None = None,
-    ) -> TeacherLoss:
+        self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
+    ) -> TeacherLosses:
         """Compares student and teacher on a batch.
 
         Args:
             pair: both models.
+            documents: the documents of a window do not see each other; None: a window is one document.
             tokens_BxL: the inputs.
             targets_BxL: the token that each position predicts.
-            share_BxL: the weight of each position in the loss.
-            documents: the documents of a window do not see each other; None: a window is one document.
         """
 
+    @abc.abstractmethod
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
-        """Returns zeros with the names and shapes of `TeacherLoss.measures`."""
-        return {}
+        """Returns zeros with the names of the measures, in the shape that they have without batch and tokens."""
 
     @abc.abstractmethod
     def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
