@@ -15,7 +15,6 @@ from lm.evaluation.perplexity import format_word_perplexity
 from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
-from lm.inference.no_data import NoData
 from lm.runs.records import to_json
 from lm.text import perplexity
 from lm.training.mesh import JobAddress, initialize_distributed
@@ -80,9 +79,7 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     config = dataclasses.replace(experiment.evaluate, **settings)
     data, train, model = experiment.data, experiment.train, experiment.model
     check_objective(train.objective, data, model)
-    if isinstance(run.store, NoData):
-        raise run.store.error
-    plan = plan_evaluation(settle_evaluation(config, data, train, model), run.store)
+    plan = plan_evaluation(settle_evaluation(config, data, train, model), run.splits)
     return make_evaluator(plan, run.functions, run.mesh)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from lm.config.text import dump
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun, open_run
-from lm.inference.no_data import NoData
 from lm.model.distillation import score_swapped
 from lm.model.functions import over_windows
 from lm.model.layers import find_same_layers
@@ -75,9 +74,7 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
 
     Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data.
     """
-    experiment, store = student.experiment, student.store
-    if isinstance(store, NoData):
-        raise store.error
+    experiment, store = student.experiment, student.splits
     length = experiment.train.context_length
     split = experiment.evaluate.split or experiment.data.eval_split
     if length < 4 * PASSAGE:

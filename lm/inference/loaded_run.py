@@ -55,6 +55,13 @@ class LoadedRun:
         differences = compare_texts(self.directory.config.read_text(), dump(self.experiment))
         return {name: new for name, _, new in differences if not name.startswith('mesh.')}
 
+    @property
+    def splits(self) -> Store:
+        """The store, for those that read a split; UnnamedError if the run has a tokenizer and no data."""
+        if isinstance(self.store, NoData):
+            raise self.store.error
+        return self.store
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the data."""

@@ -156,8 +156,8 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
     """Returns a row per layer: relative errors of the random and of the fitted sketch on unseen samples."""
     run = lm.load(arguments.run)
     length, split = run.experiment.train.context_length, run.experiment.data.eval_split
-    n = min(arguments.windows, (run.store.tokens(split) - 1) // length)
-    tokens = jnp.asarray(run.store.read_many(split, np.arange(n) * length, length), jnp.int32)
+    n = min(arguments.windows, (run.splits.tokens(split) - 1) // length)
+    tokens = jnp.asarray(run.splits.read_many(split, np.arange(n) * length, length), jnp.int32)
     model = run.functions.merge(run.weights)
     rows = []
     layers = samples(model.attention_inputs(tokens), 2 * arguments.samples, arguments.seed)

@@ -56,8 +56,8 @@ def measure_errors(exact: Transformer, approximate: Transformer, tokens_BxL: jax
 def read_windows(run: LoadedRun, windows: int) -> jax.Array:
     """Returns the first windows of the evaluation split, [B, L]."""
     length, split = run.experiment.train.context_length, run.experiment.data.eval_split
-    windows = min(windows, (run.store.tokens(split) - 1) // length)
-    return jnp.asarray(run.store.read_many(split, np.arange(windows) * length, length)[:, :length], jnp.int32)
+    windows = min(windows, (run.splits.tokens(split) - 1) // length)
+    return jnp.asarray(run.splits.read_many(split, np.arange(windows) * length, length)[:, :length], jnp.int32)
 
 
 def check_softmax(run: LoadedRun) -> None:

@@ -70,14 +70,14 @@ def count_weights(run: LoadedRun, windows: int, batch: int = 8) -> np.ndarray:
         [heads of all layers, tokens of the vocabulary, 20], over so many windows of the evaluation split.
     """
     length, split = run.experiment.train.context_length, run.experiment.data.eval_split
-    windows = min(windows, (run.store.tokens(split) - 1) // length)
+    windows = min(windows, (run.splits.tokens(split) - 1) // length)
     if not windows:
         raise ConfigError(f'data.path: split {split!r} has no window of {length:,} tokens; take a larger one')
     kinds = [int(run.tokenizer.encode(letter)[0]) for letter in LETTERS]
     total = 0.0
     for first in range(0, windows, batch):
         starts = np.arange(first, min(first + batch, windows)) * length
-        tokens_BxL = jnp.asarray(run.store.read_many(split, starts, length)[:, :length], jnp.int32)
+        tokens_BxL = jnp.asarray(run.splits.read_many(split, starts, length)[:, :length], jnp.int32)
         queries = jax.nn.one_hot(tokens_BxL, run.store.vocab_size)
         keys = (tokens_BxL[..., None] == jnp.asarray(kinds)).astype(jnp.float32)
         layers = [
