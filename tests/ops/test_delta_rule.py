@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 
 from lm.ops.delta_rule import delta_rule, system, xla
 from lm.ops.errors import OperationError
@@ -96,9 +95,11 @@ def test_systems_are_solved_about_as_precisely_as_by_substitution(size, spread):
         return result, np.tril(-dgiven @ result.mT, -1), dgiven
 
     def substitute(a, given, transposed):
-        of = dict(lower=True, unit_diagonal=True, trans=int(transposed))
-        parts = zip(a.reshape(-1, size, size), given.reshape(-1, size, 7), strict=True)
-        return np.stack([scipy.linalg.solve_triangular(*part, **of) for part in parts]).reshape(given.shape)
+        u = given.copy()
+        for i in reversed(range(size)) if transposed else range(size):
+            for j in range(i + 1, size) if transposed else range(i):
+                u[..., i, :] -= (a[..., j, i, None] if transposed else a[..., i, j, None]) * u[..., j, :]
+        return u
 
     def solve_exactly(a, given, transposed):
         whole = np.eye(size) + a.astype(np.float64)
@@ -109,5 +110,5 @@ def test_systems_are_solved_about_as_precisely_as_by_substitution(size, spread):
         *(solve_by(s, a, given, dresult) for s in (substitute, solve_exactly)),
     )
     for found, other, expected in zip(ours, plain, exact, strict=True):
-        allowed = 8 * np.abs(other - expected).max() + 1e-6 * np.abs(expected).max()
+        allowed = 6 * np.abs(other - expected).max() + 1e-6 * np.abs(expected).max()
         assert np.abs(found - expected).max() <= allowed
