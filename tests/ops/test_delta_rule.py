@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm.ops.delta_rule import delta_rule, xla
+from lm.ops.delta_rule import delta_rule, system, xla
 from lm.ops.errors import OperationError
 
 LENGTHS = [1, 65, 130]
@@ -78,3 +78,21 @@ def test_heads_must_fit():
     q, k, v, beta, *_ = draw(4)
     with pytest.raises(OperationError, match=r'n_kv_heads = 2: must divide n_heads = 3'):
         delta_rule(q[:, :, :3], k, v, beta)
+
+
+@pytest.mark.parametrize('size', [1, 5, 8, 37, 64])
+@pytest.mark.parametrize('spread', [0.01, 1.0])
+def test_systems_are_solved_as_precisely_as_by_substitution(size, spread):
+    rng = np.random.default_rng(size)
+    k = rng.standard_normal(16) + spread * rng.standard_normal((2, 1, 3, size, 16))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    a = np.tril(2 * k @ k.mT, -1).astype(np.float32)
+    given, dresult = rng.standard_normal((2, 2, 1, 3, size, 7)).astype(np.float32)
+    result, pull = jax.vjp(jax.jit(system.solve), a, given)
+    whole = np.eye(size) + a.astype(np.float64)
+    expected = np.linalg.solve(whole, given)
+    dgiven = np.linalg.solve(whole.mT, dresult)
+    for found, exact in zip(
+        (result, *pull(dresult)), (expected, np.tril(-dgiven @ expected.mT, -1), dgiven), strict=True
+    ):
+        assert np.abs(found - exact).max() <= 1e-5 * (np.abs(exact).max() or 1.0)
