@@ -1,7 +1,7 @@
 """One layer of the model.
 
-B batch, L length, D model width, H query heads, K key/value heads, C size of a key, V of a value, F width of a
-feed-forward layer.
+B batch, L length, D model width, H query heads, K key/value heads. A key has C channels and a value V. A feed-forward
+layer has width F.
 """
 
 from collections.abc import Callable

@@ -140,7 +140,7 @@ WIDE = (
 
 
 def test_value_heads_repeat_the_key_heads():
-    """Queries and keys of two heads for four values equal those of four heads whose matrices repeat in pairs."""
+    """Two heads of queries and keys for four values equal four heads whose matrices repeat in pairs."""
     ours = build(Delta(gate=True, n_heads=2, n_value_heads=4, qk_norm=True), convolution=3)
     theirs = build(Delta(gate=True, n_heads=4, qk_norm=True), convolution=3)
     assert ours.config.resolve(ours.config.attention).dims == theirs.config.resolve(theirs.config.attention).dims
