@@ -66,6 +66,13 @@ class MismatchError(LmError):
     meaning = 'data, tokenizer or checkpoint do not match or are damaged'
 
 
+class WrongResults(LmError):
+    """Chips that must agree to the bit do not. Nothing that they computed is saved."""
+
+    exit_code = 45
+    meaning = 'this machine computes wrongly: run the same command on another one'
+
+
 class AbsentError(MismatchError):
     """Data or a run that a configuration names are not there. Elsewhere they may be."""
 
@@ -81,7 +88,7 @@ def exit_code_of(error: BaseException) -> int:
     return getattr(error, 'exit_code', LmError.exit_code)
 
 
-_KINDS = (LmError, ConfigError, Preempted, Diverged, MismatchError)
+_KINDS = (LmError, ConfigError, Preempted, Diverged, MismatchError, WrongResults)
 EXIT_CODES = '\n'.join(['exit codes:', '  0  done', *(f'  {kind.exit_code:<3}{kind.meaning}' for kind in _KINDS)])
 """The table for `--help`. Only what was preempted is safe to run again as it is."""
 FINAL = (ConfigError.exit_code, Diverged.exit_code, MismatchError.exit_code)

@@ -164,6 +164,7 @@ class Device(Protocol):
 
     platform: str
     device_kind: str
+    process_index: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from lm.training.inputs import check_training, check_vocabulary, choose_unpackin
 from lm.training.mesh import MeshShape
 from lm.training.objectives import Distillation, Objective
 from lm.training.program import StepProgram
+from lm.training.replay import describe_replay
 from lm.training.step import Teaching, TrainStep
 
 PATIENCE_SECONDS = 20.0
@@ -76,6 +77,7 @@ class StepPlan:
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
             'FLOPs per token': format_si(self.flops_per_token),
+            **describe_replay(train.replay_every, self.mesh.data, self.mesh.fsdp * self.mesh.sequence),
         }
 
     def _describe_teacher(self) -> dict[str, str]:

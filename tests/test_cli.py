@@ -210,6 +210,7 @@ def test_prepare_flags(calls):
         (errors.Preempted('saved'), 42, 'lm prepare: saved\n'),
         (errors.Diverged('nan'), 43, 'lm prepare: error: nan\n'),
         (errors.MismatchError('damaged'), 44, 'lm prepare: error: damaged\n'),
+        (errors.WrongResults('chip 3'), 45, 'lm prepare: error: chip 3\n'),
         (KeyboardInterrupt(), 130, 'lm prepare: interrupted\n'),
         (
             RuntimeError('odd\nthing'),

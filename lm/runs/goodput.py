@@ -29,6 +29,7 @@ class Accounts(TypedDict):
     data: float  #: waiting for batches
     checkpoint: float  #: waiting for saves
     evaluation: float  #: evaluations
+    replay: float  #: comparing what chips compute (train.replay_every)
     lost: float  #: steps that were done again after a restart
     restart: float  #: between the last record of a process and the begin of the next process
 

@@ -136,7 +136,7 @@ def make_info(
         rewinds.append({'when': now, 'to': first_step, 'from': rewind[0], 'changed': [list(c) for c in rewind[1]]})
     return {
         'started': old.get('started', now),
-        **{name: old[name] for name in ('branch', 'goodput') if name in old},
+        **{name: old[name] for name in ('branch', 'goodput', 'differences') if name in old},
         **facts,
         # A branch goes on from a checkpoint of another run.
         'saved_step': None if 'branch' in facts else first_step or None,

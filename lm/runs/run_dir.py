@@ -10,6 +10,7 @@ It holds these files and folders:
      checkpoints/  evaluations/  tensorboard/
 """
 
+import datetime
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,9 @@ from lm.runs.paths import RunPaths, read_text
 from lm.runs.process_zero import check_same, run_on_process_zero
 from lm.trackers.base import RunFacts, Tracker, Trackers
 from lm.trackers.tensorboard import CluSummaries
+
+MOST_DIFFERENCES = 99
+"""The most earlier differences that run.json keeps."""
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +108,16 @@ class RunDir(RunPaths):
     def record_facts(self, facts: Mapping[str, Any]) -> None:
         """Puts facts about the run into run.json. A failure is only a warning."""
         self._note(facts)
+
+    def record_difference(self, record: Mapping[str, Any]) -> None:
+        """Adds a difference between chips (`lm.training.votes`) to run.json. A failure is only a warning."""
+        try:
+            before = read_raw(self.info).get('differences')
+        except LmError:
+            before = None
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+        kept = before[-MOST_DIFFERENCES:] if isinstance(before, list) else []
+        self._note({'differences': [*kept, {'when': now, **record}]})
 
     def read_goodput(self) -> dict[str, Any] | None:
         """Returns the ledger of earlier starts (`lm.runs.goodput`); None where there is none."""

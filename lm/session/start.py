@@ -95,13 +95,15 @@ def read_teacher(plan: RunPlan, mesh: Mesh) -> Weights | None:
     return plan.teacher.read(place(teaching.functions.abstract, mesh, teaching.functions.declared))
 
 
-def give_teacher(compiled: jax.stages.Compiled, plan: RunPlan, teacher: Weights | None) -> Callable[..., Any]:
-    """Returns the compiled step as a function of state and batch."""
+def cast_teacher(plan: RunPlan, teacher: Weights | None) -> Weights | None:
+    """Returns the teacher's weights as the step takes them; None without a teacher."""
     teaching = plan.program.step.teaching
-    if teaching is None or teacher is None:
-        return compiled
-    weights = jax.jit(teaching.cast)(teacher)
-    return lambda state, batch: compiled(state, batch, weights)
+    return None if teaching is None or teacher is None else jax.jit(teaching.cast)(teacher)
+
+
+def give_teacher(compiled: jax.stages.Compiled, weights: Weights | None) -> Callable[..., Any]:
+    """Returns the compiled step as a function of state and batch; `weights` come from `cast_teacher`."""
+    return compiled if weights is None else lambda state, batch: compiled(state, batch, weights)
 
 
 def restore_or_init(

@@ -27,6 +27,7 @@ from lm.session.start import (
     Origin,
     Request,
     Start,
+    cast_teacher,
     find_origin,
     give_teacher,
     print_plan,
@@ -35,12 +36,14 @@ from lm.session.start import (
     write_start,
 )
 from lm.session.trainer import Computation, Records, Services, Trainer
+from lm.training.copies import compare_copies
 from lm.training.heartbeat import Peers
 from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import compile_in_background, get_shardings
 from lm.training.progress import Progress, Throughput
+from lm.training.replay import Replay
 from lm.training.step import State
 from lm.training.watchdog import Watchdog
 
@@ -79,7 +82,8 @@ def train(
         begun: the start of this session, in seconds since the epoch; default: now.
         branch_from, step: a new run begins from this checkpoint of another run (`lm.runs.branch`).
 
-    Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved) or Diverged.
+    Raises ConfigError, MismatchError (data or checkpoint do not fit), Preempted (saved), Diverged or
+    WrongResults.
     """
     with open_session(experiment, Request(run_dir, rewind_to, branch_from, step), compile_cache, begun) as trainer:
         return trainer.run()
@@ -118,8 +122,11 @@ def open_session(
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
         with goodput.charge('compile'):
-            advance = give_teacher(compilation.compiled.result(), plan, teacher)
+            given = cast_teacher(plan, teacher)
+            advance = give_teacher(compilation.compiled.result(), given)
             del teacher
+        copies = compare_copies if experiment.checkpoint.compare_copies else None
+        replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)
         batches = Batches(plan.store, plan.split, plan.windows, experiment.train.microbatches, sharding)
@@ -134,7 +141,7 @@ def open_session(
         watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
         yield Trainer(
             config=experiment.train,
-            computation=Computation(plan.program.step, batches, advance, redraw, evaluator),
+            computation=Computation(plan.program.step, batches, advance, redraw, evaluator, replay, copies),
             checkpointer=checkpointer,
             records=records,
             services=Services(lock, preemption, profiler, watchdog, goodput, programs),

@@ -14,7 +14,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import list_last
 from lm.compilation.cache import CompileCache
 from lm.data.batches import Batches
-from lm.errors import Diverged, LmError, Preempted
+from lm.errors import Diverged, LmError, Preempted, WrongResults
 from lm.evaluation.evaluator import AnyEvaluator
 from lm.evaluation.sets import flatten_result
 from lm.model.functions import select_final, select_weights
@@ -27,7 +27,9 @@ from lm.training.config import TrainConfig
 from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.progress import Progress, Throughput, describe_divergence
+from lm.training.replay import Replay
 from lm.training.step import State, TrainStep
+from lm.training.votes import Difference, find_hosts
 from lm.training.watchdog import Watchdog
 
 GOODPUT_SECONDS = 60.0
@@ -41,6 +43,8 @@ class Computation:
     Attributes:
         advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
         redraw: (weights, which mechanisms, seed, steps done) → new buffers.
+        replay: compares what the chips compute, before each `train.replay_every`-th step; None: never.
+        compare_copies: compares the copies of a state that devices hold, before each save; None: never.
     """
 
     step: TrainStep
@@ -48,6 +52,8 @@ class Computation:
     advance: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
     redraw: Callable[..., Any]
     evaluator: AnyEvaluator
+    replay: Replay | None = None
+    compare_copies: Callable[[State], Difference | None] | None = None
 
 
 @dataclasses.dataclass
@@ -138,6 +144,8 @@ class Trainer:
             if which := computation.step.functions.choose_redrawn(step - 1):
                 weights = select_weights(self.state)
                 self.state['buffers'] = computation.redraw(weights, which, config.seed, step - 1)
+            if computation.replay and config.replay_every and step % config.replay_every == 0:
+                self.replay(computation.replay, step, batch)
             self.state, metrics = computation.advance(self.state, batch)
             checkpointer.check_for_errors()
             self.log_pending()
@@ -154,6 +162,31 @@ class Trainer:
             if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
         self.complete_save(config.steps)
+
+    def replay(self, replay: Replay, step: int, batch: jax.Array) -> None:
+        """Compares what the chips compute on a part of the batch of `step`. Raises WrongResults if they disagree."""
+        with self.pause('replay'):
+            found = replay.check(self.state, batch, step // (self.config.replay_every or 1))
+        if found:
+            self.log_pending()
+            self.refuse(found, step)
+
+    def refuse(self, found: Difference, step: int) -> NoReturn:
+        """Ends a run whose chips disagree, before `step` is taken or saved. Nothing more is saved."""
+        hosts = find_hosts(found.groups)
+        self.checkpointer.wait()
+        self.records.run.record_difference(found.record(step, hosts))
+        self.record_goodput()
+        saved = self.checkpointer.latest_step()
+        remedy = (
+            'nothing is saved yet'
+            if saved is None
+            else f'the newest checkpoint, step {saved}, stays, and later '
+            'steps are thrown away; if it is doubtful, --rewind_to an earlier one'
+        )
+        raise WrongResults(
+            f'step {step}: {found.describe(hosts)}; {remedy}; run the same command again on another machine'
+        )
 
     def log_pending(self) -> None:
         """Fetches the metrics of the pending step, writes them, and stops a run that has diverged."""
@@ -223,9 +256,14 @@ class Trainer:
         return result['loss']
 
     def save(self, step: int, loss: float | None = None) -> None:
-        """Starts to write a checkpoint; `loss` comes from an evaluation after `step`."""
+        """Starts to write a checkpoint; `loss` comes from an evaluation after `step`.
+
+        Raises WrongResults if copies of the state differ.
+        """
         self.services.lock.check()
         self.records.metrics_file.flush()
+        if (compare := self.computation.compare_copies) and (found := compare(self.state)):
+            self.refuse(found, step)
         metadata = {
             'seconds': self.records.throughput.seconds,
             'step_seconds': self.services.goodput.total('step'),

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from lm.config.configurable import Configurable
-from lm.errors import Diverged, Preempted
+from lm.errors import Diverged, Preempted, WrongResults
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ class TrackerWriter:
         """Receives the figures of a step, such as 'train/loss'; each is finite."""
 
     def event(self, kind: str, step: int, message: str) -> None:
-        """Receives the end of the run after `step`: 'done', 'preempted', 'diverged' or 'failed'."""
+        """Receives the end of the run after `step`: 'done', 'preempted', 'diverged', 'wrong results' or
+        'failed'."""
 
     def close(self) -> None:
         """Ends the writer; no call follows."""
@@ -100,6 +101,7 @@ class Trackers:
 
     def __exit__(self, kind, error, traceback) -> None:
         ends = {type(None): 'done', Preempted: 'preempted', KeyboardInterrupt: 'preempted', Diverged: 'diverged'}
+        ends[WrongResults] = 'wrong results'
         event = next((name for cls, name in ends.items() if isinstance(error, cls)), 'failed')
         message = 'done' if error is None else ' '.join(str(error).split()) or type(error).__name__
         self._each(lambda writer: writer.event(event, self._step, message))

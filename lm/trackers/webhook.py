@@ -32,7 +32,8 @@ def _check_url(url: str) -> str | None:
 
 @configurable('webhook', resume=True)
 class Webhook(Tracker):
-    """POST of JSON: event (done, preempted, diverged, failed), run, run_dir, step, message, host, time, text."""
+    """POST of JSON: event (done, preempted, diverged, wrong results, failed), run, run_dir, step, message, host, time,
+    text."""
 
     url: str = field(
         default='$LM_WEBHOOK',

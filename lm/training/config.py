@@ -47,6 +47,13 @@ class TrainConfig(Configurable):
         resume=True,
         help='a step that takes so long, and 20 median steps, ends with 42; None: never',
     )
+    replay_every: int | None = field(
+        default=None,
+        minimum=1,
+        resume=True,
+        help='before each so-manieth step, all groups of devices compute the gradients of the same windows, which must '
+        'agree to the bit; a difference ends with 45; None: never',
+    )
     skip_batches: tuple[tuple[int, int], ...] = field(
         default=(), resume=True, help='half-open ranges of batches to leave out'
     )

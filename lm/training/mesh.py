@@ -257,6 +257,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     return config.plan(Target.of_devices(devices)).arrange(devices)
 
 
+def group_devices(mesh: Mesh) -> list[list[Device]]:
+    """Returns the devices at each position of the axis `data`: a group has one copy of the parameters."""
+    return [list(devices.ravel()) for devices in np.moveaxis(mesh.devices, mesh.axis_names.index(DATA_AXES[0]), 0)]
+
+
 def describe_mesh(mesh: Mesh, slices: int, compute_dtype: DTypeLike) -> str:
     """Describes the devices of a mesh and their use."""
     axes = ', '.join(f'{name} {size}' for name, size in mesh.shape.items())

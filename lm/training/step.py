@@ -14,17 +14,19 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from lm.checkpoint.checksum import checksum
 from lm.model.functions import ModelFunctions, Weights
 from lm.ops.documents import Documents
-from lm.ops.platform import SHARED_AXIS, batch_axes
+from lm.ops.platform import DATA_AXES, SHARED_AXIS, batch_axes
 from lm.parameters import AVERAGE
 from lm.training.objectives import Distillation, Hiding, Pair, Reading, Unpack
 from lm.training.objectives.next_token import next_token
@@ -126,9 +128,7 @@ class TrainStep:
                 first_bad: the number of the first array that is not finite, for `name_first_bad` (-1: all are finite).
                 The comparison with a teacher adds its own (`Distillation.compare`).
         """
-        windows = (batch_AxBxL,)
-        if isinstance(self.unpack, Hiding):
-            windows += (self._number_examples(state['step'], batch_AxBxL),)
+        windows = self._number_windows(state['step'], batch_AxBxL)
         loss, gradients, others = self._gradients(state['params'], state['buffers'], *windows, teacher=teacher)
         squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
         norm = jnp.sqrt(optax.tree.sum(squares))
@@ -175,6 +175,58 @@ class TrainStep:
         norm', 'learning rate'."""
         return list(_checked(None, self.functions.abstract['params'], None, None))[first_bad]
 
+    def replay(
+        self, state: State, batch_AxBxL: jax.Array, turn: jax.Array, teacher: Weights | None = None
+    ) -> jax.Array:
+        """Has every group of devices compute the gradients of the same windows, one group's part of a microbatch.
+
+        A group is the devices with one position on the axis `data`: together they have one copy of the parameters.
+        Groups get the same windows, in the same order, and run the same program, so their bits must be the same. They
+        sum nothing over the groups, because such a sum would hide which group is wrong.
+
+        Args:
+            state: as in `train`; it stays as it is.
+            turn: chooses microbatch and group, so that equal turns replay equal windows.
+
+        Returns:
+            checksums [groups, arrays] of the arrays that `name_replayed` lists, uint32.
+        """
+        mesh, axis = jax.sharding.get_abstract_mesh(), DATA_AXES[0]
+        groups = mesh.shape[axis]
+        grad = jax.grad(self._make_objective(groups), has_aux=True)
+
+        def compute(given: _Given, turn: jax.Array, *windows: jax.Array) -> jax.Array:
+            part = jax.lax.axis_index(axis) == turn % groups
+            rows = [x[turn // groups % x.shape[0]].astype(jnp.uint32) for x in windows]
+            if groups > 1:
+                rows = [jax.lax.psum(jnp.where(part, x, np.uint32(0)), axis) for x in rows]
+            counted = self.unpack(rows[0].astype(jnp.int32), *rows[1:])[2]
+            count = None if counted is None else jnp.maximum(counted.sum(), 1)
+            gradients, ((nats, _), _) = grad(given.params, given, count, *rows)
+            return jnp.stack([checksum(x) for x in (nats, *jax.tree.leaves(gradients))])[None]
+
+        # Kernels are refused while the compiler may split an axis, even by one.
+        names = {axis} | {name for name, size in mesh.shape.items() if size == 1}
+        windows = self._number_windows(state['step'], batch_AxBxL)
+        whole, rows = PartitionSpec(), PartitionSpec(None, axis)
+        return jax.shard_map(
+            compute,
+            in_specs=(whole, whole, *[rows] * len(windows)),
+            out_specs=PartitionSpec(axis),
+            axis_names=names,
+            check_vma=False,
+        )(_Given(state['params'], state['buffers'], teacher), turn, *windows)
+
+    def name_replayed(self) -> list[str]:
+        """Lists the arrays whose checksums `replay` returns."""
+        return list(_checked(None, self.functions.abstract['params'], None, None))[:-2]
+
+    def _number_windows(self, step: jax.Array, batch_AxBxL: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the windows; with an objective that hides tokens also the number of each example."""
+        if not isinstance(self.unpack, Hiding):
+            return (batch_AxBxL,)
+        return batch_AxBxL, self._number_examples(step, batch_AxBxL)
+
     def _number_examples(self, step: jax.Array, batch_AxBxL: jax.Array) -> jax.Array:
         """Numbers the examples of a step, [A, B]. The numbers continue through the run, whichever batches are
         left out."""
@@ -197,22 +249,12 @@ class TrainStep:
         measures = {name: jnp.tensordot(share_BxL, array, 2) for name, array in known.measures.items()}
         return (found.nats_BxL * share_BxL).sum(), known.nats_BxL, measures
 
-    def _gradients(
-        self, params: Any, buffers: Any, *windows: jax.Array, teacher: Weights | None = None
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns (loss in nats without z-loss, gradients with it, other metrics).
+    def _make_objective(self, parts: int) -> Callable[..., Any]:
+        """Returns a function (params, given, count, windows of a microbatch, numbers of the examples) → (loss, others).
 
-        The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
+        Args:
+            parts: the function sees one of so many parts of a microbatch, and its loss is this share of the mean.
         """
-        microbatches, given = windows[0].shape[0], _Given(params, buffers, teacher)
-        counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
-        count = None  # the mean number of targets per microbatch, over all devices
-        if counted_AxBxL is not None:
-            count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
-        # Devices that share nothing sum their gradients over the microbatches in float32, and add these sums once per
-        # step. The partitioner would add them in each microbatch.
-        axes = tuple(name for name in batch_axes() if name != SHARED_AXIS) if microbatches > 1 else ()
-        parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)  # the parts of a microbatch
 
         def summarize_windows(nats_BxL, counted_BxL):
             if counted_BxL is None:
@@ -236,7 +278,26 @@ class TrainStep:
             nats = nats_BxL.mean() / parts if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
             return loss, ((nats, measures), by_window)
 
-        grad = jax.grad(objective, has_aux=True)
+        return objective
+
+    def _gradients(
+        self, params: Any, buffers: Any, *windows: jax.Array, teacher: Weights | None = None
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """Returns (loss in nats without z-loss, gradients with it, other metrics).
+
+        The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
+        """
+        microbatches, given = windows[0].shape[0], _Given(params, buffers, teacher)
+        counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
+        count = None  # the mean number of targets per microbatch, over all devices
+        if counted_AxBxL is not None:
+            count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
+        # Devices that share nothing sum their gradients over the microbatches in float32, and add these sums once per
+        # step. The partitioner would add them in each microbatch.
+        axes = tuple(name for name in batch_axes() if name != SHARED_AXIS) if microbatches > 1 else ()
+        parts = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)  # the parts of a microbatch
+
+        grad = jax.grad(self._make_objective(parts), has_aux=True)
         if microbatches == 1:
             gradients, ((loss, measures), by_window) = grad(params, given, count, *(x[0] for x in windows))
             return loss, gradients, measures | jax.tree.map(lambda x: x[None], by_window)

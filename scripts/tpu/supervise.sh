@@ -12,6 +12,7 @@
 #   2, 43, 44         never repeated: usage; diverged; data, tokenizer or checkpoint do not match
 #   42, no pod        again: preempted and saved, or the pod is gone or cannot be reached. Recreates the pod if necessary.
 #                     The pause grows. MAX_ATTEMPTS times at most.
+#   45                again on a new pod, MAX_FAILURES times in a row at most: chips of this one compute wrongly
 #   anything else     again, MAX_FAILURES times in a row at most
 #
 # An attempt of RESET_SECONDS or more resets the count of failures in a row and the pauses.
@@ -163,7 +164,7 @@ watch_job() {
     ended=$((total - running))
     worst=''
     # A code that must not be repeated is the cause. The codes of the other workers follow from it.
-    for code in gone $(grep -vx -e gone -e 0 <<<"$codes" || true) 42 44 43 2; do
+    for code in gone $(grep -vx -e gone -e 0 <<<"$codes" || true) 42 45 44 43 2; do
       if grep -qx -e "$code" <<<"$codes"; then worst=$code; fi
     done
     case $worst in
@@ -265,6 +266,10 @@ while [ "$attempts" -lt "$MAX_ATTEMPTS" ]; do
       esac
     fi
     # A machine whose set-up fails twice is a bad one.
+    if [ "$OUTCOME" = 45 ]; then
+      say "chips of $TPU_NAME compute wrongly: taking another pod"
+      fresh=fresh
+    fi
     if [ "$OUTCOME" = setup ] && [ "$failures" -ge 2 ] && [ -n "$is_known" ]; then fresh=fresh; fi
   fi
   if [ "$attempts" -lt "$MAX_ATTEMPTS" ]; then pause "$short"; fi

@@ -386,6 +386,16 @@ def test_codes_that_must_not_be_repeated_are_not_repeated(scenario, tmp_path):
     assert cloud.pods() == []
 
 
+def test_chips_that_compute_wrongly_are_left_for_another_pod(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='1/45 0')
+    done = cloud.run('supervise.sh', *TRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'chips of pod compute wrongly: taking another pod' in done.stdout
+    assert len(cloud.gcloud_calls('queued-resources', 'create')) == 2
+    cloud = FakeCloud(tmp_path / 'again', scenario='45 45 45 45 45', workers=1)
+    assert cloud.run('supervise.sh', *TRAIN).returncode == 45
+
+
 def test_other_failures_are_repeated_a_few_times_only(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', scenario='1 42 1 1 139 0', workers=1)
     done = cloud.run('supervise.sh', *TRAIN, DELETE_WHEN_DONE='success')

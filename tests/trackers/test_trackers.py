@@ -19,7 +19,7 @@ from etils import epath
 from lm.config.configurable import REGISTRY, configurable
 from lm.config.load import load
 from lm.config.text import dump
-from lm.errors import ConfigError, Diverged, Preempted
+from lm.errors import ConfigError, Diverged, Preempted, WrongResults
 from lm.experiment import Experiment
 from lm.runs.run_dir import RunDir
 from lm.trackers import Tracker, Trackers, TrackerWriter, tensorboard
@@ -72,6 +72,7 @@ def test_gin_names_trackers_and_a_resumed_run_may_change_them():
         (None, 'done'),
         (Preempted('told to stop'), 'preempted'),
         (Diverged('not finite'), 'diverged'),
+        (WrongResults('chip 3'), 'wrong results'),
         (OSError('full'), 'failed'),
     ],
 )

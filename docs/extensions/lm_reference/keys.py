@@ -45,6 +45,18 @@ BranchPoint = TypedDict(
 """A `lm train --branch_from`."""
 
 
+class DifferenceRecord(TypedDict):
+    """Bits of several chips that should have been equal, and were not; the run ended with 45."""
+
+    when: str  #: time, ISO 8601
+    step: int  #: the step that was not taken, or not saved
+    what: str  #: what was compared
+    arrays: list[str]  #: arrays that differed, a hundred at most
+    groups: list[list[str]]  #: devices with their hosts; one of each group computed wrongly
+    certain: bool  #: whether a majority of other devices agreed
+    stays: bool | None  #: whether the difference came again; `null` where it could not be repeated
+
+
 class Ledger(TypedDict):
     """Where the time of a run went, over all its starts."""
 
@@ -65,6 +77,7 @@ class RunInfo(TypedDict):
     tokenizer: NotRequired[str]  #: fingerprint of the tokenizer
     saved_step: NotRequired[int | None]  #: newest checkpoint that is complete
     goodput: NotRequired[Ledger]  #: where the time of the run went
+    differences: NotRequired[list[DifferenceRecord]]  #: chips that did not agree, the last hundred times
     starts: NotRequired[list[StartInfo]]  #: every start, the first one first
     starts_left_out: NotRequired[int]  #: starts that are not listed any more
     rewinds: NotRequired[list[Rewind]]  #: every rewind

@@ -24,6 +24,7 @@ from jax import lax
 
 from lm.ops import channel_decay, platform
 from lm.ops import decay as decays
+from lm.ops.delta_rule import system
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
@@ -55,7 +56,7 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
     call = scale_vectors(call.fill_state())
     if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
         return _compute(call)
-    # The partitioner would gather the right sides of a triangular system.
+    # No device needs rows or heads of another; the partitioner does not always see that.
     return platform.per_device(_compute, (True,))(call)
 
 
@@ -183,7 +184,7 @@ def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.A
     beta = beta[..., None]
     given = [beta * v, beta * pairs.since_start_BxKxNxCxE * k]
     given = jnp.concatenate(given, axis=-1).astype(jnp.float32)
-    solved = lax.linalg.triangular_solve(pairs.system_BxKxNxCxC, given, left_side=True, lower=True, unit_diagonal=True)
+    solved = system.solve(pairs.system_BxKxNxCxC, given)
     q, k = q * pairs.since_start_BxKxNxCxE[:, :, :, None], k * pairs.until_end_BxKxNxCxE
 
     def step(state, chunk: ChunkSides):

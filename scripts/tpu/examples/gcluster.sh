@@ -8,8 +8,8 @@
 #   DRY_RUN=1 …   prints the command
 #
 # The cluster must exist: gcluster deploy with the blueprint examples/gke-tpu-v6e of the toolkit, or the one of your TPU.
-# 42 (preempted, saved) and 137, 143 (killed) start a pod again, any number of times. Any other code, including 2, 43 and
-# 44, restarts the job MAX_FAILURES times, because gcluster has no list of codes that must not be repeated. Raise
+# 42 (preempted, saved) and 137, 143 (killed) start a pod again, any number of times. Any other code, including 2, 43, 44
+# and 45, restarts the job MAX_FAILURES times, because gcluster has no list of codes that must not be repeated. Raise
 # MAX_FAILURES where machines vanish without notice.
 HERE_EXAMPLES=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=../common.sh

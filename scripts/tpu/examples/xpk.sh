@@ -10,7 +10,8 @@
 #
 # The cluster must exist: xpk cluster create --cluster=… --tpu-type=… --num-slices=1 --spot
 # XPK by itself starts the workload again after 42 (preempted, saved) and 127 to 255 (killed by a signal or for memory).
-# --restart-on-exit-codes adds to these codes and documents here which count. 1, 2, 43 and 44 end it.
+# --restart-on-exit-codes adds to these codes and documents here which count. 1, 2, 43, 44 and 45
+# (chips compute wrongly: ask for other nodes) end it.
 HERE_EXAMPLES=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=../common.sh
 . "$HERE_EXAMPLES/../common.sh"
