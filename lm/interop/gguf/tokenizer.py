@@ -124,7 +124,7 @@ def make_sentencepiece(metadata: Mapping[str, Any]) -> bytes:
     if scores is None:
         raise UnreadableTokenizerError('tokenizer.ggml.scores is missing')
     kinds = metadata.get('token_type', [1] * len(tokens))
-    # llama.cpp writes the spaces of user-defined pieces as they are; SentencePiece finds pieces where spaces are escaped.
+    # llama.cpp writes the spaces of user-defined pieces as they are. SentencePiece looks for pieces in escaped text.
     tokens = [
         token.replace(' ', SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
     ]
