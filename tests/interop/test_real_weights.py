@@ -1,5 +1,5 @@
-"""Models that people use, from GGUF files in packages: the perplexity of a book and greedy text are those of
-`transformers`; needs PyTorch: `scripts/test.sh -m interop`."""
+"""Models that people use, from GGUF files in packages, give a book the perplexity that `transformers` gives it, and
+write the same text; needs PyTorch: `scripts/test.sh -m interop`."""
 
 import json
 import os
