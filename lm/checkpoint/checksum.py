@@ -24,11 +24,11 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    sums = np.concatenate([np.asarray(_compiled(replicated)(group)) for group in _groups(list(arrays.values()))])
+    sums = np.concatenate([np.asarray(_compiled(replicated)(group)) for group in group_arrays(list(arrays.values()))])
     return {name: int(c) for name, c in zip(arrays, sums, strict=True)}
 
 
-def _groups(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
+def group_arrays(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
     """Yields the arrays, a few at a time. On CPUs programs compute with temporaries: for all arrays together, they
     would take as much memory as the state itself. All processes make the same groups."""
     limit = max(TOGETHER_AT_LEAST, int(TOGETHER * sum(x.nbytes for x in arrays)))
@@ -38,7 +38,8 @@ def _groups(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
             yield group
             group = []
         group.append(x)
-    yield group
+    if group:
+        yield group
 
 
 _COMPILED: dict[NamedSharding | None, jax.stages.Wrapped] = {}

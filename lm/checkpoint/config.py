@@ -22,4 +22,7 @@ class CheckpointConfig(Configurable):
         minimum=0,
         help='checkpoints with the lowest evaluation loss that stay; where evaluations change, of each',
     )
+    compare_copies: bool = field(
+        default=True, help='compare the copies that devices hold before each save; a difference ends with 45'
+    )
     on_failed_save: str = field(default='stop', choices=('stop', 'continue'), help="'continue': warn and train on")

@@ -10,14 +10,23 @@ from lm.commands.verb import Call, Verb
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--strict', action='store_true', default=None, help='stop at the first bad record')
     parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one a CPU core')
+    parser.add_argument('--shard', metavar='I/N', help='do the share I, from 0, of the work of N machines')
+    parser.add_argument(
+        '--assemble', action='store_true', help='join what all --shard have made; with --shard, a share of this work'
+    )
     add_gin_flags(parser)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    from lm.data.prepare.run import run_prepare
+    from lm.data.prepare.parts import read_share
+    from lm.data.prepare.run import run_prepare, run_prepare_share
 
+    share = read_share(arguments.shard or '0/1')
     experiment = read_experiment(arguments, bindings('prepare', pick(arguments, 'strict', 'processes')))
-    return functools.partial(run_prepare, experiment.prepare, experiment.data.path)
+    job = experiment.prepare, experiment.data.path
+    if arguments.shard is None and not arguments.assemble:
+        return functools.partial(run_prepare, *job)
+    return functools.partial(run_prepare_share, *job, share, arguments.assemble)
 
 
 VERB = Verb(

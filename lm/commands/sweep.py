@@ -4,8 +4,6 @@ import argparse
 import functools
 from typing import TYPE_CHECKING
 
-from etils import epath
-
 from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
@@ -107,9 +105,7 @@ def find_points(arguments: argparse.Namespace, params: tuple[str, ...] = ()) -> 
         raise ConfigError('--sweep_file: name a gin file whose values are lists')
     if arguments.gin_file or arguments.gin_param:
         raise ConfigError('--sweep_file: name a gin file whose values are lists; the points in --run_dir are complete')
-    from lm.runs.paths import check_path
-
-    return points.read_points(epath.Path(check_path(arguments.run_dir)), arguments.allow_gin_imports)
+    return points.read_points(arguments.run_dir, arguments.allow_gin_imports)
 
 
 def make_emit_call(arguments: argparse.Namespace) -> Call:

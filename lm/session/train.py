@@ -36,6 +36,7 @@ from lm.session.start import (
     write_start,
 )
 from lm.session.trainer import Computation, Records, Services, Trainer
+from lm.training.copies import compare_copies
 from lm.training.heartbeat import Peers
 from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
 from lm.training.preemption import Preemption
@@ -124,6 +125,7 @@ def open_session(
             given = cast_teacher(plan, teacher)
             advance = give_teacher(compilation.compiled.result(), given)
             del teacher
+        copies = compare_copies if experiment.checkpoint.compare_copies else None
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)
@@ -139,7 +141,7 @@ def open_session(
         watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
         yield Trainer(
             config=experiment.train,
-            computation=Computation(plan.program.step, batches, advance, redraw, evaluator, replay),
+            computation=Computation(plan.program.step, batches, advance, redraw, evaluator, replay, copies),
             checkpointer=checkpointer,
             records=records,
             services=Services(lock, preemption, profiler, watchdog, goodput, programs),

@@ -44,6 +44,7 @@ class Computation:
         advance: (state, batch) → (state, metrics): the compiled step, which takes the memory of the old state.
         redraw: (weights, which mechanisms, seed, steps done) → new buffers.
         replay: compares what the chips compute, before each `train.replay_every`-th step; None: never.
+        compare_copies: compares the copies of a state that devices hold, before each save; None: never.
     """
 
     step: TrainStep
@@ -52,6 +53,7 @@ class Computation:
     redraw: Callable[..., Any]
     evaluator: AnyEvaluator
     replay: Replay | None = None
+    compare_copies: Callable[[State], Difference | None] | None = None
 
 
 @dataclasses.dataclass
@@ -170,7 +172,7 @@ class Trainer:
             self.refuse(found, step)
 
     def refuse(self, found: Difference, step: int) -> NoReturn:
-        """Ends a run whose chips disagree, before `step` is taken. Nothing more is saved."""
+        """Ends a run whose chips disagree, before `step` is taken or saved. Nothing more is saved."""
         hosts = find_hosts(found.groups)
         self.checkpointer.wait()
         self.records.run.record_difference(found.record(step, hosts))
@@ -255,9 +257,14 @@ class Trainer:
         return result['loss']
 
     def save(self, step: int, loss: float | None = None) -> None:
-        """Starts to write a checkpoint; `loss` comes from an evaluation after `step`."""
+        """Starts to write a checkpoint; `loss` comes from an evaluation after `step`.
+
+        Raises WrongResults if copies of the state differ.
+        """
         self.services.lock.check()
         self.records.metrics_file.flush()
+        if (compare := self.computation.compare_copies) and (found := compare(self.state)):
+            self.refuse(found, step)
         metadata = {
             'seconds': self.records.throughput.seconds,
             'step_seconds': self.services.goodput.total('step'),

@@ -32,7 +32,7 @@ from lm.config.resolve import map_sections, resolve
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
 from lm.runs import sweep_file
-from lm.runs.paths import check_name
+from lm.runs.paths import check_name, check_path
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash. This leaves room for suffixes within the 128 characters of a run name."""
@@ -116,7 +116,7 @@ def make_points(
     return points
 
 
-def read_points(root: epath.Path, allow_imports: bool = False) -> list[Point]:
+def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point]:
     """Returns the points that the folder of a sweep lists, with the configurations that `lm sweep --emit` wrote there.
 
     So a machine that reaches the folder needs no other file.
@@ -125,6 +125,7 @@ def read_points(root: epath.Path, allow_imports: bool = False) -> list[Point]:
     """
     from lm.experiment import load
 
+    root = epath.Path(check_path(root))
     if not sweep_file.is_sweep(root):
         raise ConfigError(f'--run_dir {root}: holds no {sweep_file.NAME}; give --sweep_file, or a folder of lm sweep')
     points = []

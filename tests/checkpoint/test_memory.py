@@ -82,7 +82,7 @@ def test_checksums_in_groups_equal_checksums_of_all_leaves_together(monkeypatch)
     arrays = {str(i): jax.numpy.arange(10 * i + 1, dtype='float32') for i in range(9)}
     together = checksum.checksums(arrays)
     monkeypatch.setattr(checksum, 'TOGETHER_AT_LEAST', 100)
-    groups = [[x.size for x in group] for group in checksum._groups(list(arrays.values()))]
+    groups = [[x.size for x in group] for group in checksum.group_arrays(list(arrays.values()))]
     assert groups == [[1, 11, 21], [31], [41], [51], [61], [71], [81]]
     assert checksum.checksums(arrays) == together
 

@@ -351,7 +351,7 @@ def test_two_names_of_one_field_in_a_file_are_an_error(tmp_path):
 def test_fields_and_sections_declare_which_values_may_change_on_resume():
     allowed = {f'train.{f}' for f in (
         'log_every', 'eval_every', 'eval_tokens', 'max_nonfinite_steps', 'profile', 'skip_batches', 'tensorboard',
-        'hang_minutes', 'trackers', 'microbatches',
+        'hang_minutes', 'trackers', 'microbatches', 'replay_every',
     )} | {'data.path', 'model.remat', 'model.unroll', 'softmax.implementation'}  # fmt: skip
     whole = {'checkpoint', 'evaluate', 'mesh', 'prepare', 'tokenizer'}
     for line in dump(Experiment()).splitlines():
