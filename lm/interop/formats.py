@@ -144,7 +144,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'bos_token_id': eod,
         'eos_token_id': eod,
         'torch_dtype': 'float32',
-        'use_cache': False,
+        'use_cache': True,
     }
 
 
