@@ -1,8 +1,8 @@
 """The model of `lm` in PyTorch, for `transformers`: AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True).
 
 `lm export --format huggingface` writes it beside config.json and model.safetensors; it needs only torch and
-transformers. It is for comparing, evaluating and continuing texts whose prompts are of moderate length: their attention weights
-are in memory. Use `lm` itself for training and for long contexts.
+transformers. It is for comparing, evaluating and continuing texts. The attention weights of a prompt are all in
+memory. Use `lm` itself for training and for long contexts.
 
 B batch, L length, D model width, N heads, C head size.
 """

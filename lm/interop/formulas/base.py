@@ -1,7 +1,7 @@
 """The shared parts of the formulas: attention whose weights are all in memory at once, in float32.
 
-B batch, L length (queries), M length (keys), H query heads, K key heads, C head size, r numbers of a sketch, E features.
-The L queries are those of the last tokens of M.
+B batch, L length (queries), M length (keys), H query heads, K key heads, C head size, E features, r numbers of a sketch.
+The queries are of the last L tokens of M.
 """
 
 import math
