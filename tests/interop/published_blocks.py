@@ -3,7 +3,7 @@
 tests/data/published_blocks.json has the names and shapes of a layer's tensors, and its outputs at a few tokens. Tensors
 are drawn from their names. To record them again, in an environment with PyTorch and transformers from 5.24 on:
 
-    PYTHONPATH=$PWD:tests python tests/interop/blocks.py
+    PYTHONPATH=$PWD:tests python tests/interop/published_blocks.py
 """
 
 import json

@@ -1,9 +1,9 @@
 """Layers of Qwen3-Next and Kimi Linear compute what `transformers` computes, with random weights."""
 
-import blocks
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published_blocks as blocks
 import pytest
 
 
