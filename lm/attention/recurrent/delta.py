@@ -60,14 +60,17 @@ class Delta(Attention):
         state per token. A query has products with the keys and values of half a chunk, and a read. A gate per channel
         has one more matrix.
         """
-        size, chunk = dims.head_dim, min(COUNTED_CHUNK, length)
+        size, value_size, chunk = dims.head_dim, dims.value_size, min(COUNTED_CHUNK, length)
         gate = 2 * size**2 if self.gate == 'channel' else 0
-        keys = dims.n_kv_heads * (3 * chunk * size + 4 * size**2 + gate)
-        return keys + dims.n_heads * (2 * chunk * size + 2 * size**2)
+        keys = dims.n_kv_heads * (chunk * (2 * size + value_size) + 4 * size * value_size + gate)
+        return keys + dims.n_heads * (chunk * (size + value_size) + 2 * size * value_size)
+
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        return super().portable(dims) | {'value_size': dims.value_size}
 
 
 class DeltaAttention(AttentionModule):
-    """The gate, and the gain of the normalization, which the heads share. A state is [B, K, D, D], float32."""
+    """The gate, and the gain of the normalization, which the heads share. A state is [B, K, E, D], float32."""
 
     def __init__(self, config: Delta, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
@@ -77,7 +80,7 @@ class DeltaAttention(AttentionModule):
             self.gate = ChannelStepGate(dims, rngs)
         else:
             self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
-        self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32)
 
     def mix(
         self,
@@ -95,7 +98,7 @@ class DeltaAttention(AttentionModule):
         return o_BxLxHxD
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
-        return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.head_dim), jnp.float32)
+        return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.value_size), jnp.float32)
 
     def decode_step(
         self,
