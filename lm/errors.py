@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 from lm.ops.errors import OperationError
@@ -71,6 +71,11 @@ class WrongResults(LmError):
 
     exit_code = 45
     meaning = 'this machine computes wrongly: run the same command on another one'
+
+    def __init__(self, message: str, processes: Collection[int] = ()):
+        """`processes` are the ones whose chips are named."""
+        super().__init__(message)
+        self.processes = frozenset(processes)
 
 
 class AbsentError(MismatchError):

@@ -37,10 +37,10 @@ def decode_step(module, state, *inputs):
 
 def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32, size=1.0, shift=0.0):
     """Returns queries, keys and values; the vectors have `size` as standard deviation and `shift` as mean."""
-    heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
+    heads = (dims.n_heads, dims.head_dim), (dims.n_kv_heads, dims.head_dim), (dims.n_kv_heads, dims.value_size)
     return [
-        (shift + size * jax.random.normal(key, (batch, length, n, dims.head_dim))).astype(dtype)
-        for key, n in zip(jax.random.split(jax.random.key(3), 3), heads, strict=True)
+        (shift + size * jax.random.normal(key, (batch, length, *head))).astype(dtype)
+        for key, head in zip(jax.random.split(jax.random.key(3), 3), heads, strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from lm import cli
+from lm.runs.sweep_file import write_rows
 
 README = (tiny.ROOT / 'README.md').read_text()
 PAGES = [page.read_text() for page in tiny.PAGES]
@@ -30,7 +31,7 @@ def test_the_readme_has_commands():
 
 
 @pytest.mark.parametrize('command', COMMANDS)
-def test_command(command, monkeypatch, reference_run):
+def test_command(command, monkeypatch, reference_run, tmp_path):
     words = shlex.split(command)
     if words[0].startswith(('scripts/', 'configs/')):
         assert (tiny.ROOT / words[0]).stat().st_mode & 0o100
@@ -42,7 +43,7 @@ def test_command(command, monkeypatch, reference_run):
     verb = arguments[0]
     monkeypatch.chdir(tiny.ROOT)
     monkeypatch.setattr('lm.commands.generate.read_prompts', lambda *files: ['of a file that the reader has'])
-    if verb == 'sweep':  # the sweep itself runs, but it starts nothing
+    if verb == 'sweep' and not {'--emit', '--status'} & {*arguments}:  # the sweep itself runs, but it starts nothing
         assert cli.main([*arguments, '--dry_run'] if '--dry_run' not in arguments else arguments) == 0
         return
     # The test is about the bindings of the command. Where it reads a run directory, the tiny run stands in.
@@ -50,6 +51,10 @@ def test_command(command, monkeypatch, reference_run):
         arguments[arguments.index('--run_dir') + 1] = str(reference_run[0])
     if verb == 'distill':
         arguments[arguments.index('--teacher') + 1] = str(reference_run[0])
+    if verb == 'sweep' and '--sweep_file' not in arguments:
+        folder = tmp_path / 'sweep'
+        write_rows(folder, [{'point': 'seed-0', 'status': 'waiting', 'step': 0, 'steps': 10}])
+        arguments[arguments.index('--run_dir') + 1] = str(folder)
     if '--attention' in arguments:
         arguments[1] = str(reference_run[0])
     if words[0].startswith('scripts/tpu'):

@@ -31,13 +31,22 @@ GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
 
 @dataclasses.dataclass(frozen=True)
 class HeadDims:
-    """The shape of a layer's heads: `n_heads` queries share `n_kv_heads` keys and values of size `head_dim`; and
-    whether later keys are hidden from a query (`model.causal`)."""
+    """The shape of a layer's heads: `n_heads` queries share `n_kv_heads` keys and values; and whether later keys are
+    hidden from a query (`model.causal`).
+
+    Queries and keys have size `head_dim`, and values `value_dim`; None: values have the size of keys.
+    """
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     causal: bool = True
+    value_dim: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        """The size of a value, and of what a query reads."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 def _option(**rules: Any) -> Any:
@@ -62,7 +71,11 @@ class Attention(Configurable, abc.ABC):
 
     n_heads: int | Literal['model'] = _option(minimum=1, help='query heads')
     n_kv_heads: int | Literal['model'] | None = _option(minimum=1, help='key heads; None: as many as query heads')
+    n_value_heads: int | Literal['model'] | None = _option(
+        minimum=1, help='value heads, which repeat key heads; None: as many as key heads'
+    )
     head_dim: int | Literal['model'] = _option(minimum=2, even=True, help='size of a query and of a key')
+    value_dim: int | Literal['model'] | None = _option(minimum=1, help='size of a value; None: as a key')
     rotary_base: float | Literal['model'] | None = _option(
         above=1, help='of the wavelengths of rotary positions; None: no such'
     )
@@ -133,6 +146,8 @@ class Attention(Configurable, abc.ABC):
 
 class AttentionModule(nnx.Module):
     """One layer's attention. B batch, L length, H query heads, K key/value heads, D head size.
+
+    Values, and what queries read of them, may have another size than queries and keys (`HeadDims.value_dim`).
 
     Methods that take q, k and v also take the `projections` of the configuration, [B, L, width] each. All of them are
     optional: without them a module computes as with zeros.
@@ -304,9 +319,10 @@ def score_scale(degree: int, head_dim: int) -> float:
 
 
 def exact_flops_per_token(dims: HeadDims, length: int, window: int | None = None) -> float:
-    """Returns two products of size head_dim (scores, mixture of values) per key that a query sees on average."""
+    """Returns two products (scores, mixture of values) per key that a query sees on average."""
+    per_key = 2.0 * dims.n_heads * (dims.head_dim + dims.value_size)
     if not dims.causal:
-        return 4.0 * dims.n_heads * dims.head_dim * length
+        return per_key * length
     window = min(length, window or length)
     seen = window - window**2 / (2 * length)
-    return 4.0 * dims.n_heads * dims.head_dim * seen
+    return per_key * seen

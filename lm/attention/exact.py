@@ -41,7 +41,9 @@ class ExactModule(AttentionModule):
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
         """Returns a cache of `max_length` normalized keys and values, or of the window where that is shorter."""
         length = min(max_length, self.window or max_length)
-        return cache.empty(batch, length, self.dims.n_kv_heads, self.dims.head_dim, dtype, self.gate is not None)
+        dims = self.dims
+        decays = self.gate is not None
+        return cache.empty(batch, length, dims.n_kv_heads, dims.head_dim, dtype, decays, value_dim=dims.value_size)
 
     def decode_step(
         self,

@@ -75,8 +75,15 @@ class LinearModule(AttentionModule):
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
         """Returns sums over no keys, float32, of one size for any length, and room for exactly compared keys."""
-        heads = (self.dims.n_heads, self.dims.n_kv_heads, self.dims.n_kv_heads)
-        q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (jnp.zeros((batch, 1, n, self.dims.head_dim), dtype) for n in heads)
+        dims = self.dims
+        q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (
+            jnp.zeros((batch, 1, n, size), dtype)
+            for n, size in (
+                (dims.n_heads, dims.head_dim),
+                (dims.n_kv_heads, dims.head_dim),
+                (dims.n_kv_heads, dims.value_size),
+            )
+        )
         call = self.make_call(*self.normalize(q_Bx1xHxD, k_Bx1xKxD), self._columns(v_Bx1xKxD))
         starts_Bx1 = jnp.zeros((batch, 1), jnp.int32) if documents else None
         return decode.init_state(self._separate(call, starts_Bx1), max_length)
@@ -132,11 +139,11 @@ def linear_flops_per_token(
         block: tokens per block.
         causal: False has no blocks.
     """
-    reads = 2.0 * n_features * dims.n_heads * (dims.head_dim + 1)
-    folds = 2.0 * n_features * dims.n_kv_heads * dims.head_dim
+    reads = 2.0 * n_features * dims.n_heads * (dims.value_size + 1)
+    folds = 2.0 * n_features * dims.n_kv_heads * dims.value_size
     if not (causal and dims.causal):
         return reads + folds
     block = min(length, block or DEFAULT_BLOCK)
     folded = (length - 1) // block * block
-    inside = dims.n_heads * (compared + dims.head_dim) * block
+    inside = dims.n_heads * (compared + dims.value_size) * block
     return inside + (reads * (length - block) + folds * folded) / length

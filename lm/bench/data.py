@@ -30,6 +30,7 @@ from lm.data.batches import Batches, Windows
 from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import assemble
+from lm.data.prepare.workspace import LocalFolder
 from lm.data.sources.jsonl import Jsonl
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError
@@ -162,11 +163,12 @@ def measure_prepare(
     folder.mkdir(parents=True)
     with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
         file.writelines(json.dumps({'text': document}) + '\n' for document in documents)
-    job = work.Preparation(Jsonl(path=str(folder)), 'none', 10**9, folder / 'unfinished', strict=True)
+    unfinished = folder / 'unfinished'
+    job = work.Preparation(Jsonl(path=str(folder)), 'none', 10**9, LocalFolder(unfinished), strict=True)
     shards = job.source.shards('train')
     _train(job, shards, vocab_size)
     tokenizer = job.tokenizer()
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(job.model))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
     lines = [line for document in documents for line in document.splitlines(keepends=True)]
     config = PrepareConfig(source=job.source, splits=('train',), tokenizer=_TOKENIZER)
     settings = {'source': job.source.identity()}
@@ -174,7 +176,7 @@ def measure_prepare(
 
     def lm_prepare() -> None:
         for i, shard in enumerate(shards):
-            job.result(shard, i).base.with_suffix('.json').unlink(missing_ok=True)
+            (unfinished / f'{job.result(shard, i).base}.json').unlink(missing_ok=True)
             work.tokenize(job, shard, i)
         assemble(config, str(folder / 'tokens'), job, {'train': shards}, settings, console)
 

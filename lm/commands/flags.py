@@ -165,9 +165,9 @@ def read_experiment_of_run(arguments: argparse.Namespace, params: Sequence[str] 
     return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=arguments.allow_gin_imports)
 
 
-def read_points(arguments: argparse.Namespace) -> 'list[Point]':
-    """Returns the points of --sweep_file on top of --gin_file and --gin_param."""
+def read_points(arguments: argparse.Namespace, params: Sequence[str] = ()) -> 'list[Point]':
+    """Returns the points of --sweep_file on top of --gin_file and `params`; --gin_param wins over both."""
     from lm.sweep.points import make_points
 
     files, allow = (arguments.gin_file, arguments.sweep_file), arguments.allow_gin_imports
-    return make_points(*files, arguments.gin_param, allow_imports=allow)
+    return make_points(*files, [*params, *arguments.gin_param], allow_imports=allow)

@@ -5,19 +5,45 @@ import functools
 
 from lm.commands.flags import add_gin_flags, bindings, pick, read_experiment
 from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--strict', action='store_true', default=None, help='stop at the first bad record')
     parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one a CPU core')
+    parser.add_argument('--shard', metavar='I/N', help='do the share I, from 0, of the work of N machines')
+    parser.add_argument(
+        '--assemble', action='store_true', help='join what all --shard have made; with --shard, a share of this work'
+    )
+    parser.add_argument('--engine', choices=('beam',), help='what shares the work out; default: --processes')
+    parser.add_argument(
+        '--beam_options',
+        default='',
+        metavar="'--X=Y …'",
+        help='of --engine beam: options of the runner',
+    )
     add_gin_flags(parser)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    from lm.data.prepare.run import run_prepare
+    from lm.data.prepare.parts import read_share
+    from lm.data.prepare.run import run_prepare, run_prepare_share, run_prepare_with_beam
 
+    in_shares = arguments.shard is not None or arguments.assemble
+    if arguments.engine and in_shares:
+        raise ConfigError(
+            f'--engine {arguments.engine}: shares the work out by itself; leave out --shard and --assemble'
+        )
+    if arguments.beam_options and not arguments.engine:
+        raise ConfigError(f'--beam_options {arguments.beam_options!r}: is of Beam; add --engine beam')
+    share = read_share(arguments.shard or '0/1')
     experiment = read_experiment(arguments, bindings('prepare', pick(arguments, 'strict', 'processes')))
-    return functools.partial(run_prepare, experiment.prepare, experiment.data.path)
+    job = experiment.prepare, experiment.data.path
+    if arguments.engine:
+        return functools.partial(run_prepare_with_beam, *job, arguments.beam_options)
+    if not in_shares:
+        return functools.partial(run_prepare, *job)
+    return functools.partial(run_prepare_share, *job, share, arguments.assemble)
 
 
 VERB = Verb(

@@ -2,10 +2,15 @@
 
 import argparse
 import functools
+from typing import TYPE_CHECKING
 
 from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lm.sweep.manifests import ClusterOptions
+    from lm.sweep.points import Point
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +20,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action='append',
         default=[],
         metavar='FILE',
-        help='a gin file whose lists are the axes of a grid; lists of one scope zip/, zip_a/, … vary together',
+        help='a gin file whose lists are the axes of a grid; lists of one scope zip/, zip_a/, … vary together; '
+        'default: the points that --emit wrote into ROOT',
     )
     parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
     parser.add_argument('--count', action='store_true', help='print the number of points and stop')
@@ -23,15 +29,54 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--gpus_per_job', type=int, metavar='K', help='share the GPUs out, K to a point')
     parser.add_argument('--index', type=int, metavar='I', help='run only point I, from 0, in this process')
     parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
+    parser.add_argument('--status', action='store_true', help='print how far the points in ROOT are and stop')
+    parser.add_argument(
+        '--emit',
+        nargs=2,
+        metavar=('FORMAT', 'DIR'),
+        help='run nothing; write manifests into the folder DIR, with which a cluster runs the points: jobset, skypilot '
+        'or slurm',
+    )
     add_gin_flags(parser)
     add_job_flags(parser)
+    add_cluster_flags(parser)
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the fields of `lm.sweep.manifests.ClusterOptions`."""
+    group = parser.add_argument_group('the machines of each point (--emit)', 'a format refuses what it does not use')
+    group.add_argument('--image', help='the container image, such as scripts/tpu/Dockerfile makes')
+    group.add_argument('--topology', metavar='SLICE', help='TPUs: v5e:4x4, v4-32, or 2*v5e:4x4')
+    group.add_argument('--gpus', metavar='[KIND:]N', help='GPUs, on all machines together')
+    group.add_argument('--nodes', type=int, metavar='N', help='machines without TPUs; default: 1')
+    group.add_argument('--queue', metavar='NAME', help='the local queue of Kueue, or the partition of Slurm')
+    group.add_argument('--namespace', metavar='NAME', help='of Kubernetes')
+    group.add_argument('--service_account', metavar='NAME', help='of Kubernetes: its identity opens the bucket')
+    group.add_argument('--claim', metavar='NAME', help='of Kubernetes: the volume that pods mount at ROOT')
+    group.add_argument('--spot', action='store_true', help='machines that may be taken away at any time')
+    group.add_argument(
+        '--failures', type=int, metavar='N', help='tries again after exit codes without a rule; default: 3'
+    )
+    group.add_argument(
+        '--setup', action='append', default=[], metavar='LINE', help='a line of shell before the command'
+    )
+    group.add_argument(
+        '--scheduler_option',
+        action='append',
+        default=[],
+        dest='scheduler_options',
+        metavar='OPTION',
+        help='a further option of Slurm: --scheduler_option=--account=mine',
+    )
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
     check_together(arguments)
-    if not arguments.sweep_file:
-        raise ConfigError('--sweep_file: name a gin file whose values are lists')
-    points = read_points(arguments)
+    if arguments.emit:
+        return make_emit_call(arguments)
+    if arguments.status:
+        return make_status_call(arguments)
+    points = find_points(arguments)
     if arguments.count:
         return functools.partial(print, len(points))
     if not arguments.run_dir:
@@ -50,6 +95,65 @@ def make_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(run_sweep, sweep, options, dry_run=arguments.dry_run)
 
 
+def find_points(arguments: argparse.Namespace, params: tuple[str, ...] = ()) -> 'list[Point]':
+    """Returns the points of --sweep_file, or the points that the folder --run_dir lists."""
+    from lm.sweep import points
+
+    if arguments.sweep_file:
+        return read_points(arguments, params)
+    if not arguments.run_dir:
+        raise ConfigError('--sweep_file: name a gin file whose values are lists')
+    if arguments.gin_file or arguments.gin_param:
+        raise ConfigError('--sweep_file: name a gin file whose values are lists; the points in --run_dir are complete')
+    return points.read_points(arguments.run_dir, arguments.allow_gin_imports)
+
+
+def make_emit_call(arguments: argparse.Namespace) -> Call:
+    """Returns the call of --emit. The number of processes is part of the configuration of each point."""
+    from lm.files import is_remote
+    from lm.runs.paths import check_path
+    from lm.sweep.emit import emit_sweep, find_format
+    from lm.sweep.sweep import Sweep
+
+    name, folder = arguments.emit
+    if not arguments.run_dir:
+        raise ConfigError('--run_dir: name the folder for the runs of the sweep')
+    check_path(arguments.run_dir)
+    kind, options = find_format(name), read_cluster_options(arguments)
+    kind.check(options, not is_remote(arguments.run_dir))
+    processes = (f'mesh.processes = {options.processes}',) if options.processes > 1 else ()
+    sweep = Sweep(arguments.run_dir, find_points(arguments, processes))
+    return functools.partial(emit_sweep, sweep, kind, options, folder, retry_failed=arguments.retry_failed)
+
+
+def make_status_call(arguments: argparse.Namespace) -> Call:
+    """Returns the call of --status, which needs the folder of the sweep alone."""
+    from lm.runs.paths import check_path
+    from lm.sweep.status import show_status
+
+    if not arguments.run_dir:
+        raise ConfigError('--run_dir: name the folder of the sweep')
+    check_path(arguments.run_dir)
+    return functools.partial(show_status, arguments.run_dir)
+
+
+def read_cluster_options(arguments: argparse.Namespace) -> 'ClusterOptions':
+    """Returns the flags of `add_cluster_flags`."""
+    from lm.hardware import parse
+    from lm.sweep.manifests import ClusterOptions
+
+    for flag in ('nodes', 'failures'):
+        if (number := getattr(arguments, flag)) is not None and number < (flag == 'nodes'):
+            raise ConfigError(f'--{flag} {number}: must be at least {int(flag == "nodes")}')
+    names = ('image', 'gpus', 'nodes', 'queue', 'namespace', 'service_account', 'claim', 'spot', 'failures', 'jobs')
+    return ClusterOptions(
+        topology=parse(arguments.topology) if arguments.topology else None,
+        setup=tuple(arguments.setup),
+        scheduler_options=tuple(arguments.scheduler_options),
+        **pick(arguments, *names),
+    )
+
+
 def check_together(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for flags that exclude each other, and for numbers that are too small."""
     index, jobs, gpus = arguments.index, arguments.jobs, arguments.gpus_per_job
@@ -64,6 +168,11 @@ def check_together(arguments: argparse.Namespace) -> None:
         raise ConfigError(f'--index {index} and --dry_run: give one of them; --dry_run lists all points')
     if index is not None and arguments.count:
         raise ConfigError(f'--index {index} and --count: give one of them; --count is of all points')
+    if arguments.emit or arguments.status:
+        mode = '--emit' if arguments.emit else '--status'
+        for flag in ('index', 'dry_run', 'count', 'gpus_per_job', *(['status'] if arguments.emit else [])):
+            if (given := getattr(arguments, flag)) is not None and given is not False:
+                raise ConfigError(f'{mode} and --{flag}: give one of them; {mode} starts nothing')
     if arguments.count and arguments.dry_run:
         raise ConfigError('--count and --dry_run: give one of them; --dry_run lists the points as well')
     given = arguments.coordinator_address, arguments.process_count, arguments.process_id

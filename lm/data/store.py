@@ -254,32 +254,56 @@ def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], 
     """Writes `count` elements, given in blocks of any size, as the array {split}/{name}; replaces what is there."""
     kvstore = open_kvstore(path)
     kvstore.delete_range(ts.KvStore.KeyRange(f'{split}/{name}/', f'{split}/{name}0')).result()
-    crc = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
-    array = ts.open(
-        {
-            **_spec(path, split, name),
-            # Chunks of zeros are stored like all others: only so is a missing chunk known to be lost.
-            'store_data_equal_to_fill_value': True,
-            'metadata': {
-                'shape': [count],
-                'data_type': dtype,
-                'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [SHARD]}},
-                'codecs': [
-                    {
-                        'name': 'sharding_indexed',
-                        'configuration': {'chunk_shape': [CHUNK], 'codecs': crc, 'index_codecs': crc},
-                    }
-                ],
-            },
-        },
-        create=True,
-    ).result()
+    array = ts.open(_new_array(path, split, name, count, dtype), create=True).result()
     start = 0
     for shard in _regroup(blocks, SHARD, dtype):
         array[start : start + len(shard)].write(shard).result()
         start += len(shard)
     if start != count:
         raise MismatchError(f'{path}: {start} of {count} elements came for {split}/{name}; run `lm prepare` again')
+
+
+def write_array_file(path: str, split: str, name: str, number: int, elements: np.ndarray, count: int) -> None:
+    """Writes one file of an array of `count` elements: `elements` are all of file `number`, which begins at SHARD times
+    it. Any processes may write the files, in any order and several times. The files of `write_array` are the same."""
+    # It is encoded in memory: TensorStore would keep what lies in the file already, behind the end of the array.
+    spec = _new_array(path, split, name, count, elements.dtype.name) | {'kvstore': {'driver': 'memory'}}
+    array = ts.open(spec, create=True, context=ts.Context()).result()
+    array[number * SHARD : number * SHARD + len(elements)].write(elements).result()
+    target, made = open_kvstore(path), array.kvstore
+    assert made is not None
+    for key in ('zarr.json', f'c/{number}'):
+        target.write(f'{split}/{name}/{key}', made.read(key).result().value).result()
+
+
+def find_missing_files(path: str, split: str, name: str, count: int) -> list[int]:
+    """Returns the numbers of the files that an array of `count` elements lacks, and deletes files of larger arrays."""
+    kvstore, prefix = open_kvstore(path), f'{split}/{name}/'
+    expected = {f'{prefix}c/{number}' for number in range(-(-count // SHARD))}
+    found = {key.decode() for key in kvstore.list(ts.KvStore.KeyRange(prefix, f'{prefix[:-1]}0')).result()}
+    for key in found - expected - {f'{prefix}zarr.json'}:
+        kvstore.write(key, None).result()
+    return sorted(int(key.rpartition('/')[2]) for key in expected - found)
+
+
+def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict[str, Any]:
+    crc = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
+    return {
+        **_spec(path, split, name),
+        # Chunks of zeros are stored like all others: only so is a missing chunk known to be lost.
+        'store_data_equal_to_fill_value': True,
+        'metadata': {
+            'shape': [count],
+            'data_type': dtype,
+            'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [SHARD]}},
+            'codecs': [
+                {
+                    'name': 'sharding_indexed',
+                    'configuration': {'chunk_shape': [CHUNK], 'codecs': crc, 'index_codecs': crc},
+                }
+            ],
+        },
+    }
 
 
 def digest_split(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:

@@ -154,7 +154,9 @@ def describe_layer(options: LayerOptions) -> dict[str, Any]:
     return {
         'num_attention_heads': dims.n_heads,
         'num_key_value_heads': dims.n_kv_heads,
+        'projected_heads': [options.heads.queries, options.heads.keys, options.heads.values],
         'head_dim': dims.head_dim,
+        'value_dim': dims.value_size,
         'rotary': None if options.rotary is None else describe_rotation(options.rotary),
         'key_offset': options.key_offset,
         'convolution': options.convolution,

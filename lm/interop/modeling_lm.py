@@ -111,6 +111,8 @@ class LmBlock(nn.Module):
         super().__init__()
         options = dict(mechanism)
         heads, kv_heads, size = layer['num_attention_heads'], layer['num_key_value_heads'], layer['head_dim']
+        queries, keys, values = layer['projected_heads']
+        self.sizes = queries * size, keys * size, values * layer['value_dim']
         self.layer = layer
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         lacking = {
@@ -126,19 +128,19 @@ class LmBlock(nn.Module):
             rms_norm(n * size if layer['qk_norm'] == 'projection' else size, config.norm_epsilon)
             if layer['qk_norm']
             else nn.Identity()
-            for n in (heads, kv_heads)
+            for n in (queries, keys)
         )
-        channels, biased = (heads + 2 * kv_heads) * size, config.biases or config.qkv_biases
+        channels, biased = sum(self.sizes), config.biases or config.qkv_biases
         self.qkv = nn.Linear(config.hidden_size, channels, bias=biased)
         width = layer['convolution']
         self.convolution = Convolution(channels, width) if width else nn.Identity()
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
         widths = [width for _, width in layer['inputs']]
         self.mechanism_in = nn.Linear(config.hidden_size, sum(widths), bias=config.biases) if widths else None
-        self.output_norm = rms_norm(size, config.norm_epsilon) if layer['output_norm'] else nn.Identity()
+        self.output_norm = rms_norm(layer['value_dim'], config.norm_epsilon) if layer['output_norm'] else nn.Identity()
         gate = layer['output_gate']
-        self.output_gate = nn.Linear(gate['inputs'], heads * size, bias=config.biases) if gate else None
-        self.attention_out = nn.Linear(heads * size, config.hidden_size, bias=config.biases)
+        self.output_gate = nn.Linear(gate['inputs'], heads * layer['value_dim'], bias=config.biases) if gate else None
+        self.attention_out = nn.Linear(heads * layer['value_dim'], config.hidden_size, bias=config.biases)
         n_hidden = (1 + config.gated) * config.intermediate_size
         self.glu_in = nn.Linear(config.hidden_size, n_hidden, bias=config.biases)
         self.glu_out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.biases)
@@ -155,15 +157,18 @@ class LmBlock(nn.Module):
         return x_BxLxD + self.glu_out_norm(self.glu_out(hidden))
 
     def attend(self, normed_BxLxD):
-        """Returns what the mechanism gives, times the output gate, [B, L, H·C]."""
-        heads, kv_heads = self.layer['num_attention_heads'], self.layer['num_key_value_heads']
-        qkv = self.convolution(self.qkv(normed_BxLxD)).unflatten(-1, (-1, self.layer['head_dim']))
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        """Returns what the mechanism gives, times the output gate, [B, L, H·V]."""
+        layer = self.layer
+        size = layer['head_dim']
+        qkv = self.convolution(self.qkv(normed_BxLxD)).split(self.sizes, dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, n)) for x, n in zip(qkv, (size, size, layer['value_dim']), strict=True))
         if self.layer['key_offset']:
             k = offset(k, self.layer['key_offset'])
         q, k = (
             rotate(self.normalize(norm, x), self.layer['rotary']) for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
+        q = q.repeat_interleave(layer['num_attention_heads'] // q.shape[2], dim=2)
+        k = k.repeat_interleave(layer['num_key_value_heads'] // k.shape[2], dim=2)
         inputs = {}
         if self.mechanism_in is not None:
             names, widths = zip(*self.layer['inputs'], strict=True)

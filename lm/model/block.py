@@ -1,6 +1,7 @@
 """One layer of the model.
 
-B batch, L length, D model width, H query heads, K key/value heads, C head size, F width of a feed-forward layer.
+B batch, L length, D model width, H query heads, K key/value heads. A key has C channels and a value V. A feed-forward
+layer has width F.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class Projections(NamedTuple):
     Attributes:
         queries: [B, L, H, C].
         keys: [B, L, K, C].
-        values: [B, L, K, C].
+        values: [B, L, K, V].
         kept: what later tokens need of these.
     """
 
@@ -93,15 +94,17 @@ class Block(nnx.Module):
         self.convolution = ShortConvolution(sum(own.qkv_sizes), reach, rngs, 'attention') if reach else None
         spans = (('head', 1), ('head', 1))
         if own.qk_norm == 'projection':
-            spans = (('all_heads', dims.n_heads), ('all_heads', dims.n_kv_heads))
+            spans = (('all_heads', own.heads.queries), ('all_heads', own.heads.keys))
         self.q_norm, self.k_norm = (
             rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if own.qk_norm else None
             for axis, n in spans
         )
         gate, axes = own.gate, ('embed', 'all_heads')
         self.output_gate = linear(gate.inputs, (own.width,), *axes, part='attention') if gate else None
-        size = own.width // dims.n_heads
-        self.output_norm = rms_norm(size, 'head', rngs, part='attention', **options) if own.output_norm else None
+        if own.output_norm:
+            self.output_norm = rms_norm(dims.value_size, 'head', rngs, part='attention', **options)
+        else:
+            self.output_norm = None
         self.attention_out_norm = norm(is_after)
         self.glu_out_norm = norm(is_after)
 
@@ -118,11 +121,11 @@ class Block(nnx.Module):
 
     def mix(self, normed_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the output of attention from the normalized input, after the output matrix."""
-        q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, _ = self._project(normed_BxLxD, rotation, self.attention.prepare, starts_BxL)
+        q_BxLxHxC, k_BxLxKxC, v_BxLxKxV, _ = self._project(normed_BxLxD, rotation, self.attention.prepare, starts_BxL)
         inputs = self._project_for_mechanism(normed_BxLxD)
         with jax.named_scope('attention'):
-            y_BxLxHxC = self.attention.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, starts_BxL=starts_BxL, **inputs)
-        return self._project_out(normed_BxLxD, y_BxLxHxC)
+            y_BxLxHxV = self.attention.attend(q_BxLxHxC, k_BxLxKxC, v_BxLxKxV, starts_BxL=starts_BxL, **inputs)
+        return self._project_out(normed_BxLxD, y_BxLxHxV)
 
     def finish(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> jax.Array:
         """Computes the rest of the layer from its input and the output of attention (`mix`)."""
@@ -134,8 +137,8 @@ class Block(nnx.Module):
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
         state = self.attention.init_state(batch, max_length, dtype, documents)
         convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
-        dims = self.options.dims
-        key = jnp.zeros((batch, 1, dims.n_kv_heads, dims.head_dim), dtype) if self.options.key_offset else None
+        own = self.options
+        key = jnp.zeros((batch, 1, own.heads.keys, own.dims.head_dim), dtype) if own.key_offset else None
         return state, EarlierTokens(convolved, key)
 
     def decode_step(
@@ -147,8 +150,8 @@ class Block(nnx.Module):
         state, kept = state
         *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
         inputs = self._project_for_mechanism(normed_BxTxD)
-        state, y_BxTxHxC = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
-        return (state, kept), self.finish(x_BxTxD, self._project_out(normed_BxTxD, y_BxTxHxC))
+        state, y_BxTxHxV = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
+        return (state, kept), self.finish(x_BxTxD, self._project_out(normed_BxTxD, y_BxTxHxV))
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
@@ -174,24 +177,28 @@ class Block(nnx.Module):
         `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. If nothing is applied
         to both at once, queries and keys are separate products.
         """
-        dims = self.options.dims
-        H, K, C = dims.n_heads, dims.n_kv_heads, dims.head_dim
+        own, C = self.options, self.options.dims.head_dim
+        queries, keys, values = own.qkv_sizes
         is_joined = rotation is not None or self.attention.norms is not None
-        products = self.qkv.pieces(normed_BxLxD, [n * C for n in ((H + K, K) if is_joined else (H, K, K))])
+        products = self.qkv.pieces(normed_BxLxD, [queries + keys, values] if is_joined else [queries, keys, values])
         convolved, key = kept
         if self.convolution:
             products, convolved = self.convolution(products, convolved, starts_BxL)
-        *qk, v_BxLxKxC = (product.reshape(*product.shape[:2], -1, C) for product in products)
-        if is_joined and self.q_norm is None and not self.options.key_offset:
-            return Projections(*prepare(qk[0], rotation), v_BxLxKxC, EarlierTokens(convolved))
-        q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [H], axis=2) if is_joined else qk
-        if self.options.key_offset:
+        sizes = *[C] * (len(products) - 1), own.dims.value_size
+        *qk, v_BxLxKxV = (x.reshape(*x.shape[:2], -1, size) for x, size in zip(products, sizes, strict=True))
+        if is_joined and self.q_norm is None and not own.key_offset and not own.repeats:
+            return Projections(*prepare(qk[0], rotation), v_BxLxKxV, EarlierTokens(convolved))
+        q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [own.heads.queries], axis=2) if is_joined else qk
+        if own.key_offset:
             key = k_BxLxKxC[:, -1:]
-            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, self.options.key_offset), kept.key, starts_BxL)
+            k_BxLxKxC = offset_keys(k_BxLxKxC, select_channels(C, own.key_offset), kept.key, starts_BxL)
         q_BxLxHxC, k_BxLxKxC = self._normalize(q_BxLxHxC, k_BxLxKxC)
+        if own.repeats:
+            q_BxLxHxC = jnp.repeat(q_BxLxHxC, own.dims.n_heads // own.heads.queries, axis=2)
+            k_BxLxKxC = jnp.repeat(k_BxLxKxC, own.dims.n_kv_heads // own.heads.keys, axis=2)
         if is_joined:
             q_BxLxHxC, k_BxLxKxC = prepare(jnp.concatenate([q_BxLxHxC, k_BxLxKxC], axis=2), rotation)
-        return Projections(q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, EarlierTokens(convolved, key))
+        return Projections(q_BxLxHxC, k_BxLxKxC, v_BxLxKxV, EarlierTokens(convolved, key))
 
     def _normalize(self, q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Applies `qk_norm`."""
@@ -216,9 +223,9 @@ class Block(nnx.Module):
         return dict(zip(names, pieces, strict=True))
 
     @jax.named_scope('attention_out')
-    def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxC: jax.Array) -> jax.Array:
+    def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxV: jax.Array) -> jax.Array:
         """Applies norm and gate of the output, and the output matrix, to what the mechanism gives."""
-        y_BxLxN = _apply(self.output_norm, y_BxLxHxC).reshape(*y_BxLxHxC.shape[:2], -1)
+        y_BxLxN = _apply(self.output_norm, y_BxLxHxV).reshape(*y_BxLxHxV.shape[:2], -1)
         if self.output_gate is not None and self.options.gate is not None:
             form, inputs = GATES[self.options.gate.form], self.options.gate.inputs
             y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))

@@ -10,7 +10,7 @@ from lm.attention.base import GATES, MODEL
 from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
-from lm.model.options import LayerOptions, OutputGate, RotaryOptions
+from lm.model.options import LayerOptions, OutputGate, ProjectedHeads, RotaryOptions
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 
@@ -63,7 +63,15 @@ class ModelConfig(Configurable):
     )
     n_heads: int = field(default=12, minimum=1, help='query heads of each layer')
     n_kv_heads: int | None = field(default=None, minimum=1, help='grouped-query attention; None: as many as n_heads')
+    n_value_heads: int | None = field(
+        default=None,
+        minimum=1,
+        help='value heads, a multiple of the key heads, which are repeated (Qwen3-Next); None: as many as key heads',
+    )
     head_dim: int = field(default=64, minimum=2, even=True, help='size of a head')
+    value_dim: int | None = field(
+        default=None, minimum=1, help='size of a value, where it differs from keys; None: head_dim'
+    )
     hidden_dim: int | None = field(
         default=None,
         minimum=1,
@@ -209,18 +217,23 @@ class ModelConfig(Configurable):
 
     def resolve(self, attention: Attention) -> LayerOptions:
         """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
-        n_heads, head_dim = self._choose(attention, 'n_heads'), self._choose(attention, 'head_dim')
-        n_kv_heads, share = (
-            self._choose(attention, 'n_kv_heads') or n_heads,
-            self._choose(attention, 'output_gate_inputs'),
-        )
+        heads = self._count_heads(attention)
+        head_dim, value_dim = self._choose(attention, 'head_dim'), self._choose(attention, 'value_dim')
+        share = self._choose(attention, 'output_gate_inputs')
         base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
         form = attention.output_gate
         if form == MODEL:
             form = self.output_gate_form if self.output_gate else None
-        dims = HeadDims(n_heads, n_kv_heads or n_heads, head_dim, self.causal)
+        dims = HeadDims(
+            max(heads.queries, heads.values),
+            heads.values,
+            head_dim,
+            self.causal,
+            None if value_dim == head_dim else value_dim,
+        )
         return LayerOptions(
             dims=dims,
+            heads=heads,
             rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
             key_offset=self._choose(attention, 'key_offset'),
             convolution=self._choose(attention, 'convolution'),
@@ -236,15 +249,27 @@ class ModelConfig(Configurable):
         value = getattr(attention, name)
         return getattr(self, name) if value == MODEL else value
 
+    def _count_heads(self, attention: Attention) -> ProjectedHeads:
+        queries = self._choose(attention, 'n_heads')
+        keys = self._choose(attention, 'n_kv_heads') or queries
+        return ProjectedHeads(queries, keys, self._choose(attention, 'n_value_heads') or keys)
+
     def _check_heads(self, attention: Attention) -> None:
-        """Raises ConfigError where the key heads do not divide the query heads."""
-        dims = self.resolve(attention).dims
-        if dims.n_heads % dims.n_kv_heads:
-            keys, queries = (
-                'model' if getattr(attention, name) == MODEL else attention.gin_name
-                for name in ('n_kv_heads', 'n_heads')
-            )
-            raise ConfigError(f'{keys}.n_kv_heads = {dims.n_kv_heads}: must divide {queries}.n_heads = {dims.n_heads}')
+        """Raises ConfigError for numbers of heads of which none divides the other."""
+        heads = self._count_heads(attention)
+
+        def named(name: str, value: int) -> str:
+            owner = 'model' if getattr(attention, name) == MODEL else attention.gin_name
+            return f'{owner}.{name} = {value}'
+
+        queries, keys = named('n_heads', heads.queries), named('n_kv_heads', heads.keys)
+        values = named('n_value_heads', heads.values)
+        if heads.queries % heads.keys:
+            raise ConfigError(f'{keys}: must divide {queries}')
+        if heads.values % heads.keys:
+            raise ConfigError(f'{values}: must be a multiple of {keys}')
+        if heads.values % heads.queries and heads.queries % heads.values:
+            raise ConfigError(f'{values}: must divide {queries}, or be a multiple of it')
 
     @property
     def looks_ahead(self) -> str | None:

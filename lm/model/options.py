@@ -25,11 +25,22 @@ class OutputGate:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProjectedHeads:
+    """The heads of queries, keys and values that a layer projects. Queries and keys are repeated to as many as values
+    where there are fewer of them (`HeadDims` counts them after that)."""
+
+    queries: int
+    keys: int
+    values: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerOptions:
     """The options of one layer.
 
     Attributes:
         dims: the heads, as the mechanism sees them.
+        heads: the heads, as the layer projects them.
         rotary: None: queries and keys are not rotated.
         key_offset: the share of each key's channels that come from the token before.
         convolution: the tokens of the convolution of queries, keys and values; None: no such.
@@ -42,6 +53,7 @@ class LayerOptions:
     """
 
     dims: HeadDims
+    heads: ProjectedHeads
     rotary: RotaryOptions | None
     key_offset: float
     convolution: int | None
@@ -60,13 +72,18 @@ class LayerOptions:
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """The columns of queries, keys and values."""
-        dims = self.dims
-        return dims.n_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim
+        heads, dims = self.heads, self.dims
+        return heads.queries * dims.head_dim, heads.keys * dims.head_dim, heads.values * dims.value_size
 
     @property
     def width(self) -> int:
         """The numbers per token that attention returns."""
-        return self.dims.n_heads * self.dims.head_dim
+        return self.dims.n_heads * self.dims.value_size
+
+    @property
+    def repeats(self) -> bool:
+        """Tells whether queries or keys are repeated before the mechanism has them."""
+        return (self.heads.queries, self.heads.keys) != (self.dims.n_heads, self.dims.n_kv_heads)
 
     def count_products(self, d_model: int) -> int:
         """Returns the sizes of the layer's matrices around the mechanism, together."""

@@ -225,6 +225,19 @@ def is_occupied(directory: epath.Path) -> bool | None:
     return _is_alive(_parse(data), directory)
 
 
+def read_silence(directory: epath.Path) -> float | None:
+    """Returns the seconds since the training at work there last renewed its lock, by both hosts' clocks.
+
+    None: there is no lock, because no training has begun or the last one ended in order.
+    """
+    try:
+        with reaching(directory):
+            owner = _parse((directory / NAME).read_bytes())
+    except OSError:
+        return None
+    return max(0.0, time.time() - owner['renewed']) if 'renewed' in owner else None
+
+
 def _one_line(error: Exception) -> str:
     return ' '.join(str(error).split())[:300]
 

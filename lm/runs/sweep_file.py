@@ -2,8 +2,10 @@
 
 ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}
 ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}
+ROOT/points/machines/MACHINE.json    the point that ended there because the machine computes wrongly
 """
 
+import re
 from typing import Any
 
 from etils import epath
@@ -15,7 +17,7 @@ from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
 from lm.text import format_si
 
-NAME, NOTES = SWEEP, 'points'
+NAME, NOTES, MACHINES = SWEEP, 'points', 'machines'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
 """The measures of an evaluation that rows hold."""
 
@@ -44,6 +46,21 @@ def read_failure(root: epath.Path, point: str) -> dict[str, Any]:
     """Returns how a point failed: exit_code and error; {} where it did not."""
     found = read_json(root / NOTES / f'{point}.json')
     return found if isinstance(found, dict) else {}
+
+
+def record_wrong_machine(root: epath.Path, machine: str, point: str, error: str) -> None:
+    """Notes that a machine computed wrongly. Raises OSError where that cannot be written."""
+    folder = root / NOTES / MACHINES
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub('[^A-Za-z0-9._-]+', '-', machine).strip('.') or 'machine'
+    write_atomically(folder / f'{name}.json', to_json({'machine': machine, 'point': point, 'error': error}) + '\n')
+
+
+def read_wrong_machines(root: epath.Path) -> list[str]:
+    """Returns the machines that computed wrongly. Delete the file of a machine that was repaired."""
+    folder = root / NOTES / MACHINES
+    found = [read_json(path) for path in sorted(folder.glob('*.json'))] if folder.exists() else []
+    return [note['machine'] for note in found if isinstance(note, dict) and isinstance(note.get('machine'), str)]
 
 
 def describe_status(status: str, exit_code: int | None) -> str:

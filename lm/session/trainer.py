@@ -185,7 +185,8 @@ class Trainer:
             'steps are thrown away; if it is doubtful, --rewind_to an earlier one'
         )
         raise WrongResults(
-            f'step {step}: {found.describe(hosts)}; {remedy}; run the same command again on another machine'
+            f'step {step}: {found.describe(hosts)}; {remedy}; run the same command again on another machine',
+            hosts.keys(),
         )
 
     def log_pending(self) -> None:

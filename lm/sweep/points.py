@@ -22,6 +22,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from etils import epath
+
 from lm.attention import Attention
 from lm.config.checks import Statement, check_used, find_used_bindings
 from lm.config.names import find_field_classes
@@ -29,7 +31,8 @@ from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
-from lm.runs.paths import check_name
+from lm.runs import sweep_file
+from lm.runs.paths import check_name, check_path
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash. This leaves room for suffixes within the 128 characters of a run name."""
@@ -110,6 +113,28 @@ def make_points(
     points = []
     for i, (name, (settings, experiment)) in enumerate(zip(names, found.values(), strict=True)):
         points.append(Point(i, name, {key: format_value(s.value) for key, s in settings.items()}, experiment))
+    return points
+
+
+def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point]:
+    """Returns the points that the folder of a sweep lists, with the configurations that `lm sweep --emit` wrote there.
+
+    So a machine that reaches the folder needs no other file.
+
+    Raises ConfigError if there is no sweep, or if the configuration of a point is missing.
+    """
+    from lm.experiment import load
+
+    root = epath.Path(check_path(root))
+    if not sweep_file.is_sweep(root):
+        raise ConfigError(f'--run_dir {root}: holds no {sweep_file.NAME}; give --sweep_file, or a folder of lm sweep')
+    points = []
+    for index, row in enumerate(sweep_file.read_rows(root)):
+        path = root / sweep_file.NOTES / f'{check_name(row["point"])}.gin'
+        if not path.exists():
+            raise ConfigError(f'{path}: no such file; lm sweep --emit writes it, or give --sweep_file')
+        experiment = load([str(path)], allow_imports=allow_imports)
+        points.append(Point(index, row['point'], row['settings'] or {}, experiment))
     return points
 
 

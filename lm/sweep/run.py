@@ -14,7 +14,7 @@ end with it: they save and exit when it dies.
 
 import jax
 
-from lm.errors import INTERRUPTED, AbsentError, LmError, exit_code_of
+from lm.errors import INTERRUPTED, AbsentError, LmError, WrongResults, exit_code_of
 from lm.plan import PlanCache, validate
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
@@ -23,7 +23,7 @@ from lm.sweep.points import find_point
 from lm.sweep.runner import Runner, SweepOptions
 from lm.sweep.sweep import Sweep
 from lm.text import format_count
-from lm.training.mesh import JobAddress
+from lm.training.mesh import JobAddress, joined
 
 
 def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> None:
@@ -79,9 +79,11 @@ def run_point(sweep: Sweep, index: int, job: JobAddress) -> None:
     try:
         train_in_job(point.experiment, str(sweep.root / point.name), job)
     except Exception as error:
-        code = exit_code_of(error)
+        code, text = exit_code_of(error), ' '.join(str(error).split())
+        if isinstance(error, WrongResults) and (not error.processes or joined()[0] in error.processes):
+            sweep.record_wrong_machine(point, text)
         if code not in INTERRUPTED and not isinstance(error, OccupiedError) and leads():
-            sweep.record_failure(point, code, ' '.join(str(error).split()))
+            sweep.record_failure(point, code, text)
         raise
     finally:
         if leads():

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +13,15 @@ from etils import epath
 from lm.errors import ConfigError, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
 from lm.runs import sweep_file
-from lm.runs.lock import is_occupied
+from lm.runs.lock import EXPIRES, is_occupied, read_silence
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point
 
 log = logging.getLogger(__name__)
+
+MACHINE_NAMES = ('NODE_NAME', 'SLURMD_NODENAME')
+"""Variables in which the manifests for Kubernetes, and Slurm, say what the scheduler calls this machine."""
 
 
 class Sweep:
@@ -48,6 +53,14 @@ class Sweep:
         """Tells whether another process trains the point, by `lm train` or `lm sweep --index`; None: perhaps, on
         another host."""
         return is_occupied(self.root / point.name)
+
+    def is_running(self, point: Point) -> bool:
+        """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
+        lock."""
+        path = self.root / point.name
+        if (alive := is_occupied(path)) is not None:
+            return alive
+        return (read_silence(path) or 0.0) < EXPIRES
 
     def result(self, point: Point) -> dict[str, Any]:
         """Returns the row of a point: status done, failed, interrupted or waiting, and its measurements."""
@@ -82,8 +95,8 @@ class Sweep:
             if [row['status'] for row in rows] == [row['status'] for row in written]:
                 return written
 
-    def prepare(self, point: Point) -> str:
-        """Writes the configuration of a point, forgets its last failure, and returns the path of the file.
+    def write_config(self, point: Point) -> str:
+        """Writes the configuration of a point, and returns the path of the file.
 
         Raises LmError if the file cannot be written.
         """
@@ -91,8 +104,14 @@ class Sweep:
         with writing(path), reaching(path):
             self.notes.mkdir(parents=True, exist_ok=True)
             write_atomically(path, point.config)
-            (self.notes / f'{point.name}.json').unlink(missing_ok=True)
         return str(path)
+
+    def prepare(self, point: Point) -> str:
+        """Does the same as `write_config`, and forgets the last failure of the point."""
+        written, note = self.write_config(point), self.notes / f'{point.name}.json'
+        with writing(note), reaching(note):
+            note.unlink(missing_ok=True)
+        return written
 
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
         """Records how a point failed. If that cannot be written, there is a warning, and the point is tried again
@@ -100,6 +119,18 @@ class Sweep:
         failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
         with _note_failure(path):
             write_atomically(path, json.dumps(failure) + '\n')
+
+    def record_wrong_machine(self, point: Point, error: str) -> None:
+        """Records that this machine computed wrongly: in the folder, and in the file that $LM_WRONG_MACHINES names.
+
+        A scheduler keeps clear of the machines in that file. A failure is only a warning.
+        """
+        machine = next((os.environ[name] for name in MACHINE_NAMES if os.environ.get(name)), socket.gethostname())
+        with _note_failure(self.notes / sweep_file.MACHINES):
+            sweep_file.record_wrong_machine(self.root, machine, point.name, error)
+        if path := os.environ.get('LM_WRONG_MACHINES'):
+            with _note_failure(epath.Path(path)), open(path, 'a') as file:
+                file.write(f'{machine}\n')
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ from lm.attention.llops import Llops
 from lm.attention.performer import Performer
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
+from lm.attention.recurrent.delta import Delta
+from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
 from lm.attention.taylor import Taylor
 from lm.cost_model.program import HloProgram
@@ -73,10 +75,10 @@ def compile_(function, *shapes):
     return jax.jit(function).lower(*shapes).compile()
 
 
-def attention_program(config: Attention, length: int, backward: bool = False):
+def attention_program(config: Attention, length: int, backward: bool = False, dims: HeadDims = DIMS):
     """Compiles one layer's attention on one sequence; `backward` adds its gradients."""
-    graph, params, rest = nnx.split(config.build(DIMS, nnx.Rngs(params=0, projections=1)), nnx.Param, ...)
-    x = jax.ShapeDtypeStruct((1, length, DIMS.n_heads, DIMS.head_dim), jnp.float32)
+    graph, params, rest = nnx.split(config.build(dims, nnx.Rngs(params=0, projections=1)), nnx.Param, ...)
+    x, v = (jax.ShapeDtypeStruct((1, length, dims.n_heads, n), jnp.float32) for n in (dims.head_dim, dims.value_size))
 
     def forward(params, rest, q, k, v):
         return nnx.merge(graph, params, rest)(q, k, v)
@@ -85,7 +87,7 @@ def attention_program(config: Attention, length: int, backward: bool = False):
         o, vjp = jax.vjp(lambda params, *qkv: forward(params, rest, *qkv), params, *qkv)
         return o, vjp(do)
 
-    return compile_(both, params, rest, x, x, x, x) if backward else compile_(forward, params, rest, x, x, x)
+    return compile_(both, params, rest, v, x, x, v) if backward else compile_(forward, params, rest, x, x, v)
 
 
 def counted(compiled) -> float:
@@ -136,6 +138,19 @@ def test_exact_attention(config):
     for backward, passes in ((False, 1), (True, 3)):
         found = counted(attention_program(config, ONE_BLOCK, backward))
         assert found == pytest.approx(masked * formula * passes, rel=TOLERANCE)
+
+
+def test_wide_values_cost_their_size(monkeypatch):
+    monkeypatch.setattr('lm.attention.linear.DEFAULT_BLOCK', WHOLE)
+    wide, config = dataclasses.replace(DIMS, value_dim=2 * DIMS.head_dim), Softmax()
+    products = 2 * 3 * DIMS.n_heads * DIMS.head_dim * ONE_BLOCK**2
+    assert counted(attention_program(config, ONE_BLOCK, dims=wide)) == pytest.approx(products, rel=TOLERANCE)
+    assert 2 * ONE_BLOCK * config.flops_per_token(wide, ONE_BLOCK) == products
+    for config in (Delta(gate=True), Retention()):
+        formula, plain = (LENGTH * config.flops_per_token(dims, LENGTH) for dims in (wide, DIMS))
+        found, less = (counted(attention_program(config, LENGTH, dims=dims)) for dims in (wide, DIMS))
+        assert found / formula == pytest.approx(less / plain, rel=0.15)
+        assert formula > 1.3 * plain
 
 
 @pytest.mark.parametrize(('length', 'window'), [(16, None), (100, 7), (64, 64), (33, 40)])

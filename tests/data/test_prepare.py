@@ -30,6 +30,7 @@ from lm.data.prepare.run import run_prepare
 from lm.data.prepare.shards import Preparation, Sample
 from lm.data.prepare.stages import prepare
 from lm.data.prepare.workers import start_workers
+from lm.data.prepare.workspace import LocalFolder
 from lm.data.sources.base import Shard, inventory
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
@@ -393,7 +394,7 @@ def test_an_existing_tokenizer(tmp_path):
 
 def test_the_tokenizer_sample_has_a_limit_and_comes_from_the_whole_text(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
-    job = Preparation(source, 'none', 10**8, tmp_path, False)
+    job = Preparation(source, 'none', 10**8, LocalFolder(tmp_path), False)
     shards = source.shards('train')
     total = sum(shard.bytes for shard in shards)
     sample = list(Sample(job, 300_000, shards))

@@ -250,3 +250,19 @@ def test_kills_at_any_moment_lose_nothing_in_a_bucket(bucket, reference_run, tmp
         done = tiny.lm(*command)
         assert done.returncode == 0, done.stderr
         assert is_like(run, reference_run[0])
+
+
+@BOTH
+def test_machines_that_share_a_preparation_in_a_bucket_make_the_bytes_of_one_machine(bucket, tmp_path):
+    """The second machine is repeated before the first has come."""
+    source = {'prepare.source': '@text_files()', 'text_files.path': str(tiny.write_text(tmp_path / 'text'))}
+    source |= {'prepare.tokenizer': '@tokenizer()', 'tokenizer.vocab_size': 400}
+    flags = ['prepare', '--processes', '1', *tiny.params(source)]
+    place = bucket / 'in_parts'
+    for share in ('1/2', '1/2', '0/2'):
+        assert not (place / 'dataset.json').exists()
+        assert cli.main([*flags, *tiny.params({'data.path': str(place)}), '--shard', share]) == 0
+    assert cli.main([*flags, *tiny.params({'data.path': str(tmp_path / 'one')})]) == 0
+    for path in (path for path in (tmp_path / 'one').rglob('*') if path.is_file()):
+        assert (place / path.relative_to(tmp_path / 'one')).read_bytes() == path.read_bytes()
+    assert not (place / 'parts' / 'settings.json').exists()

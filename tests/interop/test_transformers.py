@@ -14,6 +14,8 @@ from lm.attention.performer import Performer
 from lm.attention.polynomial import Polynomial
 from lm.attention.polysketch import Polysketch
 from lm.attention.recurrent.delta import Delta
+from lm.attention.recurrent.gated_linear import GatedLinear
+from lm.attention.recurrent.retention import Retention
 from lm.attention.rotary_scaling import LinearRotary
 from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
@@ -34,6 +36,12 @@ MORE = {
         Softmax(rotary_base=100.0, rotary_scaling=LinearRotary(factor=2.0), n_heads=6, n_kv_heads=3, head_dim=4),
         Polynomial(qk_norm=True, output_norm=True, key_offset=0.5, output_gate='sigmoid', output_gate_inputs=0.5),
         Delta(convolution=3, rotary_base=None, n_kv_heads=1),
+    ),
+    'wide values': (
+        Delta(gate='channel', n_heads=2, n_kv_heads=2, n_value_heads=4, value_dim=12, convolution=3),
+        Softmax(n_heads=2, n_kv_heads=1, n_value_heads=4, value_dim=6, qk_norm=True, output_norm=True),
+        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate='silu'),
+        Retention(value_dim=4, key_offset=0.5),
     ),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
     'polysketch narrow networks': Polysketch(sketch_size=4, degree=8, block=8, network_width=2),

@@ -11,6 +11,7 @@ from flax import nnx
 from lm import model as model_lib
 from lm.attention import Attention
 from lm.attention.recurrent.delta import Delta
+from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
 from lm.attention.rotary_scaling import LinearRotary
 from lm.attention.softmax import Softmax
@@ -131,6 +132,59 @@ def test_the_norm_of_the_output_is_of_each_head_and_before_the_gate():
     assert not np.allclose(logits(without, tokens()), logits(model, tokens()), atol=1e-2)
 
 
+WIDE = (
+    Delta(gate=True, rotary_base=None, convolution=4, n_heads=2, n_value_heads=4, value_dim=12, output_gate='sigmoid'),
+    Softmax(n_heads=4, n_kv_heads=1, n_value_heads=2, value_dim=6, qk_norm=True, key_offset=0.5, output_norm=True),
+    GatedLinear(gate='ssd', n_heads=1, head_dim=16, n_value_heads=4, rotary_base=None),
+)
+
+
+def test_value_heads_repeat_the_key_heads():
+    """Two heads of queries and keys for four values equal four heads whose matrices repeat in pairs."""
+    ours = build(Delta(gate=True, n_heads=2, n_value_heads=4, qk_norm=True), convolution=3)
+    theirs = build(Delta(gate=True, n_heads=4, qk_norm=True), convolution=3)
+    assert ours.config.resolve(ours.config.attention).dims == theirs.config.resolve(theirs.config.attention).dims
+
+    def repeat(x):
+        q, k, v = np.split(np.asarray(x), [16, 32], axis=-1)
+        q, k = (np.repeat(y.reshape(*y.shape[:-1], 2, 8), 2, axis=-2).reshape(*y.shape[:-1], 32) for y in (q, k))
+        return np.concatenate([q, k, v], axis=-1)
+
+    def change(path, x):
+        return repeat(x) if 'qkv' in str(path) or "'convolution'" in str(path) else x
+
+    arrays = jax.tree_util.tree_map_with_path(change, nnx.to_pure_dict(nnx.state(ours)))
+    graph, state = nnx.split(theirs)
+    nnx.replace_by_pure_dict(state, arrays)
+    expected = logits(nnx.merge(graph, state), tokens())
+    np.testing.assert_allclose(logits(ours, tokens()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_models_with_wide_values_decode_and_learn_and_do_not_look_ahead():
+    model = build(WIDE, n_layers=3, sinusoids=False)
+    sizes = [nnx.to_pure_dict(nnx.state(block))['qkv']['kernel'].shape[-1] for block in model.blocks]
+    assert sizes == [(2 + 2) * 8 + 4 * 12, (4 + 1) * 8 + 2 * 6, (1 + 1) * 16 + 4 * 16]
+    widths = [model.config.resolve(one).width for one in WIDE]
+    assert widths == [4 * 12, 4 * 6, 4 * 16]
+    for options, block in zip(map(model.config.resolve, WIDE), model.blocks, strict=True):
+        arrays = nnx.to_pure_dict(nnx.state(block))
+        kernels = [arrays[name]['kernel'] for name in ('qkv', 'attention_out', 'mechanism_in') if name in arrays]
+        kernels += [arrays['output_gate']['kernel']] if options.gate else []
+        assert options.count_products(32) == sum(kernel.size for kernel in kernels)
+    expected = logits(model, tokens())
+    np.testing.assert_allclose(decode(model), expected, atol=2e-5, rtol=2e-5)
+    after = logits(model, np.where(np.arange(20) == 13, (tokens() + 1) % 61, tokens()))
+    np.testing.assert_array_equal(expected[:, :13], after[:, :13])
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = lambda p: nnx.merge(graph, p, rest).token_losses(tokens()[:, :-1], tokens()[:, 1:]).mean()  # noqa: E731
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
+
+
+def test_values_as_wide_as_keys_are_the_default():
+    stated, plain = (ModelConfig(**TINY, **more) for more in ({'value_dim': 8, 'n_value_heads': 4}, {}))
+    assert stated.resolve(stated.attention) == plain.resolve(plain.attention)
+
+
 def test_a_mechanism_can_have_less_than_the_model():
     less = dict(rotary_base=None, key_offset=0.0, convolution=None, qk_norm=False, output_gate=None)
     more = dict(key_offset=0.5, convolution=4, qk_norm=True, output_gate=True)
@@ -240,6 +294,10 @@ def test_values_outside_their_range_are_refused_by_name():
         ModelConfig(**TINY, attention=Softmax(n_kv_heads=3))
     with pytest.raises(ConfigError, match=r'^model\.n_kv_heads = 2: must divide softmax\.n_heads = 3$'):
         ModelConfig(**TINY, n_kv_heads=2, attention=Softmax(n_heads=3))
+    with pytest.raises(ConfigError, match=r'^delta\.n_value_heads = 6: must be a multiple of model\.n_kv_heads = 4$'):
+        ModelConfig(**TINY, attention=Delta(n_value_heads=6))
+    with pytest.raises(ConfigError, match=r'^model\.n_value_heads = 6: must divide .* = 4, or be a multiple of it$'):
+        ModelConfig(**TINY, n_kv_heads=2, n_value_heads=6, attention=Softmax())
 
 
 def test_the_model_for_transformers_has_options_of_layers():

@@ -15,6 +15,7 @@ from tiny import train_step
 from lm.attention.hybrid import Hybrid
 from lm.attention.polysketch import Polysketch
 from lm.attention.recurrent.delta import Delta
+from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.experiment import load
@@ -32,14 +33,14 @@ from lm.training.step import TrainStep
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 EOD = 5
-TINY = dict(vocab_size=41, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8)
+TINY = dict(vocab_size=41, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8)
 LENGTH = 32
 
 
 def step_of(attention, documents=None) -> TrainStep:
-    return train_step(
-        ModelConfig(**TINY, attention=attention), OptimizerConfig(warmup_steps=1), 10, documents=documents
-    )
+    layers = len(attention) if isinstance(attention, tuple) else 2
+    model = ModelConfig(**TINY, n_layers=layers, attention=attention)
+    return train_step(model, OptimizerConfig(warmup_steps=1), 10, documents=documents)
 
 
 def mesh_of(devices: int, **config):
@@ -95,10 +96,15 @@ def test_four_devices_share_a_window(attention):
     assert_same(gradients(attention, Documents(EOD), 4, sequence=4), alone)
 
 
-AXES = {'fsdp': (8, dict(sequence=4, fsdp=2)), 'data': (4, dict(sequence=2))}
+AXES = {'fsdp': (8, dict(sequence=4, fsdp=2)), 'data': (4, dict(sequence=2)), 'alone': (4, dict(sequence=4))}
 OWN_OPTIONS = (
     Delta(gate=True, rotary_base=None, convolution=4, output_gate='sigmoid', n_heads=2, head_dim=12),
     Softmax(rotary_base=None, key_offset=0.5, qk_norm=True, n_kv_heads=1),
+)
+WIDE = (
+    Delta(gate='channel', convolution=4, rotary_base=None, n_heads=2, n_kv_heads=2, n_value_heads=4, value_dim=12),
+    GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=2, value_dim=4),
+    Softmax(window=5, n_heads=2, n_kv_heads=1, n_value_heads=2, value_dim=12, key_offset=0.5),
 )
 EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_size=8, block=8), Hybrid(window=5)
 
@@ -111,6 +117,9 @@ EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_
         (SKETCH, 'fsdp', None),
         (HYBRID, 'fsdp', Documents(EOD)),
         (OWN_OPTIONS, 'data', Documents(EOD)),
+        (OWN_OPTIONS, 'alone', Documents(EOD)),
+        (WIDE, 'data', Documents(EOD)),
+        (WIDE, 'alone', None),
         *(
             pytest.param(*rest, None, marks=pytest.mark.slow)
             for rest in ((EXACT, 'data'), (WINDOW, 'fsdp'), (WINDOW, 'data'), (SKETCH, 'data'), (HYBRID, 'fsdp'))

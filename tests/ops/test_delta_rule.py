@@ -82,17 +82,33 @@ def test_heads_must_fit():
 
 @pytest.mark.parametrize('size', [1, 5, 8, 37, 64])
 @pytest.mark.parametrize('spread', [0.01, 1.0])
-def test_systems_are_solved_as_precisely_as_by_substitution(size, spread):
+def test_systems_are_solved_about_as_precisely_as_by_substitution(size, spread):
     rng = np.random.default_rng(size)
     k = rng.standard_normal(16) + spread * rng.standard_normal((2, 1, 3, size, 16))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     a = np.tril(2 * k @ k.mT, -1).astype(np.float32)
     given, dresult = rng.standard_normal((2, 2, 1, 3, size, 7)).astype(np.float32)
     result, pull = jax.vjp(jax.jit(system.solve), a, given)
-    whole = np.eye(size) + a.astype(np.float64)
-    expected = np.linalg.solve(whole, given)
-    dgiven = np.linalg.solve(whole.mT, dresult)
-    for found, exact in zip(
-        (result, *pull(dresult)), (expected, np.tril(-dgiven @ expected.mT, -1), dgiven), strict=True
-    ):
-        assert np.abs(found - exact).max() <= 1e-5 * (np.abs(exact).max() or 1.0)
+
+    def solve_by(solver, a, given, dresult):
+        result, dgiven = solver(a, given, False), solver(a, dresult, True)
+        return result, np.tril(-dgiven @ result.mT, -1), dgiven
+
+    def substitute(a, given, transposed):
+        u = given.copy()
+        for i in reversed(range(size)) if transposed else range(size):
+            for j in range(i + 1, size) if transposed else range(i):
+                u[..., i, :] -= (a[..., j, i, None] if transposed else a[..., i, j, None]) * u[..., j, :]
+        return u
+
+    def solve_exactly(a, given, transposed):
+        whole = np.eye(size) + a.astype(np.float64)
+        return np.linalg.solve(whole.mT if transposed else whole, given.astype(np.float64))
+
+    ours, plain, exact = (
+        (result, *pull(dresult)),
+        *(solve_by(s, a, given, dresult) for s in (substitute, solve_exactly)),
+    )
+    for found, other, expected in zip(ours, plain, exact, strict=True):
+        allowed = 6 * np.abs(other - expected).max() + 1e-6 * np.abs(expected).max()
+        assert np.abs(found - expected).max() <= allowed

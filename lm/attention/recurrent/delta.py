@@ -9,7 +9,7 @@ the norm), and no rotary positions. With `gate = 'channel'` a_i is a diagonal ma
     a = exp(-A softplus(W y + b)), y = x W'         Kimi delta attention (KDA; Kimi Team 2025, Kimi Linear, §3, eq. 1)
 
 A is one number per head and b one per channel. W' has as many columns as a head has channels. The authors' output gate
-has a sigmoid.
+has a sigmoid. Qwen3-Next has twice as many values as keys (`n_value_heads`), and a smaller `norm_epsilon`.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from lm.attention.recurrent.gate import StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.delta_rule import delta_rule
 from lm.ops.documents import forgetting
-from lm.parameters import rms_norm
+from lm.parameters import EPSILON, rms_norm
 
 COUNTED_CHUNK = 64
 """Tokens a chunk in `flops_per_token`, wherever it runs: what the authors' kernels take."""
@@ -43,6 +43,9 @@ class Delta(Attention):
     negative: bool = field(
         default=False, help='a token may turn around what its key held: beta up to 2 (Grazzi et al. 2025)'
     )
+    norm_epsilon: float = field(
+        default=EPSILON, above=0, maximum=0.1, help='added to the variance of what each head gives (Qwen3-Next: 1e-6)'
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'DeltaAttention':
         return DeltaAttention(self, dims, rngs)
@@ -60,14 +63,17 @@ class Delta(Attention):
         state per token. A query has products with the keys and values of half a chunk, and a read. A gate per channel
         has one more matrix.
         """
-        size, chunk = dims.head_dim, min(COUNTED_CHUNK, length)
+        size, value_size, chunk = dims.head_dim, dims.value_size, min(COUNTED_CHUNK, length)
         gate = 2 * size**2 if self.gate == 'channel' else 0
-        keys = dims.n_kv_heads * (3 * chunk * size + 4 * size**2 + gate)
-        return keys + dims.n_heads * (2 * chunk * size + 2 * size**2)
+        keys = dims.n_kv_heads * (chunk * (2 * size + value_size) + 4 * size * value_size + gate)
+        return keys + dims.n_heads * (chunk * (size + value_size) + 2 * size * value_size)
+
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        return super().portable(dims) | {'value_size': dims.value_size}
 
 
 class DeltaAttention(AttentionModule):
-    """The gate, and the gain of the normalization, which the heads share. A state is [B, K, D, D], float32."""
+    """The gate, and the gain of the normalization, which the heads share. A state is [B, K, E, D], float32."""
 
     def __init__(self, config: Delta, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
@@ -77,7 +83,7 @@ class DeltaAttention(AttentionModule):
             self.gate = ChannelStepGate(dims, rngs)
         else:
             self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
-        self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32, epsilon=config.norm_epsilon)
 
     def mix(
         self,
@@ -95,7 +101,7 @@ class DeltaAttention(AttentionModule):
         return o_BxLxHxD
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
-        return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.head_dim), jnp.float32)
+        return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.value_size), jnp.float32)
 
     def decode_step(
         self,

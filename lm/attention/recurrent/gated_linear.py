@@ -12,6 +12,8 @@ with ⟨φ(q), φ(k)⟩ = ⟨q, k⟩^degree: 1, or 2 (power attention). Mamba-2'
 `model.output_gate` too (the latter after the norm, not before), and neither GLU nor rotary positions.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -36,9 +38,11 @@ class SigmoidGate(ForgetGate):
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(dims.n_kv_heads)
 
-    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def gated(
+        self, k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns (u, log a)."""
-        return v_BxLxKxD, self.log_decay(v_BxLxKxD, gate_BxLxN)
+        return v_BxLxKxD, self.log_decay(k_BxLxKxE, gate_BxLxN)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """Returns the output, with the part that bypasses the state."""
@@ -54,10 +58,12 @@ class SkippedStepGate(StepGate):
         super().__init__(dims.n_kv_heads, rngs)
         self.skip = nnx.Param(jnp.ones(dims.n_heads), **declare('gain', 'heads'))
 
-    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def gated(
+        self, k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns (u, log a)."""
-        step_BxLxKx1 = self.steps(v_BxLxKxD, gate_BxLxN)[..., None]
-        return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(v_BxLxKxD, gate_BxLxN)
+        step_BxLxKx1 = self.steps(k_BxLxKxE, gate_BxLxN)[..., None]
+        return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(k_BxLxKxE, gate_BxLxN)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """Returns the output, with the part that bypasses the state."""
@@ -70,9 +76,11 @@ class ChannelGate(ChannelForgetGate):
 
     by_channel = True
 
-    def gated(self, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def gated(
+        self, k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns (u, log a), log a of each channel."""
-        return v_BxLxKxD, self.log_decay(v_BxLxKxD, gate_BxLxN)
+        return v_BxLxKxD, self.log_decay(k_BxLxKxE, gate_BxLxN)
 
     def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """Returns the output: nothing bypasses the state."""
@@ -108,6 +116,9 @@ class GatedLinear(LinearAttention):
         gate = 2 * RANK * dims.n_kv_heads * size if self.gate == 'channel' else 0
         return linear_flops_per_token(dims, length, features, size) + gate
 
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        return super().portable(dims) | {'value_size': dims.value_size}
+
 
 class GatedLinearAttention(LinearModule):
     """The gate, and the gain of the normalization, which the heads share."""
@@ -116,7 +127,7 @@ class GatedLinearAttention(LinearModule):
         self.config = config
         self.dims = dims
         self.gate = GATES[config.gate](dims, rngs)
-        self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32)
 
     def make_call(
         self,
@@ -125,7 +136,7 @@ class GatedLinearAttention(LinearModule):
         v_BxLxKxD: jax.Array,
         gate_BxLxN: jax.Array | None = None,
     ) -> LinearCall:
-        u_BxLxKxD, log_decay = self.gate.gated(v_BxLxKxD, gate_BxLxN)
+        u_BxLxKxD, log_decay = self.gate.gated(k_BxLxKxD, v_BxLxKxD, gate_BxLxN)
         by_channel = self.gate.by_channel
         return LinearCall(
             q_BxLxHxD * self.dims.head_dim**-0.5,

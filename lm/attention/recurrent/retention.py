@@ -6,6 +6,8 @@ The rotation of q and k is the model's; xPos, which also scales them by position
 The gate of §2.3, silu(x W) ⊙ o, is `model.output_gate`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,6 +30,9 @@ class Retention(LinearAttention):
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return linear_flops_per_token(dims, length, dims.head_dim, dims.head_dim)
 
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        return super().portable(dims) | {'value_size': dims.value_size}
+
 
 class RetentionAttention(LinearModule):
     """The gain of the normalization, shared by the heads, is all that it learns."""
@@ -35,7 +40,7 @@ class RetentionAttention(LinearModule):
     def __init__(self, config: Retention, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.out_norm = rms_norm(dims.head_dim, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32)
 
     def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         batch, length, heads = k_BxLxKxD.shape[:3]

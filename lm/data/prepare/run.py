@@ -1,9 +1,12 @@
 """`lm prepare`: `lm.data.prepare.stages.prepare`, whose failures become one line with a remedy."""
 
 import concurrent.futures
+import contextlib
 import re
+from collections.abc import Iterator
 
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.parts import Share, prepare_share
 from lm.data.prepare.stages import prepare
 from lm.errors import ConfigError, LmError, Preempted, end_in_order, signals
 
@@ -15,9 +18,34 @@ def run_prepare(config: PrepareConfig, path: str) -> None:
         ConfigError: something is wrong or missing in the configuration, or the store exists with another one.
         MismatchError: the source is damaged, or has bad records and `prepare.strict` is set.
     """
+    with _explaining(path):
+        prepare(config, path)
+
+
+def run_prepare_share(config: PrepareConfig, path: str, share: Share, assemble: bool) -> None:
+    """Makes a share of the token store `path`, for one of several machines.
+
+    `assemble`: the share is one of the pieces of the store. Raises the errors of `run_prepare` and `prepare_share`.
+    """
+    with _explaining(path):
+        prepare_share(config, path, share, only_assemble=assemble)
+
+
+def run_prepare_with_beam(config: PrepareConfig, path: str, flags: str) -> None:
+    """Makes the token store `path` with Apache Beam, whose runner gets `flags`. Raises the errors of `run_prepare` and
+    `prepare_with_beam`."""
+    from lm.data.prepare.beam import prepare_with_beam
+
+    with _explaining(path):
+        prepare_with_beam(config, path, flags)
+
+
+@contextlib.contextmanager
+def _explaining(path: str) -> Iterator[None]:
+    """A block whose failures become one line with a remedy."""
     try:
         with signals(end_in_order):
-            prepare(config, path)
+            yield
     except concurrent.futures.process.BrokenProcessPool:
         raise LmError(
             'a worker process was killed, most likely for want of memory; run the same command again (finished shards '

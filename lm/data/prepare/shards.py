@@ -9,24 +9,25 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import pathlib
 import re
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
+from lm.data.prepare.workspace import Workspace
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
 from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
-from lm.errors import MismatchError
-from lm.files import write_atomically
+from lm.errors import LmError, MismatchError
 
+MODEL = 'tokenizer.model'
+"""The name of the tokenizer among the intermediate files."""
 BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
 COMPARED_BYTES = 100_000
@@ -38,7 +39,14 @@ _IS_SPACE = np.isin(np.arange(256), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])
 _WIDE_SPACES = re.compile('[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]')
 
 _progress: Any = None
-_tokenizers: dict[pathlib.Path, Tokenizer] = {}
+_tokenizers: dict[Workspace, Tokenizer] = {}
+
+
+class Unit(NamedTuple):
+    """A shard, and its number in its split."""
+
+    shard: Shard
+    index: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,22 +56,23 @@ class Preparation:
     source: Source
     cleaning: str
     max_document_bytes: int
-    folder: pathlib.Path
-    """The folder of the intermediate files, where tokenizer.model lies too."""
+    folder: Workspace
+    """The intermediate files, among which tokenizer.model is."""
     strict: bool
     eod: str | None = None
     """Name of the end-of-document token; None: the tokenizer's own."""
 
-    @property
-    def model(self) -> pathlib.Path:
-        return self.folder / 'tokenizer.model'
+    def has_tokenizer(self) -> bool:
+        return self.folder.read(MODEL, slice(0, 1)) is not None
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer that lies in the folder."""
-        return tokenizers.from_bytes(self.model.read_bytes(), self.eod)
+        """Returns the tokenizer that lies among the intermediate files. Raises LmError where there is none."""
+        if (contents := self.folder.read(MODEL)) is None:
+            raise LmError(f'{MODEL} of the intermediate files is missing; run the same command again')
+        return tokenizers.from_bytes(contents, self.eod)
 
     def result(self, shard: Shard, index: int) -> 'Result':
-        return Result(self.folder / shard.split / f'{index:06d}')
+        return Result(self.folder, f'{shard.split}/{index:06d}')
 
     def is_finished(self, shard: Shard, index: int) -> bool:
         """Returns whether the result is there. If strict, a result with bad records does not count."""
@@ -75,31 +84,43 @@ class Preparation:
 class Result:
     """The intermediate files of a shard: NAME.tokens, NAME.lengths and, written last, NAME.json with the counts."""
 
-    base: pathlib.Path
+    folder: Workspace
+    base: str
 
     def counts(self) -> dict[str, Any] | None:
         """Returns documents, bytes, words, tokens, bad records; None if the shard is not finished."""
+        return self.parse_counts(self.folder.read(f'{self.base}.json'))
+
+    def parse_counts(self, content: bytes | None) -> dict[str, Any] | None:
+        """Returns the same, of the contents of NAME.json."""
         try:
-            counts = json.loads(self.base.with_suffix('.json').read_text())
-            sizes = {suffix: self.base.with_suffix(suffix).stat().st_size for suffix in ('.tokens', '.lengths')}
+            counts = json.loads(content or b'')
+            is_whole = all(self.folder.is_whole(self.base + suffix, size) for suffix, size in counts['sizes'].items())
         except (OSError, ValueError):
             return None
-        return counts if sizes == counts['sizes'] else None
+        return counts if is_whole else None
 
-    def tokens(self, dtype: np.dtype) -> np.ndarray:
-        return np.fromfile(self.base.with_suffix('.tokens'), dtype)
+    def tokens(self, dtype: np.dtype, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the token ids from `start` to `stop`, by default to the end [tokens]."""
+        return self._read('.tokens', dtype, start, stop)
 
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document [documents]."""
-        return np.fromfile(self.base.with_suffix('.lengths'), np.int64)
+    def lengths(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the tokens of each document from `start` to `stop`, by default to the end [documents]."""
+        return self._read('.lengths', np.dtype(np.int64), start, stop)
+
+    def _read(self, suffix: str, dtype: np.dtype, start: int, stop: int | None) -> np.ndarray:
+        size = dtype.itemsize
+        span = None if (start, stop) == (0, None) else slice(size * start, None if stop is None else size * stop)
+        if (content := self.folder.read(self.base + suffix, span)) is None:
+            raise LmError(f'{self.base}{suffix} of the intermediate files is missing; run the same command again')
+        return np.frombuffer(content, dtype)
 
     def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: dict[str, Any]) -> None:
-        self.base.parent.mkdir(parents=True, exist_ok=True)
         sizes = {
-            '.tokens': write_atomically(self.base.with_suffix('.tokens'), tokens),
-            '.lengths': write_atomically(self.base.with_suffix('.lengths'), lengths),
+            '.tokens': self.folder.write(f'{self.base}.tokens', tokens),
+            '.lengths': self.folder.write(f'{self.base}.lengths', lengths),
         }
-        write_atomically(self.base.with_suffix('.json'), json.dumps(counts | {'sizes': sizes}))
+        self.folder.write(f'{self.base}.json', json.dumps(counts | {'sizes': sizes}).encode())
 
 
 def initialize(progress: Any) -> None:
@@ -123,8 +144,8 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
     result = job.result(shard, index)
     if job.is_finished(shard, index):
         return
-    tokenizer = _tokenizers.get(job.model) or job.tokenizer()
-    _tokenizers[job.model] = tokenizer
+    tokenizer = _tokenizers.get(job.folder) or job.tokenizer()
+    _tokenizers[job.folder] = tokenizer
     tokens, lengths = [], []
     counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': [], 'decoded': 0, 'unchanged': 0}
     for batch, bad in _batches(job, shard):
@@ -156,14 +177,13 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
 
 def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shard]) -> None:
     """Writes the model of the tokenizer: an existing or a fixed one, or one trained on a sample of the shards."""
-    job.folder.mkdir(parents=True, exist_ok=True)
     if (existing := tokenizers.load_existing(config)) is not None:
         contents = existing.model
     elif isinstance(config, TokenizerConfig):
         contents = train(config, Sample(job, config.sample_bytes, shards))
     else:
         contents = config.contents()
-    write_atomically(job.model, contents)
+    job.folder.write_first(MODEL, contents)
 
 
 def documents(job: Preparation, shard: Shard) -> Iterator[Document]:

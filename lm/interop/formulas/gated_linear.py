@@ -32,9 +32,9 @@ class GatedLinearFormula(Mechanism, name='gated_linear'):
 
     divides = False
 
-    def __init__(self, heads, kv_heads, size, *, gate, degree):
+    def __init__(self, heads, kv_heads, size, *, gate, degree, value_size):
         super().__init__()
-        self.degree, self.out_norm = degree, nn.RMSNorm(size, eps=EPSILON)
+        self.degree, self.out_norm = degree, nn.RMSNorm(value_size, eps=EPSILON)
         if gate == 'channel':
             self.gate = ChannelForgetFactor(kv_heads, size)
         else:

@@ -11,10 +11,10 @@ class RetentionFormula(Mechanism, name='retention'):
 
     divides = False
 
-    def __init__(self, heads, kv_heads, size):
+    def __init__(self, heads, kv_heads, size, *, value_size):
         super().__init__()
         self.rates = [1 - 2.0 ** (-5 - h // (heads // kv_heads)) for h in range(heads)]
-        self.out_norm = nn.RMSNorm(size, eps=EPSILON)
+        self.out_norm = nn.RMSNorm(value_size, eps=EPSILON)
 
     def weights(self, q, k):
         distance = distances(k.shape[1], k.device).clamp(min=0)

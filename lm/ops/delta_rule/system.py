@@ -5,8 +5,8 @@ inverted:
 
     U_i = (I + A_ii)⁻¹ (B_i - Σ_{j < i} A_ij U_j)
 
-The library call `triangular_solve` computes the same, as precisely. On a CPU it takes several times as long. Where
-several run at once, each may wait for ever for the threads that the others hold (jaxlib 0.10.2).
+The library call `triangular_solve` computes the same. On a CPU it takes several times as long. Where several run at
+once, each may wait for ever for the threads that the others hold (jaxlib 0.10.2).
 """
 
 import jax

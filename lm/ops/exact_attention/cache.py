@@ -41,11 +41,23 @@ class NewTokens(NamedTuple):
     log_decay_BxTxK: jax.Array | None = None
 
 
-def empty(batch: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike, decays: bool = False) -> Cache:
-    """Returns a cache of `length` tokens: the longest sequence, or the window. `decays`: it holds log factors too."""
+def empty(
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    decays: bool = False,
+    value_dim: int | None = None,
+) -> Cache:
+    """Returns a cache of `length` tokens: the longest sequence, or the window.
+
+    `decays`: it holds log factors too. `value_dim`: the size of values; None: the size of keys, `head_dim`.
+    """
     zeros = jnp.zeros((batch, length, kv_heads, head_dim), dtype)
+    values = zeros if value_dim in (None, head_dim) else jnp.zeros((batch, length, kv_heads, value_dim), dtype)
     log_decay = jnp.zeros(zeros.shape[:3], jnp.float32) if decays else None
-    return Cache(zeros, zeros, jnp.zeros((), jnp.int32), log_decay)
+    return Cache(zeros, values, jnp.zeros((), jnp.int32), log_decay)
 
 
 def append(

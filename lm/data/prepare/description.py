@@ -1,0 +1,129 @@
+"""The description of a token store: dataset.json, and what `lm prepare` prints about it."""
+
+import importlib.metadata
+import json
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import lm
+from lm.data import store
+from lm.data.prepare.config import PrepareConfig
+from lm.data.sources.base import Shard, inventory
+from lm.data.tokenizers import Tokenizer
+from lm.errors import MismatchError
+from lm.text import format_count, make_visible
+
+FORMAT = 1
+
+
+def describe_split(config: PrepareConfig, name: str, counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the entry of a split, without its SHA-256, from the counts of its shards.
+
+    Raises MismatchError for a split without documents.
+    """
+    split = {key: sum(c[key] for c in counts) for key in ('documents', 'bytes', 'words', 'tokens')}
+    # Shards that were finished by a version that did not compare them count nothing.
+    split |= {key: sum(c.get(key, 0) for c in counts) for key in ('decoded', 'unchanged')}
+    split['bad_records'] = sum(len(c['bad']) for c in counts)
+    if not split['documents']:
+        raise MismatchError(f'split {name!r}: no usable documents; leave it out with prepare.splits, or see the source')
+    published = config.require_source().published_words(name, split['documents'])
+    return split if published is None else split | {'published_words': published}
+
+
+def finish_store(
+    config: PrepareConfig,
+    path: str,
+    shards: dict[str, list[Shard]],
+    settings: dict[str, Any],
+    tokenizer: Tokenizer,
+    splits: dict[str, dict[str, Any]],
+    bad: list[dict[str, str]],
+) -> dict[str, Any]:
+    """Writes all files of a store behind its arrays, dataset.json last. Returns the contents of dataset.json."""
+    store.write_file(path, tokenizer.file_name, tokenizer.model)
+    store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
+    info = {
+        'format': FORMAT,
+        'source': settings['source'],
+        'cleaning': config.cleaning,
+        'dtype': tokenizer.dtype.name,
+        'files': inventory(shard for own in shards.values() for shard in own),
+        'splits': splits,
+        'tokenizer': {
+            'file': tokenizer.file_name,
+            'sha256': tokenizer.sha256,
+            'vocab_size': tokenizer.vocab_size,
+            'eod_id': tokenizer.eod_id,
+            'lossless': tokenizer.lossless,
+            **({} if tokenizer.holds_text else {'holds_text': False}),
+        },
+        'settings': settings,
+        'created_with': describe_versions(tokenizer),
+    }
+    return store.write_info(path, info)
+
+
+def describe_versions(tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the versions of the packages that make the tokens."""
+    return {'lm': lm.__version__, tokenizer.library: importlib.metadata.version(tokenizer.library)}
+
+
+def check_strict(config: PrepareConfig, path: str, info: dict[str, Any]) -> None:
+    """Raises MismatchError where bad records are to stop a preparation, and the store was made without some."""
+    bad = sum(split['bad_records'] for split in info['splits'].values())
+    if config.strict and bad:
+        raise MismatchError(
+            f'{path} was prepared without {bad} bad records (see bad_records.jsonl); mend them, delete the store and '
+            'prepare it again'
+        )
+
+
+def check_bad_records(config: PrepareConfig, bad: list[dict[str, str]]) -> None:
+    """Raises MismatchError that names the first bad record, where bad records are to stop a preparation."""
+    if config.strict and bad:
+        first = bad[0]
+        raise MismatchError(
+            f'split {first["split"]!r}, document {first["document"]}: {first["reason"]}; mend it, or run without '
+            '--strict to skip such documents and list them'
+        )
+
+
+def print_summary(config: PrepareConfig, path: str, info: dict[str, Any], console: Console) -> None:
+    """Prints the sizes of a new store, and what its user should know."""
+    source = config.require_source()
+    console.print(make_table(info))
+    decoded, unchanged = (sum(split[key] for split in info['splits'].values()) for key in ('decoded', 'unchanged'))
+    if decoded:
+        share = f'{100 * unchanged / decoded:.4g} %'
+        compared = format_count(decoded, 'document that was compared', 'documents that were compared')
+        verb = 'encode' if source.holds_tokens else 'decode'
+        console.print(f'{share} of {compared} {verb} to themselves', highlight=False)
+    bad = sum(split['bad_records'] for split in info['splits'].values())
+    if bad:
+        skipped = format_count(bad, 'bad record was', 'bad records were')
+        console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them', highlight=False)
+    if 'validation' not in info['splits'] and not config.splits:
+        remedy = f"{source.how_to_hold_out}; or train with data.eval_split = 'train'"
+        line = f'there is no validation split, on which lm train evaluates: {remedy}'
+        console.print(line, highlight=False, soft_wrap=True)
+    if unread := source.list_unread():
+        shown = ', '.join(unread[:5]) + (', …' if len(unread) > 5 else '')
+        line = f'no split takes {format_count(len(unread), "file")} of the source: {shown}'
+        console.print(make_visible(line), highlight=False, soft_wrap=True)
+    console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
+
+
+def make_table(info: dict[str, Any]) -> Table:
+    """Returns a table of the splits."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column('split', no_wrap=True)
+    for name in ('documents', 'bytes', 'words', 'tokens', 'bytes/token', 'bad'):
+        table.add_column(name, justify='right', no_wrap=True)
+    for name, split in info['splits'].items():
+        numbers = [f'{split[key]:,}' for key in ('documents', 'bytes', 'words', 'tokens')]
+        table.add_row(name, *numbers, f'{split["bytes"] / split["tokens"]:.2f}', f'{split["bad_records"]:,}')
+    return table

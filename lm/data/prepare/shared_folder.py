@@ -1,0 +1,129 @@
+"""Intermediate files that many machines share: they lie beside the store, in a folder or a bucket."""
+
+import collections
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+
+import tensorstore as ts
+
+from lm.data import store
+from lm.data.prepare.workspace import Content, Workspace
+from lm.files import is_remote, local_path
+
+AHEAD = 64
+"""Reads of small files that are under way together."""
+RENEWED = 10.0
+"""Seconds between two renewals of a claim."""
+EXPIRES = 60.0
+"""Seconds without a renewal after which a claim counts for nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedFolder(Workspace):
+    """A folder or a place in a bucket that many machines use together: gs://…, s3://… or a path."""
+
+    address: str
+
+    @property
+    def kvstore(self) -> ts.KvStore:
+        return _open(self.address)
+
+    def read(self, name: str, span: slice | None = None) -> bytes | None:
+        return _value(self.kvstore.read(name, byte_range=span).result())
+
+    def read_many(self, names: Sequence[str], ahead: int = AHEAD) -> Iterator[bytes | None]:
+        """Yields the contents of files in the order of their names; so many reads are under way together."""
+        under_way: collections.deque[ts.Future] = collections.deque()
+        for name in names:
+            under_way.append(self.kvstore.read(name))
+            if len(under_way) == ahead:
+                yield _value(under_way.popleft().result())
+        while under_way:
+            yield _value(under_way.popleft().result())
+
+    def write(self, name: str, content: Content) -> int:
+        content = content if isinstance(content, bytes) else b''.join(part.tobytes() for part in content)
+        self.kvstore.write(name, content).result()
+        return len(content)
+
+    def write_first(self, name: str, content: bytes) -> bytes:
+        """Writes a file unless it is there, and returns the contents that lie there then.
+
+        Of several machines that write at once, one succeeds, where the storage keeps conditional writes.
+        """
+        found = self.kvstore.read(name).result()
+        if found.state != 'value':
+            self.kvstore.write(name, content, if_equal=found.stamp.generation).result()
+            found = self.kvstore.read(name).result()
+        return found.value
+
+    def is_whole(self, name: str, size: int) -> bool:
+        """Returns True: a file is whole, and the file that counts it is written behind it."""
+        return True
+
+    def list_names(self, folder: str) -> set[str]:
+        """Returns the names of the files below a folder, without the folder's name."""
+        within = ts.KvStore.KeyRange(f'{folder}/', f'{folder}0')  # 0 is the character behind the slash
+        return {key.decode() for key in self.kvstore.list(within, strip_prefix_length=len(folder) + 1).result()}
+
+    def delete(self) -> None:
+        """Deletes all files."""
+        self.kvstore.delete_range(ts.KvStore.KeyRange()).result()
+        if not is_remote(self.address):
+            shutil.rmtree(local_path(self.address), ignore_errors=True)
+
+
+class Claim:
+    """Says that a process works on something that the others wait for.
+
+    The claim of a process that has died expires. Two processes may then do the same work: a claim saves time, and
+    nothing depends on it. Differing clocks do no harm, because who waits measures the time itself.
+    """
+
+    def __init__(self, folder: SharedFolder, name: str):
+        self.folder, self.name = folder, name
+        self._owner = {'host': socket.gethostname(), 'pid': os.getpid(), 'uuid': uuid.uuid4().hex}
+        self._seen, self._since = b'', 0.0
+        self._mine, self._renewed = b'', 0.0
+
+    def take(self) -> bool:
+        """Returns whether this process has the claim now. Who is refused asks again, at least every few seconds."""
+        found = self.folder.kvstore.read(self.name).result()
+        generation = found.stamp.generation
+        if generation != self._seen:
+            self._seen, self._since = generation, time.monotonic()
+        if found.state != 'value' or time.monotonic() - self._since > EXPIRES:
+            self._write(generation)
+        return bool(self._mine)
+
+    def renew(self) -> None:
+        """Shows the others that this process works on; call it often."""
+        if self._mine and time.monotonic() - self._renewed > RENEWED:
+            self._write(self._mine)
+
+    def drop(self) -> None:
+        """Gives the claim back."""
+        if self._mine:
+            self.folder.kvstore.write(self.name, None, if_equal=self._mine).result()
+            self._mine = b''
+
+    def _write(self, generation: bytes) -> None:
+        content = json.dumps(self._owner | {'renewed': time.time()}).encode()
+        self._mine = self.folder.kvstore.write(self.name, content, if_equal=generation).result().generation
+        self._renewed = time.monotonic()
+
+
+@functools.cache
+def _open(address: str) -> ts.KvStore:
+    return store.open_kvstore(address)
+
+
+def _value(result: ts.KvStore.ReadResult) -> bytes | None:
+    return result.value if result.state == 'value' else None

@@ -1,0 +1,175 @@
+"""The contract of a format of manifests. Adding a format means adding one file with a class.
+
+Each format has the same policy by exit codes, in the terms of its scheduler:
+
+    0                  done
+    42, signals        again, any number of times: the state is saved, or was a checkpoint ago
+    45                 elsewhere: the machine computes wrongly
+    2, 43, 44          never again: the same command would end in the same way
+    anything else      again, `ClusterOptions.failures` times at most
+"""
+
+import abc
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lm.errors import FINAL, ConfigError, Preempted, WrongResults
+from lm.hardware import Topology
+
+AGAIN = (Preempted.exit_code,)
+ELSEWHERE = (WrongResults.exit_code,)
+NEVER = FINAL
+PORT = 8476
+"""The port of process 0, at which the processes of a job meet."""
+
+FORMATS: dict[str, 'ManifestFormat'] = {}
+"""Name → format. Each subclass of `ManifestFormat` adds itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterOptions:
+    """The machines of each point, and how a cluster starts them. A format refuses options that it does not use.
+
+    Attributes:
+        image: the container image with this package.
+        topology: the TPU slice, or several equal ones.
+        gpus: the GPUs of a point, such as 8, or H100:8 where the cluster wants the kind.
+        nodes: the machines of a point without TPUs.
+        queue: the queue of the cluster.
+        namespace: of Kubernetes.
+        service_account: of Kubernetes, whose identity opens the bucket.
+        claim: the PersistentVolumeClaim that pods mount at the folder of the sweep.
+        spot: machines that may be taken away at any time.
+        failures: how often a point may fail for a reason that has no rule of its own.
+        jobs: points at a time; None: as many as the cluster lets run.
+        setup: lines of shell before the command.
+        scheduler_options: further options for the scheduler, as it writes them.
+    """
+
+    image: str | None = None
+    topology: Topology | None = None
+    gpus: str | None = None
+    nodes: int | None = None
+    queue: str | None = None
+    namespace: str | None = None
+    service_account: str | None = None
+    claim: str | None = None
+    spot: bool = False
+    failures: int | None = None
+    jobs: int | None = None
+    setup: Sequence[str] = ()
+    scheduler_options: Sequence[str] = ()
+
+    @property
+    def most_failures(self) -> int:
+        return 3 if self.failures is None else self.failures
+
+    @property
+    def chips_per_machine(self) -> int:
+        """The TPU chips of a machine: 4, or all of a smaller slice; eight chips of v5e or v6e share one machine."""
+        assert self.topology is not None
+        chips = self.topology.chips // self.topology.slices
+        return chips if chips < 4 or (chips == 8 and self.topology.chip.axes == 2) else 4
+
+    @property
+    def machines_per_slice(self) -> int:
+        if self.topology is None:
+            return self.nodes or 1
+        return self.topology.chips // self.topology.slices // self.chips_per_machine
+
+    @property
+    def processes(self) -> int:
+        """The processes of a point, one per machine."""
+        return self.machines_per_slice * (self.topology.slices if self.topology else 1)
+
+    @property
+    def gpus_per_machine(self) -> int:
+        """The GPUs of each machine. Raises ConfigError where the number is not a multiple of the machines."""
+        number = (self.gpus or '0').rpartition(':')[2]
+        if not number.isdigit() or int(number) % self.processes:
+            raise ConfigError(f'--gpus {self.gpus}: give a number that {self.processes} machines can share, or KIND:N')
+        return int(number) // self.processes
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterJob:
+    """One point, as a cluster runs it.
+
+    Attributes:
+        name: a label of at most 44 lower-case letters, digits and dashes; it differs between sweeps.
+        point: the point's name.
+        index: the point's number in the sweep.
+        root: the folder of the sweep.
+        excluded: machines that computed wrongly before.
+    """
+
+    name: str
+    point: str
+    index: int
+    root: str
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """The command of each process. It needs no file but the folder of the sweep."""
+        return make_command(self.root, str(self.index))
+
+
+class ManifestFormat(abc.ABC):
+    """Manifests of one kind of cluster.
+
+    Attributes:
+        name: what --emit calls it.
+        needs: options that must be given.
+        uses: options that may be given besides.
+        submit: the command that hands a folder of manifests to the cluster; {folder} stands for the folder.
+    """
+
+    name: ClassVar[str] = ''
+    needs: ClassVar[tuple[str, ...]] = ()
+    uses: ClassVar[tuple[str, ...]] = ()
+    submit: ClassVar[str] = ''
+
+    def __init_subclass__(cls) -> None:
+        if cls.name:
+            FORMATS[cls.name] = cls()
+
+    def check(self, options: ClusterOptions, is_local: bool) -> None:
+        """Raises ConfigError for options that are missing, or that this format does not use. `is_local`: the folder of
+        the sweep is a path, not an address in a bucket."""
+        default = ClusterOptions()
+        for field in dataclasses.fields(options):
+            flag, given = f'--{field.name}', getattr(options, field.name)
+            is_given = given != getattr(default, field.name)
+            if field.name in self.needs and not is_given:
+                raise ConfigError(f'{flag}: --emit {self.name} needs it; {self.explain(field.name)}')
+            if is_given and field.name not in (*self.needs, *self.uses):
+                raise ConfigError(f'{flag}: --emit {self.name} does not use it; leave it out')
+        if options.topology and (options.gpus or options.nodes):
+            raise ConfigError('--topology and --gpus or --nodes: give one of them, TPUs or other machines')
+        self.check_machines(options, is_local)
+
+    def explain(self, option: str) -> str:
+        """Returns what to give for a missing option."""
+        examples = {'image': 'name the container image', 'topology': 'name the TPU slice, such as v5e:4x4'}
+        return examples.get(option, 'give it')
+
+    @abc.abstractmethod
+    def check_machines(self, options: ClusterOptions, is_local: bool) -> None:
+        """Raises ConfigError for machines or a folder that this kind of cluster does not offer."""
+
+    @abc.abstractmethod
+    def make_files(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str) -> dict[str, str]:
+        """Returns file name → text of the manifests. `folder`: the absolute path that they will lie in."""
+
+
+def make_command(root: str, index: str) -> list[str]:
+    """Returns the command of a point's processes; `index` may be a variable of the scheduler."""
+    return ['lm', 'sweep', '--run_dir', root, '--index', index]
+
+
+def make_script(setup: Sequence[str], command: Sequence[str]) -> str:
+    """Returns lines of shell: the set-up, each line of which must succeed, and the command."""
+    return '\n'.join(['set -e', *setup, f'exec {shlex.join(command)}']) + '\n'

@@ -1,0 +1,104 @@
+"""`lm sweep --status`: how far the points are, read from their run directories, wherever these lie."""
+
+import sys
+from typing import Any, NamedTuple
+
+from etils import epath
+from rich.console import Console
+from rich.table import Table
+
+from lm.errors import ConfigError
+from lm.files import open_path
+from lm.runs import sweep_file
+from lm.runs.lock import EXPIRES, is_occupied, read_silence
+from lm.runs.records import Run, find_run_paths, is_run
+from lm.text import format_count, format_duration, make_visible
+
+COLUMNS = ('point', 'status', 'steps', 'heartbeat', 'loss', 'reason')
+
+
+class PointStatus(NamedTuple):
+    """The state of a point.
+
+    Attributes:
+        status: done, running, interrupted, waiting, or failed with the exit code.
+        step, steps: logged steps, and steps of the whole run.
+        silence: seconds since the lock was last renewed; None: there is no lock.
+        loss: of the newest logged training step.
+        reason: why it does not run.
+    """
+
+    point: str
+    status: str
+    step: int
+    steps: int
+    silence: float | None
+    loss: float | None
+    reason: str
+
+
+def show_status(root: epath.PathLike) -> None:
+    """Prints a table of all points below `root`, and how many are in each state.
+
+    Raises ConfigError where there is neither a sweep nor a run.
+    """
+    found = read_status(root)
+    table = Table()
+    for heading in COLUMNS:
+        left = heading in ('point', 'status', 'reason')
+        table.add_column(heading, justify='left' if left else 'right', overflow='fold')
+    for row in found:
+        table.add_row(
+            *(row.point, row.status, f'{row.step:,}/{row.steps:,}'),
+            '–' if row.silence is None else f'{format_duration(row.silence)} ago',
+            '–' if row.loss is None else f'{row.loss:.4f}',
+            row.reason,
+        )
+    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
+    counts = {
+        status: sum(row.status.startswith(status) for row in found) for status in sorted({r.status for r in found})
+    }
+    parts = ', '.join(f'{count} {status}' for status, count in counts.items())
+    print(f'{format_count(len(found), "point")} in {root}: {parts}')
+
+
+def read_status(root: epath.PathLike) -> list[PointStatus]:
+    """Returns the state of each point: of the rows of sweep.json, or else of the run directories in the folder."""
+    path = epath.Path(open_path(root, '--run_dir'))
+    if sweep_file.is_sweep(path):
+        return [_read_point(path, row['point'], row['steps']) for row in sweep_file.read_rows(path)]
+    if not (runs := find_run_paths(str(path))):
+        raise ConfigError(f'--run_dir {root}: holds neither a sweep nor runs; name the folder of an lm sweep')
+    return [_read_point(run.parent, run.name, 0) for run in runs]
+
+
+def _read_point(root: epath.Path, name: str, steps: int) -> PointStatus:
+    path, failure = root / name, sweep_file.read_failure(root, name)
+    run = Run.read(path) if is_run(path) else None
+    silence, alive = read_silence(path), is_occupied(path)
+    if alive is None:
+        alive = silence is not None and silence < EXPIRES
+    status, reason = _judge(run, failure, bool(alive), silence)
+    return PointStatus(
+        point=make_visible(name),
+        status=status,
+        step=run.step if run else 0,
+        steps=run.total_steps if run else steps,
+        silence=silence,
+        loss=run.train[-1]['loss'] if run and run.train else None,
+        reason=make_visible(reason),
+    )
+
+
+def _judge(run: Run | None, failure: dict[str, Any], alive: bool, silence: float | None) -> tuple[str, str]:
+    """Returns the status and the reason of it."""
+    if run and run.is_finished():
+        return 'done', ''
+    if alive:
+        return 'running', ''
+    if failure:
+        code = failure.get('exit_code')
+        return sweep_file.describe_status('failed', code), str(failure.get('error') or '')
+    if silence is not None:
+        return 'interrupted', f'it vanished {format_duration(silence)} ago, without giving its lock back'
+    return ('interrupted', 'it ended in order, and saved') if run else ('waiting', '')
