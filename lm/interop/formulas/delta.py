@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import EPSILON, ChannelMap, Mechanism, StepFactor
+from lm.interop.formulas.base import ChannelMap, Mechanism, StepFactor
 
 
 class ChannelStepFactor(nn.Module):
@@ -22,13 +22,13 @@ class ChannelStepFactor(nn.Module):
 class DeltaFormula(Mechanism, name='delta'):
     """S_i = a_i S_{i-1} + β_i k_i (v_i - a_i S_{i-1}ᵀ k_i)ᵀ, token by token; the output is normalized."""
 
-    def __init__(self, heads, kv_heads, size, *, gate, negative, value_size):
+    def __init__(self, heads, kv_heads, size, *, gate, negative, norm_epsilon, value_size):
         super().__init__()
         self.largest = 2.0 if negative else 1.0
         self.gate = None
         if gate:
             self.gate = ChannelStepFactor(kv_heads, size) if gate == 'channel' else StepFactor(kv_heads)
-        self.out_norm = nn.RMSNorm(value_size, eps=EPSILON)
+        self.out_norm = nn.RMSNorm(value_size, eps=norm_epsilon)
 
     def mixed(self, q, k, v, tokens, beta_BxLxK, gate_BxLxN=None):
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
