@@ -1,6 +1,6 @@
 """The shared parts of the formulas: attention whose weights are all in memory at once, in float32.
 
-B batch, L length (queries), M length (keys), H query heads, K key heads, C head size, E features, r numbers of a sketch.
+B batch, L length (queries), M length (keys), H query heads, K key heads, C head size, E features, r sketch numbers.
 The queries are of the last L tokens of M.
 """
 
