@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, Tokens, gelu, rms_norm
+from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, gelu, rms_norm
+from lm.interop.formulas.tokens import LayerTokens
 
 
 class LmConfig(PretrainedConfig):
@@ -62,7 +63,7 @@ class LmConfig(PretrainedConfig):
 
 
 class LmCache:
-    """What the layers keep of the tokens that were read: `layers` has a dict of arrays for each."""
+    """The arrays that layers keep of the tokens that were read: `layers` has a dict for each."""
 
     is_compileable = False
 
@@ -273,7 +274,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
             angle = angles(positions_BxL, width, 10_000.0)
             x_BxLxD = x_BxLxD + torch.cat([angle.sin(), angle.cos()], dim=-1).to(x_BxLxD.dtype)
         for i, layer in enumerate(self.layers):
-            x_BxLxD = layer(x_BxLxD, Tokens(mask_BxL, positions_BxL, None if cache is None else cache.layers[i]))
+            x_BxLxD = layer(x_BxLxD, LayerTokens(mask_BxL, positions_BxL, None if cache is None else cache.layers[i]))
         x_BxLxD = self.final_norm(x_BxLxD)
         logits = F.linear(x_BxLxD, self.embedding.weight) if self.head is None else self.head(x_BxLxD)
         if (cap := self.config.logit_cap) is not None:

@@ -5,12 +5,13 @@ The queries are of the last L tokens of M.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+
+from lm.interop.formulas.tokens import SeenKeys, distances
 
 EPSILON = 1e-5
 """Added to the variance in a mechanism's normalizations."""
@@ -34,53 +35,6 @@ def two_sided(x_BxLxNxE, weight):
     """Computes Hedgehog's features [softmax(W x), softmax(-W x)] + 1e-12; W is [R, E], or [N, R, E] per head."""
     wx = torch.einsum('nre,blne->blnr' if weight.ndim == 3 else 're,blne->blnr', weight, x_BxLxNxE)
     return torch.cat([torch.softmax(wx, dim=-1), torch.softmax(-wx, dim=-1)], dim=-1) + 1e-12
-
-
-def distances(q_BxLxHxC, k_BxMxKxC):
-    """Returns i - j of query i and key j, [L, M]; the queries are of the last L tokens."""
-    position = torch.arange(k_BxMxKxC.shape[1], device=k_BxMxKxC.device)
-    return position[-q_BxLxHxC.shape[1] :, None] - position
-
-
-class Tokens(NamedTuple):
-    """The newest tokens of a layer, and what it keeps of earlier ones.
-
-    Attributes:
-        mask_BxL: False for padding, which stands on the left of a row.
-        positions_BxL: in the text of each row.
-        memory: name → array that is kept, with the batch first; None: nothing is kept.
-    """
-
-    mask_BxL: torch.Tensor
-    positions_BxL: torch.Tensor
-    memory: dict | None
-
-    def join(self, name, new, most=None):
-        """Returns the kept part of an array and the new one, and keeps the last `most` tokens of both; None: all."""
-        if self.memory is None:
-            return new
-        whole = torch.cat([self.memory[name], new], dim=1) if name in self.memory else new
-        self.memory[name] = whole if most is None else whole[:, max(0, whole.shape[1] - most) :]
-        return whole
-
-    def clear(self, x_BxLxN):
-        """Sets the numbers of padding to 0."""
-        return x_BxLxN * self.mask_BxL.reshape(*self.mask_BxL.shape, *[1] * (x_BxLxN.ndim - 2))
-
-
-class Seen(NamedTuple):
-    """The tokens whose keys a query is compared with, one by one: [B, M] each."""
-
-    mask_BxM: torch.Tensor
-    positions_BxM: torch.Tensor
-
-    def hidden(self, distance_LxM, causal=True):
-        """Returns True where a query does not see a key, [B, 1, L, M].
-
-        Padding sees itself, so that its numbers are finite.
-        """
-        hidden = ~self.mask_BxM[:, None, None] & (distance_LxM != 0)
-        return hidden | (distance_LxM < 0) if causal else hidden
 
 
 def layer_norm(size, epsilon=EPSILON):
@@ -209,7 +163,7 @@ class Mechanism(nn.Module):
         if log_a_BxLxK is not None:
             sums_BxMxK = tokens.join('log_decay', log_a_BxLxK, self.reach).cumsum(1)
         k_BxMxKxC, v_BxMxKxC = tokens.join('k', k_BxLxKxC, self.reach), tokens.join('v', v_BxLxKxC, self.reach)
-        seen = Seen(
+        seen = SeenKeys(
             tokens.join('mask', tokens.mask_BxL, self.reach), tokens.join('positions', tokens.positions_BxL, self.reach)
         )
         log_decay = None if sums_BxMxK is None else sum_decays(sums_BxMxK, length, heads)

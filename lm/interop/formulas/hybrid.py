@@ -2,7 +2,8 @@
 
 import torch
 
-from lm.interop.formulas.base import Mechanism, distances, scores
+from lm.interop.formulas.base import Mechanism, scores
+from lm.interop.formulas.tokens import distances
 
 
 class HybridFormula(Mechanism, name='hybrid'):

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import Mechanism, distances, scores
+from lm.interop.formulas.base import Mechanism, scores
+from lm.interop.formulas.tokens import distances
 
 
 class SoftmaxFormula(Mechanism, name='softmax'):

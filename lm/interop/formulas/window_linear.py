@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import Mechanism, distances, scores, two_sided
+from lm.interop.formulas.base import Mechanism, scores, two_sided
+from lm.interop.formulas.tokens import distances
 
 
 class WindowLinearFormula(Mechanism, name='window_linear'):
