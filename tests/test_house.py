@@ -46,6 +46,7 @@ FROM_LM = {'__version__'}
 higher layers and are imported at their first use."""
 
 OWNERS = {
+    'apache_beam': 'lm.data.prepare.beam',
     'argparse': ('lm.commands.', 'lm.cli'),
     'gguf': 'lm.interop.gguf.',
     'gin': 'lm.config.',

@@ -5,6 +5,7 @@ import functools
 
 from lm.commands.flags import add_gin_flags, bindings, pick, read_experiment
 from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -14,17 +15,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--assemble', action='store_true', help='join what all --shard have made; with --shard, a share of this work'
     )
+    parser.add_argument('--engine', choices=('beam',), help='what shares the work out; default: --processes')
+    parser.add_argument(
+        '--beam_options',
+        default='',
+        metavar="'--X=Y …'",
+        help='of --engine beam: options of the runner',
+    )
     add_gin_flags(parser)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.data.prepare.parts import read_share
-    from lm.data.prepare.run import run_prepare, run_prepare_share
+    from lm.data.prepare.run import run_prepare, run_prepare_share, run_prepare_with_beam
 
+    in_shares = arguments.shard is not None or arguments.assemble
+    if arguments.engine and in_shares:
+        raise ConfigError(
+            f'--engine {arguments.engine}: shares the work out by itself; leave out --shard and --assemble'
+        )
+    if arguments.beam_options and not arguments.engine:
+        raise ConfigError(f'--beam_options {arguments.beam_options!r}: is of Beam; add --engine beam')
     share = read_share(arguments.shard or '0/1')
     experiment = read_experiment(arguments, bindings('prepare', pick(arguments, 'strict', 'processes')))
     job = experiment.prepare, experiment.data.path
-    if arguments.shard is None and not arguments.assemble:
+    if arguments.engine:
+        return functools.partial(run_prepare_with_beam, *job, arguments.beam_options)
+    if not in_shares:
         return functools.partial(run_prepare, *job)
     return functools.partial(run_prepare_share, *job, share, arguments.assemble)
 

@@ -27,8 +27,8 @@ MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
 FORMULAS = pathlib.Path(__file__).parent / 'formulas'
 ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
-SHARED = 'base'
-"""The formula file with the shared parts."""
+SHARED = ('tokens', 'base')
+"""The formula files with the shared parts."""
 NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, *FILE_NAMES}
 """The names of all files that any format writes."""
 FIELDS = {
@@ -114,7 +114,7 @@ class TransformersFormat(Safetensors):
     def others(self, run: LoadedRun) -> dict[str, bytes]:
         model = (FORMULAS.parent / MODEL_SOURCE).read_text()
         texts = {
-            MODEL_SOURCE: model.replace('lm.interop.formulas.base', f'.{ATTENTION_SOURCE.removesuffix(".py")}'),
+            MODEL_SOURCE: re.sub(r'lm\.interop\.formulas\.\w+', f'.{ATTENTION_SOURCE.removesuffix(".py")}', model),
             ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
             TRANSFORMERS_CONFIG: json.dumps(describe(run), indent=2) + '\n',
         }
@@ -144,7 +144,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'bos_token_id': eod,
         'eos_token_id': eod,
         'torch_dtype': 'float32',
-        'use_cache': False,
+        'use_cache': True,
     }
 
 
@@ -179,20 +179,20 @@ def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
 
 def formulated() -> set[str]:
     """Returns the gin names of the mechanisms that have a formula in PyTorch."""
-    return {path.stem for path in FORMULAS.glob('*.py')} - {SHARED, '__init__'}
+    return {path.stem for path in FORMULAS.glob('*.py')} - {*SHARED, '__init__'}
 
 
 def attention_source(mechanisms: Collection[str]) -> str:
     """Returns one module with the formulas of the mechanisms and the shared parts, which imports PyTorch alone."""
     imports: dict[str, None] = {}
     parts = []
-    for name in (SHARED, *sorted(mechanisms)):
+    for name in (*SHARED, *sorted(mechanisms)):
         text = (FORMULAS / f'{name}.py').read_text()
         lines = text.splitlines(keepends=True)
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 lines[node.lineno - 1 : node.end_lineno] = [''] * len(lines[node.lineno - 1 : node.end_lineno])
-                if not (isinstance(node, ast.ImportFrom) and node.module == f'lm.interop.formulas.{SHARED}'):
+                if not ast.unparse(node).startswith('from lm.interop.formulas'):
                     imports[ast.unparse(node)] = None
         parts.append(re.sub(r'\n{4,}', '\n\n\n', ''.join(lines).strip()))
     head = '\n'.join([ATTENTION_HEADER, '', *imports])

@@ -221,20 +221,23 @@ def test_a_sentencepiece_tokenizer_is_written_again():
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(text.split('\n')), model_writer=file, vocab_size=300, model_type='bpe',
             byte_fallback=True, add_dummy_prefix=prefix, normalization_rule_name='identity', bos_id=2, unk_id=0,
-            eos_id=1, remove_extra_whitespaces=False, user_defined_symbols=['<tool>'], minloglevel=2,
+            eos_id=1, remove_extra_whitespaces=False, user_defined_symbols=['<tool>', '▁▁', '▁▁▁'], minloglevel=2,
         )  # fmt: skip
         made = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
         pieces = range(made.vocab_size())
         kinds = [2 if made.is_unknown(i) else 3 if made.is_control(i) else 6 if made.is_byte(i) else 1 for i in pieces]
-        kinds[made.piece_to_id('<tool>')] = 4
+        own = {made.piece_to_id(piece) for piece in ('<tool>', '▁▁', '▁▁▁')}
+        kinds = [4 if i in own else kind for i, kind in enumerate(kinds)]
+        names = [made.id_to_piece(i) for i in pieces]  # llama.cpp writes the spaces of user-defined pieces as they are
+        names = [name.replace('▁', ' ') if i in own else name for i, name in enumerate(names)]
         metadata = {
-            'model': 'llama', 'tokens': [made.id_to_piece(i) for i in pieces], 'add_space_prefix': prefix,
+            'model': 'llama', 'tokens': names, 'add_space_prefix': prefix,
             'scores': [made.get_score(i) for i in pieces], 'token_type': kinds, 'eos_token_id': 1, 'bos_token_id': 2,
             'unknown_token_id': 0,
         }  # fmt: skip
         again = sentencepiece.SentencePieceProcessor(model_proto=make_sentencepiece(metadata))
         assert (again.eos_id(), again.bos_id(), again.unk_id(), again.pad_id()) == (1, 2, 0, -1)
-        for one in (*TEXTS, text, 'a <tool> the  sea'):
+        for one in (*TEXTS, text, 'a <tool> the  sea', '   the man\n  the    sea'):
             assert again.encode(one) == made.encode(one)
             assert again.decode(made.encode(one)) == made.decode(made.encode(one))
         assert from_bytes(make_sentencepiece(metadata)).eod_id == 1

@@ -14,6 +14,7 @@ class StartInfo(TypedDict):
     when: str  #: ISO 8601
     first_step: int  #: step that the start goes on from
     command: NotRequired[str]  #: command line
+    folder: NotRequired[str]  #: folder that it was given in, from which relative paths count
     versions: NotRequired[dict[str, str | None]]  #: package → version
     git_commit: NotRequired[str | None]  #: commit of the code; `-dirty` with local changes
     device_kind: NotRequired[str]  #: name of the devices

@@ -9,7 +9,7 @@ the norm), and no rotary positions. With `gate = 'channel'` a_i is a diagonal ma
     a = exp(-A softplus(W y + b)), y = x W'         Kimi delta attention (KDA; Kimi Team 2025, Kimi Linear, §3, eq. 1)
 
 A is one number per head and b one per channel. W' has as many columns as a head has channels. The authors' output gate
-has a sigmoid.
+has a sigmoid. Qwen3-Next has twice as many values as keys (`n_value_heads`), and a smaller `norm_epsilon`.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from lm.attention.recurrent.gate import StepGate
 from lm.config.configurable import configurable, field
 from lm.ops.delta_rule import delta_rule
 from lm.ops.documents import forgetting
-from lm.parameters import rms_norm
+from lm.parameters import EPSILON, rms_norm
 
 COUNTED_CHUNK = 64
 """Tokens a chunk in `flops_per_token`, wherever it runs: what the authors' kernels take."""
@@ -42,6 +42,9 @@ class Delta(Attention):
     )
     negative: bool = field(
         default=False, help='a token may turn around what its key held: beta up to 2 (Grazzi et al. 2025)'
+    )
+    norm_epsilon: float = field(
+        default=EPSILON, above=0, maximum=0.1, help='added to the variance of what each head gives (Qwen3-Next: 1e-6)'
     )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'DeltaAttention':
@@ -80,7 +83,7 @@ class DeltaAttention(AttentionModule):
             self.gate = ChannelStepGate(dims, rngs)
         else:
             self.gate = StepGate(dims.n_kv_heads, rngs) if config.gate else None
-        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32, epsilon=config.norm_epsilon)
 
     def mix(
         self,

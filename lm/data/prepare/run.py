@@ -31,6 +31,15 @@ def run_prepare_share(config: PrepareConfig, path: str, share: Share, assemble: 
         prepare_share(config, path, share, only_assemble=assemble)
 
 
+def run_prepare_with_beam(config: PrepareConfig, path: str, flags: str) -> None:
+    """Makes the token store `path` with Apache Beam, whose runner gets `flags`. Raises the errors of `run_prepare` and
+    `prepare_with_beam`."""
+    from lm.data.prepare.beam import prepare_with_beam
+
+    with _explaining(path):
+        prepare_with_beam(config, path, flags)
+
+
 @contextlib.contextmanager
 def _explaining(path: str) -> Iterator[None]:
     """A block whose failures become one line with a remedy."""

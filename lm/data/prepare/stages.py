@@ -211,14 +211,13 @@ def train(
     beat: Callable[[], None] = lambda: None,
 ) -> None:
     """Makes the tokenizer in a worker process. It calls `beat` a few times per second."""
-    name = 'train' if 'train' in shards else next(iter(shards))
-    choice = config.tokenizer
+    sampled, choice = choose_sampled(shards), config.tokenizer
     if isinstance(choice, TokenizerConfig) and choice.model_path is None:
-        size = min(choice.sample_bytes, sum(shard.bytes for shard in shards[name]))
+        size = min(choice.sample_bytes, sum(shard.bytes for shard in sampled))
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
-        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {name}', highlight=False)
+        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
     start = printed = time.monotonic()
-    for _ in wait_for([pool.submit(train_tokenizer, job, choice, shards[name])]):
+    for _ in wait_for([pool.submit(train_tokenizer, job, choice, sampled)]):
         beat()
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
@@ -229,6 +228,11 @@ def train(
             'byte will not be exact',
             highlight=False,
         )
+
+
+def choose_sampled(shards: dict[str, list[Shard]]) -> list[Shard]:
+    """Returns the shards of the split that a tokenizer is trained on."""
+    return shards['train' if 'train' in shards else next(iter(shards))]
 
 
 def assemble(

@@ -16,6 +16,8 @@ UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Kinds of pieces that count here, as both GGUF and SentencePiece number them."""
 BYTE_LEVEL, SENTENCEPIECE = 'gpt2', 'llama'
 """Values of `tokenizer.ggml.model`."""
+SPACE = '\u2581'
+"""The character of a space in pieces of SentencePiece."""
 
 _DIGITS = {'type': 'Digits', 'individual_digits': True}
 _PLAIN = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': True}
@@ -122,6 +124,10 @@ def make_sentencepiece(metadata: Mapping[str, Any]) -> bytes:
     if scores is None:
         raise UnreadableTokenizerError('tokenizer.ggml.scores is missing')
     kinds = metadata.get('token_type', [1] * len(tokens))
+    # llama.cpp writes the spaces of user-defined pieces as they are. SentencePiece looks for pieces in escaped text.
+    tokens = [
+        token.replace(' ', SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
+    ]
     pieces = [
         _field(1, _field(1, token.encode()) + _field(2, float(score)) + _field(3, int(kind)))
         for token, score, kind in zip(tokens, scores, kinds, strict=True)

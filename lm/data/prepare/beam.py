@@ -1,0 +1,143 @@
+"""`lm prepare --engine beam`: Apache Beam makes the parts of lm.data.prepare.parts, one element per part.
+
+The pipeline has three barriers: the tokenizer, the shards of the source, the pieces of the store. Its elements are
+small; all data lie beside the store. So a runner may repeat any element, and may kill any worker.
+"""
+
+import functools
+import importlib.util
+import logging
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+
+from lm import errors
+from lm.config.configurable import check_kind
+from lm.data import store
+from lm.data.prepare import parts, stages
+from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.description import print_summary
+from lm.data.prepare.pieces import StorePiece, make_piece
+from lm.data.prepare.shards import Unit, tokenize, train_tokenizer
+from lm.errors import ConfigError, LmError, MissingPackageError
+
+_OURS = re.compile(r'lm\.errors\.(\w+): (.+)')
+_REMARK = re.compile(r' \[while running .*', re.DOTALL)
+
+
+def prepare_with_beam(
+    config: PrepareConfig, path: str, flags: str = '', console: Console | None = None
+) -> dict[str, Any]:
+    """Makes the token store `path` with a pipeline of Apache Beam. Returns the contents of dataset.json.
+
+    Args:
+        config: how the store is made.
+        path: the store, in a place that all workers see.
+        flags: options of Beam's runner, as on a command line; '': Beam's DirectRunner with worker processes.
+        console: where progress is printed.
+
+    Raises:
+        MissingPackageError: apache-beam is not installed.
+        LmError: the pipeline has failed; and the errors of `lm.data.prepare.parts.prepare_share`.
+    """
+    check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
+    if importlib.util.find_spec('apache_beam') is None:
+        raise MissingPackageError('--engine beam', 'apache-beam', 'beam')
+    console = console or Console(markup=False, emoji=False)
+    if (info := parts.find_finished(config, path, console)) is not None:
+        return info
+    work = parts.begin(config, path, 1, console)
+    stages.print_plan(config, work.units, len(work.units), console)
+    try:
+        _run(work, flags)
+    except Exception as error:
+        explained = _explain(error)
+        if isinstance(explained, ConfigError) and not work.job.has_tokenizer():
+            parts.delete_parts(path)  # such as too large a vocabulary: nothing is done that is worth keeping
+        raise explained from error
+    if (info := store.read_info(path)) is None:
+        raise LmError(f'{path}: the pipeline has ended and has not finished the store; run the same command again')
+    parts.delete_parts(path)  # such as what an element that was repeated late has left
+    print_summary(config, path, info, console)
+    return info
+
+
+def _run(work: parts.PartedPreparation, flags: str) -> None:
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    words = shlex.split(flags)
+    local: dict[str, Any] = {'direct_num_workers': stages.choose_processes(work.config, len(work.units))}
+    local |= {'direct_running_mode': 'multi_processing', 'default_sdk_harness_log_level': 'CRITICAL'}
+    options = PipelineOptions(words, **({} if words else local))
+    # It prints the traceback of an error several times; the error is raised as well.
+    logging.getLogger('apache_beam').setLevel(logging.CRITICAL)
+    path, wait, spread = work.path, beam.combiners.Count.Globally, beam.Reshuffle
+    # Functions travel to the workers with the pipeline. They hold the settings, and no list of shards.
+    begin = functools.partial(parts.PartedPreparation.begin, work.config, path, 1)
+    with beam.Pipeline(options=options) as pipeline:
+        tokenizer = pipeline | beam.Create([None]) | 'Tokenizer' >> beam.FlatMap(_guard, path, _train, begin)
+        units = tokenizer | wait() | 'Shards' >> beam.FlatMap(_guard, path, _list_units, begin) | spread()
+        made = units | 'Tokenise' >> beam.FlatMap(_guard, path, _tokenize, work.job)
+        pieces = made | 'Wait' >> wait() | 'Pieces' >> beam.FlatMap(_guard, path, _list_pieces, begin)
+        written = pieces | 'Spread' >> spread() | 'Write' >> beam.FlatMap(_guard, path, _write, work.folder, path)
+        written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, path, _finish, begin)
+
+
+def _guard(element: Any, path: str, function: Callable, *arguments: Any) -> Iterator[Any]:
+    """Yields what a function makes of an element. An error of a late repetition, after the store was finished, is none:
+    the parts are gone then."""
+    try:
+        yield from function(element, *arguments)
+    except Exception:
+        if store.read_info(path) is None:
+            raise
+
+
+def _train(_: None, begin: Callable[[], parts.PartedPreparation]) -> Iterator[None]:
+    work = begin()
+    if not work.job.has_tokenizer():
+        train_tokenizer(work.job, work.config.tokenizer, stages.choose_sampled(work.shards))
+    work.check_versions()
+    yield None
+
+
+def _list_units(_: int, begin: Callable[[], parts.PartedPreparation]) -> Iterator[Unit]:
+    yield from begin().units
+
+
+def _tokenize(unit: Unit, job: parts.Preparation) -> Iterator[None]:
+    tokenize(job, *unit)
+    yield None
+
+
+def _list_pieces(_: int, begin: Callable[[], parts.PartedPreparation]) -> Iterator[StorePiece]:
+    yield from begin().list_pieces()
+
+
+def _write(piece: StorePiece, folder: parts.SharedFolder, path: str) -> Iterator[None]:
+    make_piece(folder, path, piece)
+    yield None
+
+
+def _finish(_: int, begin: Callable[[], parts.PartedPreparation]) -> Iterator[None]:
+    work = begin()
+    work.finish(work.list_pieces())
+    yield None
+
+
+def _explain(error: Exception) -> Exception:
+    """Returns the error of this package that made a pipeline fail, or an LmError with Beam's first line."""
+    text = _REMARK.sub('', str(error))
+    if isinstance(error, LmError):
+        return type(error)(text)
+    if found := _OURS.findall(str(error)):
+        name, text = found[-1]
+        return getattr(errors, name, LmError)(_REMARK.sub('', text))
+    if isinstance(error, OSError | ValueError):  # of the storage: `run_prepare` explains them
+        return error
+    lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    return LmError(f'Beam: {lines[-1][:300]}; mend that and run the same command again: finished shards are kept')
