@@ -1,14 +1,15 @@
 """The data of a run that has a tokenizer and no tokens, such as an import."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from lm.data import tokenizers
 from lm.data.dataset import Store
 from lm.data.tokenizers import Tokenizer
-from lm.errors import MismatchError, UnnamedError
+from lm.errors import AbsentError, MismatchError, UnnamedError
 from lm.experiment import Experiment
-from lm.runs.info import read_raw
+from lm.runs.info import read_info, read_raw
 from lm.runs.run_dir import RunDir
 
 
@@ -41,7 +42,16 @@ def open_data(experiment: Experiment, directory: RunDir) -> Store | NoData:
     """
     data, info = experiment.data, read_raw(directory.info)
     if data.path or data.mixture or data.task or 'imported' not in info:
-        return data.open(experiment.train.context_length)
+        try:
+            return data.open(experiment.train.context_length)
+        except AbsentError as error:
+            folder = read_info(directory.info).get('folder')
+            if not isinstance(folder, str) or not data.path or not (path := Path(folder, data.path)).exists():
+                raise
+            raise AbsentError(
+                f'data.path = {data.path!r}: counts from {folder}, where the run was started; give this command there, '
+                f'or name the place: --set data.path={path}'
+            ) from error
     tokenizer = read_tokenizer(directory, info)
     if tokenizer is None:
         raise UnnamedError(

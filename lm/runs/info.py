@@ -7,6 +7,7 @@ before. Beyond MOST_STARTS the oldest starts after the first one are left out: a
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -166,7 +167,7 @@ def to_text(info: Mapping[str, Any]) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Returns versions, git commit, command and devices, for run.json."""
+    """Returns versions, git commit, command and its folder, and devices, for run.json."""
     versions: dict[str, str | None] = {'lm': lm.__version__, 'python': platform.python_version()}
     for package in PACKAGES:
         try:
@@ -175,6 +176,7 @@ def describe_machine() -> dict[str, Any]:
             versions[package] = None
     return {
         'command': shlex.join(sys.argv),
+        'folder': os.getcwd(),
         'versions': versions,
         'git_commit': git_commit(),
         'device_kind': jax.devices()[0].device_kind,

@@ -8,6 +8,7 @@ copy and its checksum, so no checksum can tell.
 import collections
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def _sum_devices(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, dict[in
     names = iter(arrays)
     for group in group_arrays(list(arrays.values())):
         shardings = [x.sharding for x in group if isinstance(x.sharding, NamedSharding)]  # all of them are
-        mesh = shardings[0].mesh
+        mesh = cast(Mesh, shardings[0].mesh)
         sums_DxN = np.asarray(_compile_sums(mesh, tuple(sharding.spec for sharding in shardings))(*group))
         for sums_D in sums_DxN.T.tolist():
             yield next(names), dict(zip((device.id for device in mesh.devices.ravel()), sums_D, strict=True))

@@ -15,7 +15,7 @@ from tiny import train_step
 from lm import cli
 from lm.commands.evaluate import check_together
 from lm.data.store import TokenStore
-from lm.errors import ConfigError
+from lm.errors import AbsentError, ConfigError
 from lm.evaluation.perplexity import summarize
 from lm.evaluation.windows import EvaluationWindows
 from lm.experiment import Experiment
@@ -31,6 +31,22 @@ def evaluate(run, *flags, devices=1) -> dict:
     done = tiny.lm('evaluate', '--run_dir', str(run), '--json', *flags, devices=devices)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_relative_path_counts_from_the_folder_where_the_run_was_started(reference_run, tmp_path, monkeypatch):
+    run = tmp_path / 'run'
+    shutil.copytree(reference_run[0], run)
+    info = json.loads((run / 'run.json').read_text())
+    assert info['starts'][0]['folder'] == str(tiny.ROOT)
+    (tmp_path / 'there' / 'store').mkdir(parents=True)
+    info['starts'][-1]['folder'] = str(tmp_path / 'there')
+    (run / 'run.json').write_text(json.dumps(info))
+    monkeypatch.chdir(run)
+    with pytest.raises(AbsentError) as error:
+        open_run(str(run), ["data.path = 'store'"])
+    assert f'--set data.path={tmp_path}/there/store' in str(error.value)
+    with pytest.raises(AbsentError, match='from the current folder'):
+        open_run(str(run), ["data.path = 'nowhere'"])
 
 
 def test_a_text_without_words_has_no_figures_per_word_and_byte():

@@ -93,6 +93,22 @@ def wrong_link(group: int):
         yield
 
 
+@contextlib.contextmanager
+def wrong_gather(group: int):
+    """Programs that are traced inside gather matrices inside a group (mesh.fsdp), one of them with a wrong bit."""
+    plain = lm.model.dense.gather_matrix
+
+    def gather(part, axis):
+        matrix = plain(part, axis)
+        if DATA_AXES[0] not in jax.sharding.get_abstract_mesh().manual_axes:
+            return matrix
+        return flip(matrix, jax.lax.axis_index(DATA_AXES[0]) == group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm.model.dense, 'gather_matrix', gather)
+        yield
+
+
 def damage(x: jax.Array, device: int) -> jax.Array:
     """Returns x with BIT of one number flipped in the copy of one device."""
     shards = []

@@ -14,6 +14,7 @@ class StartInfo(TypedDict):
     when: str  #: ISO 8601
     first_step: int  #: step that the start goes on from
     command: NotRequired[str]  #: command line
+    folder: NotRequired[str]  #: folder that it was given in, from which relative paths count
     versions: NotRequired[dict[str, str | None]]  #: package → version
     git_commit: NotRequired[str | None]  #: commit of the code; `-dirty` with local changes
     device_kind: NotRequired[str]  #: name of the devices
@@ -239,7 +240,7 @@ class SweepRow(TypedDict):
     point: str  #: its name, and the name of its run directory
     settings: dict[str, str]  #: binding → value on the axes of the sweep
     run_dir: str  #: its run directory
-    status: str  #: `waiting`, `interrupted`, `done` or `failed`
+    status: str  #: `waiting`, `interrupted`, `done`, `failed` or, in a search, `pruned`
     step: int  #: newest step that was logged
     steps: int  #: steps of the whole run
     split: str | None  #: split of the newest evaluation
@@ -253,8 +254,21 @@ class SweepRow(TypedDict):
     error: str | None  #: what the last attempt failed with
 
 
+class SearchFacts(TypedDict):
+    """How the points of a search were drawn."""
+
+    sampler: str  #: `tpe` or `random`
+    seed: int  #: of the draws
+    trials: int  #: how many
+    parallel: int  #: trials at a time
+    prune: bool  #: whether Hyperband ends trials early
+    space: dict[str, str]  #: binding → distribution
+    importance: dict[str, float]  #: binding → share of the differences between losses; empty for few trials
+
+
 class SweepTable(TypedDict):
     """All points of a sweep."""
 
     kind: str  #: `sweep`
+    search: NotRequired[SearchFacts]  #: how the points were drawn; a grid has none
     points: list[SweepRow]  #: a row per point
