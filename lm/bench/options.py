@@ -109,6 +109,13 @@ class DataOptions(BenchOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ChipOptions(ModelOptions):
+    """The options of `bench_chips`."""
+
+    minutes: float = option('how long; half of it for the training step; default: 10', 'X', 10.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(ModelOptions):
     """The options of `bench_checkpoint`."""
 

@@ -10,6 +10,7 @@ from lm.bench.options import (
     AttentionOptions,
     BenchOptions,
     CheckpointOptions,
+    ChipOptions,
     ComparedOptions,
     DataOptions,
     KernelOptions,
@@ -101,6 +102,12 @@ def _call_precision(arguments: argparse.Namespace, options: ComparedOptions) -> 
     return functools.partial(bench_precision, options, job_address(arguments))
 
 
+def _call_chips(arguments: argparse.Namespace, options: ChipOptions) -> Call:
+    from lm.bench.chips import bench_chips
+
+    return functools.partial(bench_chips, options, job_address(arguments))
+
+
 def _call_kernels(arguments: argparse.Namespace, options: KernelOptions) -> Call:
     from lm.bench.kernels import bench_kernels
 
@@ -143,6 +150,13 @@ PARTS = {
         'lm bench precision --mechanisms softmax,configs/attention/polysketch.gin',
         ComparedOptions,
         _call_precision,
+        has_job=True,
+    ),
+    'chips': BenchPart(
+        'a burn-in that looks for chips that compute wrongly: their units, memory and links, and the training step',
+        'lm bench chips --minutes 30 --gin_file configs/models/small.gin',
+        ChipOptions,
+        _call_chips,
         has_job=True,
     ),
     'kernels': BenchPart(

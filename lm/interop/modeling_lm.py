@@ -1,21 +1,23 @@
 """The model of `lm` in PyTorch, for `transformers`: AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True).
 
 `lm export --format huggingface` writes it beside config.json and model.safetensors; it needs only torch and
-transformers. It is for comparing, evaluating and continuing texts of moderate length, whose attention weights fit into
+transformers. It is for comparing, evaluating and continuing texts. The attention weights of a prompt are all in
 memory. Use `lm` itself for training and for long contexts.
 
 B batch, L length, D model width, N heads, C head size.
 """
 
+import dataclasses
 import math
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
 from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, gelu, rms_norm
+from lm.interop.formulas.tokens import LayerTokens
 
 
 class LmConfig(PretrainedConfig):
@@ -60,31 +62,59 @@ class LmConfig(PretrainedConfig):
         super().__init__(**(others | {'tie_word_embeddings': False}))  # `tied` replaces it: there is no second matrix
 
 
-def angles(length, width, base, device):
-    """Returns position times frequency, [L, width/2]."""
-    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    return torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+class LmCache:
+    """The arrays that layers keep of the tokens that were read: `layers` has a dict for each."""
+
+    is_compileable = False
+
+    def __init__(self, n_layers):
+        self.layers = [{} for _ in range(n_layers)]
+        self.is_linear = [True] * n_layers  # transformers cuts no inputs then; `prepare_inputs_for_generation` does
+        self.length, self.counts_Bx1 = 0, 0
+        """The tokens that were read of a row, and how many of each row are no padding."""
+
+    def get_seq_length(self, *_):
+        return self.length
+
+    def reorder_cache(self, rows):
+        """Takes other rows of the batch, as beam search asks."""
+        self.layers = [{name: x.index_select(0, rows) for name, x in layer.items()} for layer in self.layers]
+        self.counts_Bx1 = self.counts_Bx1.index_select(0, rows)
 
 
-def rotate(x_BxLxNxC, rotary):
+@dataclasses.dataclass
+class LmOutput(ModelOutput):
+    """The results of the model."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    cache: LmCache | None = None
+
+
+def angles(positions_BxL, width, base):
+    """Returns position times frequency, [B, L, width/2]."""
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions_BxL.device) / width)
+    return positions_BxL.float()[..., None] * frequencies
+
+
+def rotate(x_BxLxNxC, rotary, positions_BxL):
     """Applies rotary positions to the pairs (c, c + C/2); without them it changes nothing."""
     if rotary is None:
         return x_BxLxNxC
-    length, width, device = x_BxLxNxC.shape[1], x_BxLxNxC.shape[3], x_BxLxNxC.device
-    angle = angles(length, width, rotary['base'], device)
+    angle = angles(positions_BxL, x_BxLxNxC.shape[3], rotary['base'])
     if rotary['frequencies'] is not None:
-        positions = torch.arange(length, dtype=torch.float32, device=device)[:, None]
-        angle = positions * torch.tensor(rotary['frequencies'], device=device)
+        angle = positions_BxL.float()[..., None] * torch.tensor(rotary['frequencies'], device=x_BxLxNxC.device)
     a, b = x_BxLxNxC.float().chunk(2, dim=-1)
-    cos, sin = rotary['amplitude'] * angle.cos()[:, None], rotary['amplitude'] * angle.sin()[:, None]
+    cos, sin = (rotary['amplitude'] * x[:, :, None] for x in (angle.cos(), angle.sin()))
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BxLxNxC.dtype)
 
 
-def offset(k_BxLxKxC, share):
+def offset(k_BxLxKxC, share, tokens):
     """Takes the last channels of each half of a key from the token before."""
-    half = k_BxLxKxC.shape[-1] // 2
+    half, length = k_BxLxKxC.shape[-1] // 2, k_BxLxKxC.shape[1]
     chosen = torch.arange(2 * half, device=k_BxLxKxC.device) % half >= half - round(half * share)
-    return torch.where(chosen, F.pad(k_BxLxKxC, (0, 0, 0, 0, 1, 0))[:, :-1], k_BxLxKxC)
+    joined = F.pad(tokens.join('key', tokens.clear(k_BxLxKxC), 1), (0, 0, 0, 0, 1, 0))
+    return torch.where(chosen, joined[:, -length - 1 : -1], k_BxLxKxC)
 
 
 class Convolution(nn.Module):
@@ -94,14 +124,26 @@ class Convolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, width))
 
-    def forward(self, x_BxLxN):
+    def forward(self, x_BxLxN, tokens):
         length, width = x_BxLxN.shape[1], self.weight.shape[1]
-        padded = F.pad(x_BxLxN, (0, 0, width - 1, 0))
+        joined = tokens.join('convolution', tokens.clear(x_BxLxN), width - 1)
+        padded = F.pad(joined, (0, 0, width - 1, 0))[:, -length - width + 1 :]
         return F.silu(sum(self.weight[:, s] * padded[:, width - 1 - s :][:, :length] for s in range(width)))
 
 
 ACTIVATIONS = {'gelu': gelu, 'silu': F.silu}
 GATES = {'silu': F.silu, 'sigmoid': torch.sigmoid}
+
+
+class LowRankLinear(nn.Module):
+    """A product whose matrix is the product of two."""
+
+    def __init__(self, inputs, rank, width, bias):
+        super().__init__()
+        self.down, self.up = nn.Linear(inputs, rank, bias=bias), nn.Linear(rank, width, bias=bias)
+
+    def forward(self, x):
+        return self.up(self.down(x))
 
 
 class LmBlock(nn.Module):
@@ -133,21 +175,25 @@ class LmBlock(nn.Module):
         channels, biased = sum(self.sizes), config.biases or config.qkv_biases
         self.qkv = nn.Linear(config.hidden_size, channels, bias=biased)
         width = layer['convolution']
-        self.convolution = Convolution(channels, width) if width else nn.Identity()
+        self.convolution = Convolution(channels, width) if width else None
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
         widths = [width for _, width in layer['inputs']]
         self.mechanism_in = nn.Linear(config.hidden_size, sum(widths), bias=config.biases) if widths else None
         self.output_norm = rms_norm(layer['value_dim'], config.norm_epsilon) if layer['output_norm'] else nn.Identity()
         gate = layer['output_gate']
-        self.output_gate = nn.Linear(gate['inputs'], heads * layer['value_dim'], bias=config.biases) if gate else None
+        self.output_gate = None
+        if gate:
+            inputs, rank, width = gate['inputs'], gate['rank'], heads * layer['value_dim']
+            whole = nn.Linear(inputs, width, bias=config.biases) if rank is None else None
+            self.output_gate = whole or LowRankLinear(inputs, rank, width, config.biases)
         self.attention_out = nn.Linear(heads * layer['value_dim'], config.hidden_size, bias=config.biases)
         n_hidden = (1 + config.gated) * config.intermediate_size
         self.glu_in = nn.Linear(config.hidden_size, n_hidden, bias=config.biases)
         self.glu_out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.biases)
 
-    def forward(self, x_BxLxD):
+    def forward(self, x_BxLxD, tokens):
         normed_BxLxD = self.attention_norm(x_BxLxD)
-        x_BxLxD = x_BxLxD + self.attention_out_norm(self.attention_out(self.attend(normed_BxLxD)))
+        x_BxLxD = x_BxLxD + self.attention_out_norm(self.attention_out(self.attend(normed_BxLxD, tokens)))
         hidden = self.glu_in(self.glu_norm(x_BxLxD))
         if self.gated:
             value, gate = hidden.chunk(2, dim=-1)
@@ -156,16 +202,18 @@ class LmBlock(nn.Module):
             hidden = self.activation(hidden)
         return x_BxLxD + self.glu_out_norm(self.glu_out(hidden))
 
-    def attend(self, normed_BxLxD):
+    def attend(self, normed_BxLxD, tokens):
         """Returns what the mechanism gives, times the output gate, [B, L, H·V]."""
         layer = self.layer
         size = layer['head_dim']
-        qkv = self.convolution(self.qkv(normed_BxLxD)).split(self.sizes, dim=-1)
+        qkv = self.qkv(normed_BxLxD)
+        qkv = (qkv if self.convolution is None else self.convolution(qkv, tokens)).split(self.sizes, dim=-1)
         q, k, v = (x.unflatten(-1, (-1, n)) for x, n in zip(qkv, (size, size, layer['value_dim']), strict=True))
         if self.layer['key_offset']:
-            k = offset(k, self.layer['key_offset'])
+            k = offset(k, self.layer['key_offset'], tokens)
         q, k = (
-            rotate(self.normalize(norm, x), self.layer['rotary']) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            rotate(self.normalize(norm, x), self.layer['rotary'], tokens.positions_BxL)
+            for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
         q = q.repeat_interleave(layer['num_attention_heads'] // q.shape[2], dim=2)
         k = k.repeat_interleave(layer['num_key_value_heads'] // k.shape[2], dim=2)
@@ -173,7 +221,7 @@ class LmBlock(nn.Module):
         if self.mechanism_in is not None:
             names, widths = zip(*self.layer['inputs'], strict=True)
             inputs = dict(zip(names, self.mechanism_in(normed_BxLxD).split(widths, dim=-1), strict=True))
-        y_BxLxN = self.output_norm(self.attention(q, k, v, **inputs)).flatten(-2)
+        y_BxLxN = self.output_norm(self.attention(q, k, v, tokens, **inputs)).flatten(-2)
         if self.output_gate is None:
             return y_BxLxN
         gate = self.layer['output_gate']
@@ -188,12 +236,12 @@ class LmBlock(nn.Module):
 class LmForCausalLM(PreTrainedModel, GenerationMixin):
     """Computes logits [B, L, V] of tokens [B, L].
 
-    Batches are not padded: there is no attention mask. Generation computes the whole sequence again per token.
+    Rows may be padded on the left, where `attention_mask` is 0. With `use_cache` the output has a cache, and the next
+    call takes only the tokens after it. The cache of linear mechanisms has a constant size.
     """
 
     config_class = LmConfig
     base_model_prefix = ''
-    _supports_cache_class = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -213,28 +261,35 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value):
         self.embedding = value
 
-    def prepare_inputs_for_generation(self, input_ids, **_):
-        return {'input_ids': input_ids}
+    def _prepare_cache_for_generation(self, *_, **__):
+        """Prepares nothing: the first call makes the cache."""
 
-    def forward(self, input_ids, attention_mask=None, labels=None, use_cache=None, return_dict=True, **_):
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError('attention_mask: this model has none; give rows of one length, without padding')
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *arguments, **options):
+        updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *arguments, **options)
+        return updated | ({} if outputs.cache is None else {'cache': outputs.cache})
+
+    def prepare_inputs_for_generation(self, input_ids, cache=None, attention_mask=None, use_cache=None, **_):
+        start = 0 if cache is None else cache.length
+        return {
+            'input_ids': input_ids[:, start:], 'cache': cache, 'attention_mask': attention_mask, 'use_cache': use_cache
+        }  # fmt: skip
+
+    def forward(self, input_ids, attention_mask=None, labels=None, use_cache=False, cache=None, return_dict=True, **_):
+        causal = all(layer.attention.causal for layer in self.layers)
+        if cache is None and use_cache and causal:
+            cache = LmCache(len(self.layers))
+        mask_BxL, positions_BxL = self.read(input_ids, attention_mask, cache)
         width = self.config.hidden_size
         x_BxLxD = self.embedding(input_ids)
         if self.positions is not None:
-            if input_ids.shape[1] > self.config.learned_positions:
-                raise ValueError(
-                    f'input_ids: {input_ids.shape[1]} tokens per row, and the model has learned_positions = '
-                    f'{self.config.learned_positions}; give shorter rows'
-                )
-            x_BxLxD = x_BxLxD + self.positions.weight[: input_ids.shape[1]]
+            x_BxLxD = x_BxLxD + self.positions(positions_BxL)
         scale = self.config.embedding_scale
         x_BxLxD = x_BxLxD * (math.sqrt(width) if scale is None else scale)
         if self.config.sinusoids:
-            angle = angles(input_ids.shape[1], width, 10_000.0, x_BxLxD.device)
+            angle = angles(positions_BxL, width, 10_000.0)
             x_BxLxD = x_BxLxD + torch.cat([angle.sin(), angle.cos()], dim=-1).to(x_BxLxD.dtype)
-        for layer in self.layers:
-            x_BxLxD = layer(x_BxLxD)
+        for i, layer in enumerate(self.layers):
+            x_BxLxD = layer(x_BxLxD, LayerTokens(mask_BxL, positions_BxL, None if cache is None else cache.layers[i]))
         x_BxLxD = self.final_norm(x_BxLxD)
         logits = F.linear(x_BxLxD, self.embedding.weight) if self.head is None else self.head(x_BxLxD)
         if (cap := self.config.logit_cap) is not None:
@@ -242,4 +297,21 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:  # shifted here, as in transformers' models
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-        return CausalLMOutput(loss=loss, logits=logits) if return_dict else (logits,)
+        return LmOutput(loss=loss, logits=logits, cache=cache) if return_dict else (logits,)
+
+    def read(self, input_ids, attention_mask, cache):
+        """Returns mask and positions of tokens, and counts them in the cache."""
+        mask_BxL = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            if bool((attention_mask[:, :-1] > attention_mask[:, 1:]).any()):
+                raise ValueError('attention_mask: a row has padding behind its text; pad on the left')
+            mask_BxL = attention_mask[:, -input_ids.shape[1] :].bool()
+        counts_BxL = mask_BxL.cumsum(1) + (0 if cache is None else cache.counts_Bx1)
+        rows, most = self.config.learned_positions, input_ids.shape[1] + (0 if cache is None else cache.length)
+        if rows and most > rows:
+            raise ValueError(
+                f'input_ids: {most} tokens per row, and the model has learned_positions = {rows}; give shorter rows'
+            )
+        if cache is not None:
+            cache.length, cache.counts_Bx1 = most, counts_BxL[:, -1:]
+        return mask_BxL, (counts_BxL - 1).clamp(min=0)

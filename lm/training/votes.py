@@ -24,15 +24,14 @@ def find_minority(votes: Iterable[tuple[int, Hashable]]) -> tuple[frozenset[int]
     Args:
         votes: (holder, value); a holder may vote several times, and is wrong once it differs.
 
-    If two values are equally frequent nobody can tell which is right, and all holders are returned. A single holder is
-    wrong in any case.
+    If two values are equally frequent nobody can tell which is right, and all holders are returned. A single holder
+    that differs from itself is wrong in any case.
     """
     votes = list(votes)
-    if len(holders := frozenset(holder for holder, _ in votes)) == 1:
-        return holders, True
+    holders = frozenset(holder for holder, _ in votes)
     counts = collections.Counter(value for _, value in votes).most_common(2)
-    if len(counts) > 1 and counts[0][1] == counts[1][1]:
-        return holders, False
+    if len(counts) > 1 and (len(holders) == 1 or counts[0][1] == counts[1][1]):
+        return holders, len(holders) == 1
     return frozenset(holder for holder, value in votes if value != counts[0][0]), True
 
 

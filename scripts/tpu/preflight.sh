@@ -7,19 +7,29 @@
 #   scripts/tpu/preflight.sh --precision --mechanisms configs/attention/polysketch.gin
 #                                              then compares the kernels with XLA alone on a chip of each worker; later
 #                                              arguments go to `lm bench precision`
+#   scripts/tpu/preflight.sh --burn-in 30 --gin_file configs/models/small.gin
+#                                              compares the kernels as --precision does, then looks for 30 minutes for chips
+#                                              that compute wrongly; later arguments are the configuration of the run
 #   DRY_RUN=1 scripts/tpu/preflight.sh         prints the command
 #
 # The bucket is the bucket of RUN_DIR, and the token store is DATA_PATH. Exit codes: 0 all is well, 44 the tokenizer does
-# not match the data, 1 anything else. Each failure is one line with its remedy.
+# not match the data, 45 a chip computes wrongly, 1 anything else. Each failure is one line with its remedy.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 fix=()
 precision=()
+chips=()
 while [ $# -gt 0 ]; do
   case $1 in
     --fix) fix=(--fix) ;;
     --precision)
       precision=(.venv/bin/lm bench precision "${@:2}")
+      break
+      ;;
+    --burn-in)
+      [ $# -ge 2 ] || fail '--burn-in: give the minutes, such as --burn-in 30'
+      precision=(.venv/bin/lm bench precision "${@:3}")
+      chips=(.venv/bin/lm bench chips --minutes "${@:2}")
       break
       ;;
     *) fail "$1: unknown argument; see $SCRIPT --help" ;;
@@ -32,3 +42,4 @@ if [ -n "$RUN_DIR" ]; then check+=(--writable "${RUN_DIR%/*}"); fi
 if [ -n "$DATA_PATH" ]; then check+=(--data "$DATA_PATH"); fi
 on_workers all "cd lm && $(quote_all "${check[@]}" ${fix[@]+"${fix[@]}"})"
 if [ ${#precision[@]} -gt 0 ]; then on_workers all "cd lm && $(quote_all "${precision[@]}")"; fi
+if [ ${#chips[@]} -gt 0 ]; then on_workers all "cd lm && $(quote_all "${chips[@]}")"; fi

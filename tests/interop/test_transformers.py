@@ -21,8 +21,10 @@ from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
+from lm.inference.generation import Sampling, generate_tokens
 from lm.interop.formats import FORMATS
 from lm.interop.native import NativeFormat
+from lm.model.functions import ModelFunctions
 
 pytestmark = pytest.mark.interop
 torch = pytest.importorskip('torch', reason='needs PyTorch: scripts/test.sh -m interop')
@@ -40,7 +42,8 @@ MORE = {
     'wide values': (
         Delta(gate='channel', n_heads=2, n_kv_heads=2, n_value_heads=4, value_dim=12, convolution=3),
         Softmax(n_heads=2, n_kv_heads=1, n_value_heads=4, value_dim=6, qk_norm=True, output_norm=True),
-        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate='silu'),
+        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate='silu',
+                    output_gate_rank=3),
         Retention(value_dim=4, key_offset=0.5),
     ),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),
@@ -106,6 +109,88 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
         written = model.generate(torch.tensor(tokens[:, :8]), max_new_tokens=4, do_sample=False)
         first = shapes.our_logits(config, weights, tokens[:, :8])[:, -1].argmax(-1)
         np.testing.assert_array_equal(written[:, 8].numpy(), first)
+
+
+def load_export(form, tmp_path, **changes):
+    """Returns the model of `transformers` from an export with random weights."""
+    config = shapes.experiment(FORMS[form], **changes)
+    FORMATS['huggingface'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+
+
+OPTIONS = {'delta gate': shapes.BLOCK, 'polysketch gate': shapes.HEADS, 'softmax': shapes.GPT2}
+CUTS = [9, 1, 1, 6, 7]
+"""Tokens per call: a prompt, single tokens, and pieces longer than a window or a block."""
+CAUSAL = [form for form in FORMS if form != 'performer both ways']
+BITS = {'llops signed': 1e-2, 'performer gelu': 1e-1, 'performer trigonometric': 1e-2, 'performer random_phases': 1e-2}
+
+
+@pytest.mark.parametrize('form', CAUSAL)
+def test_a_cache_and_padding_on_the_left_change_nothing(form, tmp_path, tokens):
+    model, tokens = load_export(form, tmp_path, **OPTIONS.get(form, {})), torch.tensor(tokens)
+    padding = 7
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
+    with torch.no_grad():
+        whole = model(tokens).logits
+        cache, parts, sizes = None, [], []
+        for piece in tokens.split(CUTS, dim=1):
+            result = model(piece, use_cache=True, cache=cache)
+            cache = result.cache
+            parts.append(result.logits)
+            sizes.append(sum(x.numel() for layer in cache.layers for x in layer.values()))
+        check_equal(whole.numpy(), torch.cat(parts, dim=1).numpy(), BITS.get(form, 2e-5))
+        shifted = torch.cat([tokens[1, :padding], tokens[1, :-padding]])  # what stands in the padding does not count
+        batch, cache, parts = torch.stack([tokens[0], shifted]), None, []
+        for piece, end in zip(batch.split(CUTS, dim=1), np.cumsum(CUTS), strict=True):
+            result = model(piece, attention_mask=mask[:, :end], use_cache=True, cache=cache)
+            cache = result.cache
+            parts.append(result.logits)
+        found = torch.cat(parts, dim=1)
+        check_equal(whole[0].numpy(), found[0].numpy(), BITS.get(form, 2e-5))
+        check_equal(whole[1, :-padding].numpy(), found[1, padding:].numpy(), BITS.get(form, 2e-5))
+        check_equal(model(batch, attention_mask=mask).logits[1, padding:].numpy(), found[1, padding:].numpy(),
+                    BITS.get(form, 2e-5))  # fmt: skip
+    grows = any(keeps_all_keys(one) for one in (FORMS[form] if isinstance(FORMS[form], tuple) else (FORMS[form],)))
+    assert (sizes[-1] > sizes[-2]) == grows
+
+
+def keeps_all_keys(mechanism) -> bool:
+    """Tells whether the cache of a mechanism grows with the text; others keep sums, and keys of a window or block."""
+    kind = mechanism.gin_name
+    if kind == 'softmax':
+        return mechanism.window is None
+    return kind in ('polynomial', 'hybrid') or (kind == 'gated_linear' and mechanism.degree > 1)
+
+
+WRITING = ('softmax', 'softmax window', 'retention', 'delta gate', 'polysketch learned local', 'hybrid', 'based')
+
+
+@pytest.mark.parametrize('form', WRITING)
+def test_generate_of_transformers_writes_what_lm_generate_writes(form, tmp_path, tokens):
+    """Prompts of two lengths share a batch: here one by one where the shorter one ends, there padded on the left."""
+    config = shapes.experiment(FORMS[form])
+    weights = shapes.random_weights(config)
+    FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    prompts = [tokens[0, :12], tokens[1, :7]]
+    ours = ModelFunctions(config.model, 'float32').merge(weights)
+    made = np.concatenate(list(generate_tokens(ours, prompts, 10, Sampling(0.0), 0)), axis=1)
+    expected = [row[len(prompt) - 1 :][:10].tolist() for row, prompt in zip(made, prompts, strict=True)]
+    batch, mask = np.zeros((2, 12), int), np.zeros((2, 12), int)
+    for i, prompt in enumerate(prompts):
+        batch[i, 12 - len(prompt) :], mask[i, 12 - len(prompt) :] = prompt, 1
+    given = {'attention_mask': torch.tensor(mask), 'max_new_tokens': 10}
+    for options in ({}, {'use_cache': False}):
+        written = model.generate(torch.tensor(batch), **given, do_sample=False, **options)
+        assert written[:, 12:].tolist() == expected
+    beams = [
+        model.generate(torch.tensor(batch), **given, num_beams=3, do_sample=False, use_cache=cached).tolist()
+        for cached in (True, False)
+    ]
+    assert beams[0] == beams[1]
+    with pytest.raises(ValueError, match='has padding behind its text; pad on the left'):
+        model(torch.tensor(batch), attention_mask=torch.tensor(mask[:, ::-1].copy()))
 
 
 @pytest.mark.parametrize('form', sorted(FORMS.keys() - SIGNED.keys()))

@@ -62,6 +62,7 @@ DRY_RUNS = {
     'logs_fetch': (['logs.sh', '--fetch', 'logs of today'], {}),
     'preflight': (['preflight.sh', '--fix'], {}),
     'preflight_precision': (['preflight.sh', '--precision', '--gin_param', "model.dtype = 'bfloat16'"], {}),
+    'preflight_burn_in': (['preflight.sh', '--burn-in', '30', '--gin_file', 'configs/models/small.gin'], {}),
     'supervise': (['supervise.sh', *TRAIN], {}),
     'sweep': (['sweep.sh', '2', 'lm', 'sweep', '--sweep_file', 'my sweep.gin', '--run_dir', 'gs://b/s'], {}),
     'delete': (['delete.sh'], {}),

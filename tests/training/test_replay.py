@@ -91,6 +91,7 @@ def test_votes():
     assert find_minority([(0, 'a'), (1, 'b'), (0, 'a'), (1, 'c')]) == ({1}, True)
     assert find_minority([(0, 'a'), (0, 'b')]) == ({0}, True)
     assert find_minority([(0, 'a'), (1, 'a')]) == (set(), True)
+    assert find_minority([(0, 'a'), (0, 'a')]) == (set(), True)
 
 
 def test_the_plan_says_what_replays_see():

@@ -30,12 +30,14 @@ class DeltaFormula(Mechanism, name='delta'):
             self.gate = ChannelStepFactor(kv_heads, size) if gate == 'channel' else StepFactor(kv_heads)
         self.out_norm = nn.RMSNorm(value_size, eps=norm_epsilon)
 
-    def mixed(self, q, k, v, beta_BxLxK, gate_BxLxN=None):
+    def mixed(self, q, k, v, tokens, beta_BxLxK, gate_BxLxN=None):
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        beta_BxLxK, groups = self.largest * torch.sigmoid(beta_BxLxK), q.shape[2] // k.shape[2]
+        beta_BxLxK, groups = self.largest * tokens.clear(torch.sigmoid(beta_BxLxK)), q.shape[2] // k.shape[2]
         decay = torch.ones_like(beta_BxLxK) if self.gate is None else self.gate.log_decay(gate_BxLxN).exp()
         decay = decay[..., None] if decay.ndim == 3 else decay  # one factor for all channels
         state = q.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1])
+        if tokens.memory is not None:
+            state = tokens.memory.get('state', state)
         parts = []
         for i in range(q.shape[1]):
             state = state * decay[:, i][..., None]
@@ -43,4 +45,6 @@ class DeltaFormula(Mechanism, name='delta'):
             state = state + k[:, i][..., :, None] * new[..., None, :]
             read = torch.einsum('bhed,bhe->bhd', state.repeat_interleave(groups, dim=1), q[:, i])
             parts.append(read * q.shape[-1] ** -0.5)
+        if tokens.memory is not None:
+            tokens.memory['state'] = state
         return self.out_norm(torch.stack(parts, dim=1))

@@ -2,7 +2,8 @@
 
 import torch
 
-from lm.interop.formulas.base import Mechanism, distances, scores
+from lm.interop.formulas.base import Mechanism, scores
+from lm.interop.formulas.tokens import distances
 
 
 class HybridFormula(Mechanism, name='hybrid'):
@@ -16,7 +17,7 @@ class HybridFormula(Mechanism, name='hybrid'):
         self.window, self.coefficients, self.parts, self.scale = window, coefficients, parts, scale or size**-0.5
 
     def weights(self, q, k):
-        distance = distances(k.shape[1], k.device)
+        distance = distances(q, k)
         recent = (distance >= 0) & (distance < self.window)
         far = torch.ones((), device=q.device)
         for a, b in zip(q.chunk(self.parts, dim=-1), k.chunk(self.parts, dim=-1), strict=True):

@@ -4,11 +4,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import NormedMechanism, scores
+from lm.interop.formulas.base import NormedMechanism
 
 
 class LlopsFormula(NormedMechanism, name='llops'):
     """Weights ⟨φ_Q(q), φ_K(k)⟩; φ is a sum of products of learned projections, squared if `nonnegative`."""
+
+    reach, folds = 0, True
 
     def __init__(
         self, heads, kv_heads, size, *, degree, n_features, rank, nonnegative, affine, layer_norm, renormalize,
@@ -23,11 +25,11 @@ class LlopsFormula(NormedMechanism, name='llops'):
         if layer_norm:
             self.make_norms(size)
 
-    def weights(self, q, k):
+    def features(self, q, k):
         q, k = self.normalize(q, k) if self.normed else (q, k)
-        return scores(self.features(q, self.q_factors), self.features(k, self.k_factors))
+        return self.multiply(q, self.q_factors), self.multiply(k, self.k_factors)
 
-    def features(self, x, factors):
+    def multiply(self, x, factors):
         x = F.pad(x, (0, 1), value=1.0) if self.affine else x
         products = torch.einsum('blnd,ftdm->ftblnm', x, factors).prod(dim=0).sum(dim=0)
         return products**2 if self.nonnegative else products

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import Mechanism, gelu, scores
+from lm.interop.formulas.base import Mechanism, gelu
 
 LIMIT = 35.0
 """The largest exponent of random features that are not rescaled."""
@@ -30,6 +30,8 @@ SIGNED = {'trigonometric', 'random_phases', 'gelu', 'cos', 'tanh', 'identity'}
 class PerformerFormula(Mechanism, name='performer'):
     """Weights ⟨φ(q), φ(k)⟩ with random features φ."""
 
+    reach, folds = 0, True
+
     def __init__(
         self, heads, kv_heads, size, *, features, n_features, renormalize, causal, scale, stabilizer, kernel_epsilon,
         projection=None, redraw_every=None, block=None,
@@ -42,10 +44,10 @@ class PerformerFormula(Mechanism, name='performer'):
         self.projection = nn.Parameter(torch.zeros(rows, size), requires_grad=False)
         self.phases = nn.Parameter(torch.zeros(rows), requires_grad=False) if features == 'random_phases' else None
 
-    def weights(self, q, k):
-        return scores(self.features(q, self.divides), self.features(k, False))
+    def features(self, q, k):
+        return self.map(q, self.divides), self.map(k, False)
 
-    def features(self, x, rescale):
+    def map(self, x, rescale):
         wx = math.sqrt(self.scale) * x @ self.projection.T
         wx = wx if self.phases is None else wx + self.phases
         half = self.scale / 2 * (x**2).sum(-1, keepdim=True)

@@ -117,6 +117,7 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
         super().__init__()
         self.make_norms(size)
         self.make_gate(gate, kv_heads)
+        self.reach, self.folds = block - 1 if local else 0, True
         self.degree, self.block, self.scale = degree, block if local else None, score_scale(degree, size)
         self.bias = denominator_bias * self.scale**degree
         self.n = kv_heads if per_head else 1
@@ -138,19 +139,27 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
 
     def factor(self):
         """Returns the factor of far weights, which one number or each head has."""
-        if hasattr(self, 'log_far_factor'):
-            return self.log_far_factor.exp()[:, None, None]
-        return self.far_factor
+        return self.log_far_factor.exp()[:, None] if hasattr(self, 'log_far_factor') else self.far_factor
 
-    def features(self, x_BxLxHxC):
+    def map(self, x_BxLxHxC):
         grouped = x_BxLxHxC.reshape(*x_BxLxHxC.shape[:2], self.n, -1, x_BxLxHxC.shape[-1])
         return self.sketch(grouped).reshape(*x_BxLxHxC.shape[:3], -1)
 
-    def weights(self, q, k):
+    def sketches(self, q, k):
+        """Returns sketches, whose squared products are the weights of far keys."""
         part = self.scale ** (self.degree // 4)  # sketches are multiplied up to the scores' power degree / 2
-        far = self.factor() * scores(*(part * self.features(x) for x in self.far_inputs(q, k))) ** 2
-        q, k = self.normalize(q, k)
-        if self.block is None:
-            return far
-        block = torch.arange(k.shape[1], device=k.device) // self.block
-        return torch.where(block[:, None] == block, (self.scale * scores(q, k)) ** self.degree, far)
+        return (part * self.map(x) for x in self.far_inputs(q, k))
+
+    def features(self, q, k):
+        q, k = ((x[..., :, None] * x[..., None, :]).flatten(-2) for x in self.sketches(q, k))
+        return self.factor() * q, k
+
+    def decayed(self, q, k, log_decay, seen):
+        far = scores(*self.sketches(q, k)) ** 2
+        w = far * (self.factor()[..., None] if hasattr(self, 'log_far_factor') else self.far_factor)
+        if self.block is not None:
+            q, k = self.normalize(q, k)
+            block = torch.div(seen.positions_BxM, self.block, rounding_mode='floor')
+            near = block[:, None, -q.shape[1] :, None] == block[:, None, None]
+            w = torch.where(near, (self.scale * scores(q, k)) ** self.degree, w)
+        return w if log_decay is None else w * log_decay.exp()

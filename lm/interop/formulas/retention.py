@@ -1,25 +1,29 @@
 """Retention (Sun et al. 2023)."""
 
+import math
+
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import EPSILON, Mechanism, distances, scores
+from lm.interop.formulas.base import EPSILON, Mechanism
 
 
 class RetentionFormula(Mechanism, name='retention'):
     """Weights γ^(i - j) ⟨q, k⟩ / √C; the mixture is normalized instead of divided."""
 
-    divides = False
+    divides, reach, folds = False, 0, True
 
     def __init__(self, heads, kv_heads, size, *, value_size):
         super().__init__()
-        self.rates = [1 - 2.0 ** (-5 - h // (heads // kv_heads)) for h in range(heads)]
+        self.log_rates = [math.log1p(-(2.0 ** (-5 - h))) for h in range(kv_heads)]
         self.out_norm = nn.RMSNorm(value_size, eps=EPSILON)
 
-    def weights(self, q, k):
-        distance = distances(k.shape[1], k.device).clamp(min=0)
-        rates = torch.tensor(self.rates, device=k.device)[:, None, None]
-        return scores(q, k) * q.shape[-1] ** -0.5 * rates**distance
+    def features(self, q, k):
+        return q * q.shape[-1] ** -0.5, k
 
-    def mixed(self, q, k, v):
-        return self.out_norm(super().mixed(q, k, v))
+    def mixed(self, q, k, v, tokens):
+        return self.out_norm(super().mixed(q, k, v, tokens, k[..., 0]))
+
+    def log_decay(self, gate_BxLxK):
+        """Returns log γ of each token, whatever it is."""
+        return torch.tensor(self.log_rates, device=gate_BxLxK.device).expand_as(gate_BxLxK)

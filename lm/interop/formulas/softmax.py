@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import Mechanism, distances, scores
+from lm.interop.formulas.base import Mechanism, scores
+from lm.interop.formulas.tokens import distances
 
 
 class SoftmaxFormula(Mechanism, name='softmax'):
@@ -18,15 +19,16 @@ class SoftmaxFormula(Mechanism, name='softmax'):
     ):  # fmt: skip
         super().__init__()
         self.scale, self.window, self.cap, self.log_base = scale or size**-0.5, window, score_cap, log_base
+        self.reach = window - 1 if window else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
         self.make_gate(gate, kv_heads)
 
-    def decayed(self, q, k, log_decay):
-        distance = distances(k.shape[1], k.device)
-        hidden = (distance < 0) | (distance >= (self.window or k.shape[1]))
+    def decayed(self, q, k, log_decay, seen):
+        distance = distances(q, k)
+        hidden = seen.hidden(distance) | (distance >= (self.window or k.shape[1]))
         s = scores(q, k) * self.scale
         if self.log_base is not None:
-            before = torch.arange(k.shape[1], device=k.device)[:, None]
+            before = seen.positions_BxM[:, None, -q.shape[1] :, None]
             s = s * torch.log(before + self.log_base) / math.log(self.log_base)
         if self.cap is not None:
             s = self.cap * torch.tanh(s / self.cap)

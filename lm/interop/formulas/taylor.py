@@ -9,6 +9,8 @@ from lm.interop.formulas.base import Mechanism, scores
 class TaylorFormula(Mechanism, name='taylor'):
     """Weights 1 + s + s²/2 with s = ⟨W_q q, W_k k⟩ / √r."""
 
+    reach, folds = 0, True
+
     def __init__(self, heads, kv_heads, size, *, feature_dim, per_head):
         super().__init__()
         self.r = feature_dim or size
@@ -21,6 +23,15 @@ class TaylorFormula(Mechanism, name='taylor'):
     def weights(self, q, k):
         s = scores(self.compressed(q, self.q_weight), self.compressed(k, self.k_weight)) * self.r**-0.5
         return 1 + s + s**2 / 2
+
+    def features(self, q, k):
+        pair = self.compressed(q, self.q_weight), self.compressed(k, self.k_weight)
+        return (self.expand(x * self.r**-0.25) for x in pair)
+
+    @staticmethod
+    def expand(x):
+        squares = (x[..., :, None] * x[..., None, :]).flatten(-2) * 2**-0.5
+        return torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1)
 
     @staticmethod
     def compressed(x, weight):

@@ -3,21 +3,27 @@
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import Mechanism, distances, scores, two_sided
+from lm.interop.formulas.base import Mechanism, scores, two_sided
+from lm.interop.formulas.tokens import distances
 
 
 class WindowLinearFormula(Mechanism, name='window_linear'):
     """Weights γ exp(s - c) for the `window` newest keys, c the largest s; ⟨φ(q), φ(k)⟩ for older keys, φ Hedgehog's."""
 
+    folds = True
+
     def __init__(self, heads, kv_heads, size, *, window, scale, map=None, mix=None):
         super().__init__()
-        self.window, self.scale = window, scale or size**-0.5
+        self.window, self.scale, self.reach = window, scale or size**-0.5, window - 1
         self.mix_logit = nn.Parameter(torch.zeros(heads))
         self.q_weight, self.k_weight = (nn.Parameter(torch.zeros(n, size, size)) for n in (heads, kv_heads))
 
-    def weights(self, q, k):
-        distance = distances(k.shape[1], k.device)
-        inside = (distance >= 0) & (distance < self.window)
+    def features(self, q, k):
+        return two_sided(q, self.q_weight), two_sided(k, self.k_weight)
+
+    def decayed(self, q, k, log_decay, seen):
+        distance = distances(q, k)
+        inside = ~seen.hidden(distance) & (distance < self.window)
         s = (scores(q, k) * self.scale).masked_fill(~inside, -torch.inf)
         near = torch.sigmoid(self.mix_logit)[:, None, None] * torch.exp(s - s.amax(-1, keepdim=True))
-        return torch.where(inside, near, scores(two_sided(q, self.q_weight), two_sided(k, self.k_weight)))
+        return torch.where(inside, near, self.weights(q, k))

@@ -1,0 +1,52 @@
+"""The tokens of a call and the keys that they see. B batch, L queries, M keys, C head size."""
+
+from typing import NamedTuple
+
+import torch
+
+
+def distances(q_BxLxHxC, k_BxMxKxC):
+    """Returns i - j of query i and key j, [L, M]; the queries are of the last L tokens."""
+    position = torch.arange(k_BxMxKxC.shape[1], device=k_BxMxKxC.device)
+    return position[-q_BxLxHxC.shape[1] :, None] - position
+
+
+class LayerTokens(NamedTuple):
+    """The newest tokens of a layer, and what it keeps of earlier ones.
+
+    Attributes:
+        mask_BxL: False for padding, which stands on the left of a row.
+        positions_BxL: in the text of each row.
+        memory: name → array that is kept, with the batch first; None: nothing is kept.
+    """
+
+    mask_BxL: torch.Tensor
+    positions_BxL: torch.Tensor
+    memory: dict | None
+
+    def join(self, name, new, most=None):
+        """Returns the kept part of an array and the new one, and keeps the last `most` tokens of both; None: all."""
+        if self.memory is None:
+            return new
+        whole = torch.cat([self.memory[name], new], dim=1) if name in self.memory else new
+        self.memory[name] = whole if most is None else whole[:, max(0, whole.shape[1] - most) :]
+        return whole
+
+    def clear(self, x_BxLxN):
+        """Sets the numbers of padding to 0."""
+        return x_BxLxN * self.mask_BxL.reshape(*self.mask_BxL.shape, *[1] * (x_BxLxN.ndim - 2))
+
+
+class SeenKeys(NamedTuple):
+    """The tokens whose keys a query is compared with, one by one: [B, M] each."""
+
+    mask_BxM: torch.Tensor
+    positions_BxM: torch.Tensor
+
+    def hidden(self, distance_LxM, causal=True):
+        """Returns True where a query does not see a key, [B, 1, L, M].
+
+        Padding sees itself, so that its numbers are finite.
+        """
+        hidden = ~self.mask_BxM[:, None, None] & (distance_LxM != 0)
+        return hidden | (distance_LxM < 0) if causal else hidden
