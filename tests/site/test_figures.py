@@ -1,4 +1,4 @@
-"""The pictures of the documentation: each has its file, and its figures are those of the page that they come from."""
+"""The pictures of the documentation: each has its file, and its figures stand on the page that they come from."""
 
 import importlib
 import json
