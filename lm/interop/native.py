@@ -26,7 +26,7 @@ class NativeFormat(Safetensors):
         model = run.experiment.model
         return find_family(model).back(super().tensors(run), model)
 
-    def others(self, run: LoadedRun) -> dict[str, bytes]:
+    def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
         model = run.experiment.model
         end = None if run.experiment.data.task else run.tokenizer.eod_id
         described = find_family(model).describe(model) | {
@@ -34,7 +34,7 @@ class NativeFormat(Safetensors):
             'bos_token_id': end,
             'eos_token_id': end,
             'pad_token_id': None,  # the default of a class may lie outside of the vocabulary
-            'torch_dtype': 'float32',
+            'torch_dtype': dtype,
         }
         return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()}
 
