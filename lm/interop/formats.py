@@ -56,7 +56,7 @@ FIELDS = {
 OTHER_FIELDS = {
     *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'),
     *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
-    *('output_gate', 'output_gate_form', 'output_gate_inputs'),
+    *('output_gate', 'output_gate_form', 'output_gate_inputs', 'output_gate_rank', 'n_value_heads', 'value_dim'),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
 
