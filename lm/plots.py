@@ -267,6 +267,45 @@ def draw_bars(
 
 
 @_in_style
+def draw_parallel(
+    path: os.PathLike | str,
+    lines: Sequence[np.ndarray],
+    *,
+    labels: Sequence[str],
+    ticks: Sequence[Sequence[tuple[float, str]]],
+    colours: Sequence[float],
+    colour_label: str,
+) -> None:
+    """Draws lines over vertical axes side by side. Writes path.png and path.pdf.
+
+    Args:
+        lines: [axes] each, heights from 0 to 1; NaN leaves an axis out.
+        labels: of the axes.
+        ticks: (height, text) on each axis.
+        colours: a number per line, which decides its colour.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    figure, axes = _make_figure(0)
+    shades = ScalarMappable(Normalize(min(colours), max(colours)), 'viridis')
+    for line, colour in zip(lines, shades.to_rgba(np.asarray(colours)), strict=True):
+        axes.plot(range(len(labels)), line, color=colour, linewidth=0.9, marker='.', markersize=3)
+    axes.grid(False)
+    for i, marks in enumerate(ticks):
+        axes.axvline(i, color='#bbbbbb', linewidth=0.6, zorder=0)
+        for height, text in marks:
+            axes.annotate(_wrap_label(text, 12), (i, height), (2, 2), textcoords='offset points', fontsize=6)
+    names = [_wrap_label(re.sub('[_.]', ' ', label), 12) for label in labels]
+    axes.set_xticks(range(len(labels)), names, fontsize=6.5)
+    axes.set_yticks([])
+    axes.set_ylim(-0.05, 1.1)
+    axes.spines['left'].set_visible(False)
+    figure.colorbar(shades, ax=axes, label=colour_label)
+    _save(figure, path)
+
+
+@_in_style
 def draw_matrices(
     path: os.PathLike | str,
     matrices: Sequence[tuple[str, np.ndarray]],

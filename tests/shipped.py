@@ -8,7 +8,9 @@ CONFIGS = tiny.ROOT / 'configs'
 _FILES = sorted(CONFIGS.rglob('*.gin'))
 SWEEPS = [path for path in _FILES if path.parent.name == 'sweeps' or path.name.startswith('sweep')]
 """Files for --sweep_file; their values are lists."""
-SINGLE = [path for path in [*_FILES, *sorted(tiny.ROOT.glob('data/*.gin'))] if path not in SWEEPS]
+SEARCHES = [path for path in _FILES if path.parent.name == 'searches']
+"""Files for --sweep_file of a search, with distributions."""
+SINGLE = [path for path in [*_FILES, *sorted(tiny.ROOT.glob('data/*.gin'))] if path not in [*SWEEPS, *SEARCHES]]
 """Files for --gin_file."""
 EXPERIMENTS = [path for path in SINGLE if path.relative_to(tiny.ROOT).parts[1] in ('experiments', 'papers')]
 """Files for --gin_file that are whole experiments."""

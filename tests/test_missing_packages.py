@@ -10,8 +10,9 @@ from lm.errors import ConfigError, MissingPackageError
 from lm.hardware import check_libtpu, parse
 from lm.interop.tensors import check_safetensors
 
-OTHERS = {'errors.py', 'trackers/base.py'}
-"""Where the hint is made, and a warning about a package of the user's own choice, which stops nothing."""
+OTHERS = {'errors.py', 'trackers/base.py', 'sweep/manifests/skypilot.py'}
+"""Where the hint is made; a warning about a package of the user's own choice, which stops nothing; and commands that
+set up the machines of a cloud."""
 
 
 def test_the_hint_has_one_form_and_the_code_of_a_wrong_command():

@@ -99,6 +99,9 @@ class Attention(Configurable, abc.ABC):
     output_gate_inputs: float | Literal['model'] = _option(
         above=0, maximum=1, help="share of the channels of the layer's input that the output gate reads"
     )
+    output_gate_rank: int | Literal['model'] | None = _option(
+        minimum=1, help='rank of the matrix of the output gate, which is then two; None: it is whole'
+    )
 
     @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':

@@ -5,7 +5,9 @@ import functools
 
 from lm.commands.flags import add_gin_flags, add_run_flags, read_experiment_of_run
 from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
 
+DTYPES = ('float32', 'bfloat16')
 FORMATS = ('safetensors', 'huggingface', 'native')
 
 
@@ -18,6 +20,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='huggingface: with what transformers needs to run the model; native: as a class that transformers has; '
         'default: safetensors',
     )
+    parser.add_argument(
+        '--dtype', choices=DTYPES, default='float32', help='type of the numbers in the files; default: float32'
+    )
+    parser.add_argument(
+        '--file_gb', type=float, metavar='GB', help='several files of at most so many gigabytes; default: one file'
+    )
     parser.add_argument('--out', required=True, metavar='DIR', help='a new or empty folder')
     add_gin_flags(parser)
 
@@ -26,9 +34,14 @@ def make_call(arguments: argparse.Namespace) -> Call:
     experiment = read_experiment_of_run(arguments)
 
     from lm.interop.export_run import export_run
+    from lm.interop.tensors import WeightFiles
 
+    size = arguments.file_gb
+    if size is not None and not 1e-6 <= size <= 1e6:
+        raise ConfigError(f'--file_gb {size:g}: must be 0.000001 to 1,000,000')
     run = experiment, arguments.run_dir, arguments.step
-    return functools.partial(export_run, *run, format_name=arguments.format, out=arguments.out)
+    weights = WeightFiles(arguments.dtype, None if size is None else int(size * 1e9))
+    return functools.partial(export_run, *run, format_name=arguments.format, out=arguments.out, weights=weights)
 
 
 VERB = Verb(

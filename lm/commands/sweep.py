@@ -39,7 +39,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_gin_flags(parser)
     add_job_flags(parser)
+    add_search_flags(parser)
     add_cluster_flags(parser)
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the fields of `lm.sweep.search.study.SearchOptions`."""
+    group = parser.add_argument_group(
+        'a search',
+        'instead of lists, --sweep_file has distributions: log_uniform(1e-4, 1e-2), uniform(0.0, 0.2), '
+        'integers(2, 8), choice(@softmax(), @polynomial())',
+    )
+    group.add_argument(
+        '--search',
+        nargs='?',
+        const='tpe',
+        choices=('tpe', 'random'),
+        help='draw the points, for the least loss of the last evaluation; default: tpe',
+    )
+    group.add_argument('--trials', type=int, metavar='N', help='how many; default: 20')
+    group.add_argument('--seed', type=int, metavar='N', help='of the draws; default: 0')
+    group.add_argument(
+        '--parallel', type=int, metavar='N', help='trials at a time on all machines together; default: --jobs'
+    )
+    group.add_argument('--prune', action='store_true', help='end trials early that Hyperband does not promote')
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +99,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
         return make_emit_call(arguments)
     if arguments.status:
         return make_status_call(arguments)
+    if arguments.search:
+        return make_search_call(arguments)
     points = find_points(arguments)
     if arguments.count:
         return functools.partial(print, len(points))
@@ -126,6 +151,32 @@ def make_emit_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(emit_sweep, sweep, kind, options, folder, retry_failed=arguments.retry_failed)
 
 
+def make_search_call(arguments: argparse.Namespace) -> Call:
+    """Returns the call of --search."""
+    from lm.runs.paths import check_path
+    from lm.sweep.runner import SweepOptions
+    from lm.sweep.search.run import run_search
+    from lm.sweep.search.search import Search
+    from lm.sweep.search.space import make_space
+    from lm.sweep.search.study import SearchOptions, check_optuna
+
+    if not arguments.sweep_file:
+        raise ConfigError('--sweep_file: name a gin file with distributions')
+    if not arguments.run_dir:
+        raise ConfigError('--run_dir: name the folder for the runs of the search')
+    check_path(arguments.run_dir)
+    check_optuna()
+    jobs = arguments.jobs or 1
+    given = {name: getattr(arguments, name) for name in ('trials', 'seed') if getattr(arguments, name) is not None}
+    search = SearchOptions(arguments.search, parallel=arguments.parallel or jobs, prune=arguments.prune, **given)
+    space = make_space(
+        *(arguments.gin_file, arguments.sweep_file, arguments.gin_param), allow_imports=arguments.allow_gin_imports
+    )
+    options = SweepOptions(jobs, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
+    found = Search(arguments.run_dir, space, search, arguments.retry_failed)
+    return functools.partial(run_search, found, options, dry_run=arguments.dry_run)
+
+
 def make_status_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --status, which needs the folder of the sweep alone."""
     from lm.runs.paths import check_path
@@ -154,9 +205,24 @@ def read_cluster_options(arguments: argparse.Namespace) -> 'ClusterOptions':
     )
 
 
+def check_search(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for flags of a search without --search, and for flags that exclude a search."""
+    for name, least in (('trials', 1), ('seed', 0), ('parallel', arguments.jobs or 1), ('prune', 0)):
+        if (given := getattr(arguments, name)) is None or given is False:
+            continue
+        if not arguments.search:
+            raise ConfigError(f'--{name}: is a part of a search; give --search as well')
+        if given < least:
+            raise ConfigError(f'--{name} {given}: must be at least {least}')
+    for name in ('emit', 'status', 'index', 'count') if arguments.search else ():
+        if (given := getattr(arguments, name)) is not None and given is not False:
+            raise ConfigError(f'--search and --{name}: give one of them')
+
+
 def check_together(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for flags that exclude each other, and for numbers that are too small."""
     index, jobs, gpus = arguments.index, arguments.jobs, arguments.gpus_per_job
+    check_search(arguments)
     for flag, number in (('--jobs', jobs), ('--gpus_per_job', gpus)):
         if number is not None and number < 1:
             raise ConfigError(f'{flag} {number}: must be at least 1')

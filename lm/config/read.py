@@ -11,7 +11,7 @@ import os
 import pathlib
 import threading
 import tomllib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, list_parameters
@@ -36,13 +36,14 @@ def read(
     allow_imports: bool = False,
     base: str | None = None,
     leave_out: Collection[str] = (),
+    edit: Callable[[str], str] | None = None,
 ) -> list[Statement]:
     """Reads the statements of `base`, of gin files and of gin parameters, in this order.
 
     Their names are checked against the configurables that have been imported. The statements of `base` whose keys are
-    in `leave_out` do not count.
+    in `leave_out` do not count. `edit` changes the text of each file before it is read; it keeps the lines.
     """
-    reader = _Reader(allow_imports)
+    reader = _Reader(allow_imports, edit)
     if base is not None:
         reader.read_file(base, is_base=True)
         reader.statements = [s for s in reader.statements if s.key not in leave_out]
@@ -67,8 +68,8 @@ class _Delegate:
 class _Reader:
     """Collects the statements of files, includes and parameters; refuses what runs code or leaves the project."""
 
-    def __init__(self, allow_imports: bool):
-        self.allow_imports = allow_imports
+    def __init__(self, allow_imports: bool, edit: Callable[[str], str] | None = None):
+        self.allow_imports, self._edit = allow_imports, edit
         self.statements: list[Statement] = []
         self._is_base = False
         self._open: list[str] = []
@@ -96,7 +97,7 @@ class _Reader:
             raise ConfigError(f'{where}{path}: is not text in UTF-8') from None
         except Exception as error:
             raise ConfigError(f'{where}{path}: cannot be read: {_first_line(error)}') from None
-        self._add(_parse(text, str(path)), path)
+        self._add(_parse(self._edit(text) if self._edit else text, str(path)), path)
         self._open.pop()
 
     def _add(self, parsed: Iterable[Any], path: AnyPath | None) -> None:

@@ -8,17 +8,26 @@ from lm.errors import ConfigError, writing
 from lm.experiment import Experiment
 from lm.files import LockedError, local_path, lock
 from lm.inference.loaded_run import load_run
-from lm.interop.formats import FORMATS, NAMES
+from lm.interop.card import write_card
+from lm.interop.formats import FORMATS, is_exported
 from lm.interop.native import NativeFormat
-from lm.interop.tensors import check_safetensors
+from lm.interop.tensors import WeightFiles, check_safetensors
 
 UNFINISHED = '.unfinished_export'
 """A file in the folder of an unfinished export."""
 
 
-def export_run(experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str) -> None:
+def export_run(
+    experiment: Experiment,
+    run_dir: str,
+    step: int | None,
+    *,
+    format_name: str,
+    out: str,
+    weights: WeightFiles = WeightFiles(),  # noqa: B008
+) -> None:
     """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in a format of `FORMATS` or
-    natively."""
+    natively, with a model card."""
     check_safetensors()
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')
@@ -26,7 +35,8 @@ def export_run(experiment: Experiment, run_dir: str, step: int | None, *, format
     format.check(experiment.model)
     run = load_run(experiment, run_dir, step)
     with exporting(folder):
-        format.write(run, folder)
+        format.write(run, folder, weights)
+        write_card(run, folder, format_name, weights.dtype)
     names = ', '.join(sorted(path.name for path in folder.iterdir()))
     print(f'step {run.step} of {run_dir} written to {folder}: {names}')
 
@@ -39,7 +49,7 @@ def check_out(folder: pathlib.Path) -> list[pathlib.Path]:
     others = [path for path in sorted(folder.iterdir()) if path != mark] if folder.is_dir() else [folder]
     is_unfinished = folder.is_dir() and mark.is_file() and mark.stat().st_size > 0
     for path in others:
-        if not (is_unfinished and path.name in NAMES and path.is_file()):
+        if not (is_unfinished and is_exported(path.name) and path.is_file()):
             why = f'an export was stopped there, but {path.name} is not of it' if is_unfinished else 'is there already'
             raise ConfigError(f'--out {folder}: {why}; name a new or empty folder')
     return others
@@ -72,8 +82,9 @@ def exporting(folder: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            for name in NAMES:
-                (folder / name).unlink(missing_ok=True)
+            for path in list(folder.iterdir()):
+                if is_exported(path.name):
+                    path.unlink()
             raise
         finally:
             mark.unlink(missing_ok=True)

@@ -14,23 +14,24 @@ from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun
+from lm.interop.card import CARD
 from lm.interop.names import to_tensors
-from lm.interop.tensors import WEIGHTS, write_tensors
+from lm.interop.tensors import WeightFiles, is_weights
 from lm.model import ModelConfig
 from lm.model.options import LayerOptions, RotaryOptions
 from lm.model.positions import rotary_frequencies
 
 MODEL_TYPE = 'lm_tpu'
 """The `model_type` in config.json."""
-CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
+CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
 FORMULAS = pathlib.Path(__file__).parent / 'formulas'
 ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
 SHARED = ('tokens', 'base')
 """The formula files with the shared parts."""
-NAMES = {WEIGHTS, CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, *FILE_NAMES}
-"""The names of all files that any format writes."""
+NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
+"""The names of the files that an export has beside its weights."""
 FIELDS = {
     'vocab_size': 'vocab_size',
     'n_layers': 'num_hidden_layers',
@@ -55,7 +56,7 @@ FIELDS = {
 OTHER_FIELDS = {
     *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'),
     *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
-    *('output_gate', 'output_gate_form', 'output_gate_inputs'),
+    *('output_gate', 'output_gate_form', 'output_gate_inputs', 'output_gate_rank', 'n_value_heads', 'value_dim'),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
 
@@ -71,13 +72,13 @@ class Safetensors:
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError for a model that this format cannot hold."""
 
-    def write(self, run: LoadedRun, folder: pathlib.Path) -> None:
+    def write(self, run: LoadedRun, folder: pathlib.Path, weights: WeightFiles = WeightFiles()) -> None:  # noqa: B008
         facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
-        write_tensors(folder, self.tensors(run), facts)
+        weights.write(folder, self.tensors(run), facts)
         files = {CONFIG: dump(run.experiment).encode()}
         if run.experiment.data.task is None:
             files[run.tokenizer.file_name] = run.tokenizer.model
-        for name, contents in (files | self.others(run)).items():
+        for name, contents in (files | self.others(run, weights.dtype)).items():
             with writing(folder / name):
                 (folder / name).write_bytes(contents)
 
@@ -85,8 +86,8 @@ class Safetensors:
         """Returns the tensors by their names in the file."""
         return to_tensors(run.weights)
 
-    def others(self, run: LoadedRun) -> dict[str, bytes]:
-        """Returns file name → contents of further files."""
+    def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
+        """Returns file name → contents of further files; `dtype` is the type of the weights."""
         return {}
 
 
@@ -111,14 +112,19 @@ class TransformersFormat(Safetensors):
                 'safetensors'
             )
 
-    def others(self, run: LoadedRun) -> dict[str, bytes]:
+    def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
         model = (FORMULAS.parent / MODEL_SOURCE).read_text()
         texts = {
             MODEL_SOURCE: re.sub(r'lm\.interop\.formulas\.\w+', f'.{ATTENTION_SOURCE.removesuffix(".py")}', model),
             ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
-            TRANSFORMERS_CONFIG: json.dumps(describe(run), indent=2) + '\n',
+            TRANSFORMERS_CONFIG: json.dumps(describe(run) | {'torch_dtype': dtype}, indent=2) + '\n',
         }
-        return {name: text.encode() for name, text in texts.items()}
+        return {name: text.encode() for name, text in texts.items()} | describe_generation(run)
+
+
+def is_exported(name: str) -> bool:
+    """Tells whether an export may have a file of this name."""
+    return name in NAMES or is_weights(name)
 
 
 FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat())}
@@ -143,9 +149,20 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'max_position_embeddings': train.context_length,
         'bos_token_id': eod,
         'eos_token_id': eod,
-        'torch_dtype': 'float32',
         'use_cache': True,
     }
+
+
+def describe_generation(run: LoadedRun) -> dict[str, bytes]:
+    """Returns generation_config.json by its name, where a model has more tokens than its tokenizer.
+
+    Tokens without a meaning are then never written, as with `lm generate`.
+    """
+    if run.experiment.data.task or run.tokenizer.vocab_size >= run.experiment.model.vocab_size:
+        return {}
+    ids = list(range(run.tokenizer.vocab_size, run.experiment.model.vocab_size))
+    facts = {'bos_token_id': run.tokenizer.eod_id, 'eos_token_id': run.tokenizer.eod_id, 'suppress_tokens': ids}
+    return {GENERATION_CONFIG: (json.dumps(facts) + '\n').encode()}
 
 
 def describe_layer(options: LayerOptions) -> dict[str, Any]:

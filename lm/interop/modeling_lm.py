@@ -9,6 +9,7 @@ B batch, L length, D model width, N heads, C head size.
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,8 @@ class LmCache:
     def __init__(self, n_layers):
         self.layers = [{} for _ in range(n_layers)]
         self.is_linear = [True] * n_layers  # transformers cuts no inputs then; `prepare_inputs_for_generation` does
-        self.length, self.counts_Bx1 = 0, 0
+        self.length = 0
+        self.counts_Bx1: Any = 0
         """The tokens that were read of a row, and how many of each row are no padding."""
 
     def get_seq_length(self, *_):
@@ -135,6 +137,17 @@ ACTIVATIONS = {'gelu': gelu, 'silu': F.silu}
 GATES = {'silu': F.silu, 'sigmoid': torch.sigmoid}
 
 
+class LowRankLinear(nn.Module):
+    """A product whose matrix is the product of two."""
+
+    def __init__(self, inputs, rank, width, bias):
+        super().__init__()
+        self.down, self.up = nn.Linear(inputs, rank, bias=bias), nn.Linear(rank, width, bias=bias)
+
+    def forward(self, x):
+        return self.up(self.down(x))
+
+
 class LmBlock(nn.Module):
     """One layer: x += attention(norm(x)); x += glu(norm(x)). `layer` has the options of its mechanism."""
 
@@ -170,7 +183,11 @@ class LmBlock(nn.Module):
         self.mechanism_in = nn.Linear(config.hidden_size, sum(widths), bias=config.biases) if widths else None
         self.output_norm = rms_norm(layer['value_dim'], config.norm_epsilon) if layer['output_norm'] else nn.Identity()
         gate = layer['output_gate']
-        self.output_gate = nn.Linear(gate['inputs'], heads * layer['value_dim'], bias=config.biases) if gate else None
+        self.output_gate = None
+        if gate:
+            inputs, rank, width = gate['inputs'], gate['rank'], heads * layer['value_dim']
+            whole = nn.Linear(inputs, width, bias=config.biases) if rank is None else None
+            self.output_gate = whole or LowRankLinear(inputs, rank, width, config.biases)
         self.attention_out = nn.Linear(heads * layer['value_dim'], config.hidden_size, bias=config.biases)
         n_hidden = (1 + config.gated) * config.intermediate_size
         self.glu_in = nn.Linear(config.hidden_size, n_hidden, bias=config.biases)

@@ -10,7 +10,7 @@ from lm.inference.loaded_run import LoadedRun
 from lm.interop.families import FAMILIES
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import Decoder
-from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors
+from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors, describe_generation
 from lm.model import ModelConfig
 
 
@@ -26,7 +26,7 @@ class NativeFormat(Safetensors):
         model = run.experiment.model
         return find_family(model).back(super().tensors(run), model)
 
-    def others(self, run: LoadedRun) -> dict[str, bytes]:
+    def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
         model = run.experiment.model
         end = None if run.experiment.data.task else run.tokenizer.eod_id
         described = find_family(model).describe(model) | {
@@ -34,9 +34,9 @@ class NativeFormat(Safetensors):
             'bos_token_id': end,
             'eos_token_id': end,
             'pad_token_id': None,  # the default of a class may lie outside of the vocabulary
-            'torch_dtype': 'float32',
+            'torch_dtype': dtype,
         }
-        return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()}
+        return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()} | describe_generation(run)
 
 
 def find_family(model: ModelConfig) -> Decoder:

@@ -1,8 +1,11 @@
 """Files of tensors: safetensors, in one file or several."""
 
+import dataclasses
 import importlib.util
+import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -14,6 +17,10 @@ from lm.files import parse_json
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 """The file that lists the file of each tensor, if there are several files."""
+PART = 'model-{:05}-of-{:05}.safetensors'
+"""The name of one of several files, by its number and their number."""
+DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(jnp.bfloat16)}
+"""The types of the numbers that are written."""
 
 
 def check_safetensors() -> None:
@@ -22,21 +29,58 @@ def check_safetensors() -> None:
         raise MissingPackageError('model.safetensors', 'safetensors', 'exchange')
 
 
-def write_tensors(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes model.safetensors with `metadata` in its header. Raises LmError if it cannot be written."""
+@dataclasses.dataclass(frozen=True)
+class WeightFiles:
+    """The form in which weights are written: the type of their numbers, and the most bytes of a file (None: any)."""
+
+    dtype: str = 'float32'
+    most_bytes: int | None = None
+
+    def write(self, folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+        """Writes model.safetensors, or several files and their index, with `metadata` in the headers.
+
+        A tensor is never cut: a larger one has a file of its own. Raises LmError if a file cannot be written.
+        """
+        parts: list[dict[str, np.ndarray]] = [{}]
+        size, total = 0, 0
+        for name, tensor in tensors.items():
+            converted = np.ascontiguousarray(tensor.astype(DTYPES[self.dtype]))
+            if self.most_bytes is not None and parts[-1] and size + converted.nbytes > self.most_bytes:
+                parts, size = [*parts, {}], 0
+            parts[-1][name] = converted
+            size, total = size + converted.nbytes, total + converted.nbytes
+        if len(parts) == 1:
+            write_file(folder / WEIGHTS, parts[0], metadata)
+            return
+        named = {PART.format(i, len(parts)): part for i, part in enumerate(parts, 1)}
+        for name, part in named.items():
+            write_file(folder / name, part, metadata)
+        places = {tensor: name for name, part in named.items() for tensor in part}
+        index = {'metadata': {'total_size': total}, 'weight_map': dict(sorted(places.items()))}
+        with writing(folder / INDEX):
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
+
+
+def is_weights(name: str) -> bool:
+    """Tells whether `WeightFiles.write` may have written a file of this name."""
+    return name in (WEIGHTS, INDEX) or re.fullmatch(r'model-\d{5}-of-\d{5}\.safetensors', name) is not None
+
+
+def write_file(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes one file of tensors with `metadata` in its header. Raises LmError if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    with writing(folder / WEIGHTS):
+    with writing(path):
         try:
-            save_file(dict(tensors), folder / WEIGHTS, {'format': 'pt', **metadata})
+            save_file(dict(tensors), path, {'format': 'pt', **metadata})
         except SafetensorError as error:  # names and sizes are right here, so it is an error of the system
             raise OSError(str(error).rpartition('I/O error: ')[2]) from error
         # The library makes a file that only its owner may read. The other files of an export have the mode of the
         # umask.
         mask = os.umask(0)
         os.umask(mask)
-        (folder / WEIGHTS).chmod(0o666 & ~mask)
+        path.chmod(0o666 & ~mask)
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from lm.attention import Attention
 from lm.attention.base import GATES
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ACTIVATIONS, ModelConfig
-from lm.model.dense import Dense
+from lm.model.dense import Dense, LowRank
 from lm.model.key_offset import offset_keys, select_channels
 from lm.ops.rotary import Rotation, rotate
 from lm.ops.tpu import lone_windows, tokens_on_lanes
@@ -99,8 +99,13 @@ class Block(nnx.Module):
             rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if own.qk_norm else None
             for axis, n in spans
         )
-        gate, axes = own.gate, ('embed', 'all_heads')
-        self.output_gate = linear(gate.inputs, (own.width,), *axes, part='attention') if gate else None
+        if (gate := own.gate) is None:
+            self.output_gate = None
+        elif gate.rank is None:
+            self.output_gate = linear(gate.inputs, (own.width,), 'embed', 'all_heads', part='attention')
+        else:
+            down = linear(gate.inputs, (gate.rank,), 'embed', 'logits', part='attention')
+            self.output_gate = LowRank(down, linear(gate.rank, (own.width,), 'logits', 'all_heads', part='attention'))
         if own.output_norm:
             self.output_norm = rms_norm(dims.value_size, 'head', rngs, part='attention', **options)
         else:

@@ -145,6 +145,11 @@ class ModelConfig(Configurable):
     output_gate_inputs: float = field(
         default=1.0, above=0, maximum=1, help='share of the channels of x, the first ones, that the output gate reads'
     )
+    output_gate_rank: int | None = field(
+        default=None,
+        minimum=1,
+        help='rank of the matrix of the output gate, which is then two (Kimi Linear: the head size); None: it is whole',
+    )
     tied: bool = field(
         default=True, help='the output matrix is the input embedding; False: it has parameters of its own'
     )
@@ -219,7 +224,7 @@ class ModelConfig(Configurable):
         """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
         heads = self._count_heads(attention)
         head_dim, value_dim = self._choose(attention, 'head_dim'), self._choose(attention, 'value_dim')
-        share = self._choose(attention, 'output_gate_inputs')
+        share, rank = (self._choose(attention, f'output_gate_{name}') for name in ('inputs', 'rank'))
         base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
         form = attention.output_gate
         if form == MODEL:
@@ -239,7 +244,7 @@ class ModelConfig(Configurable):
             convolution=self._choose(attention, 'convolution'),
             qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
             output_norm=self._choose(attention, 'output_norm'),
-            gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model))),
+            gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model)), rank),
             activation=self.activation,
             gated=self.gated,
             projections=tuple(attention.projections(dims).items()),

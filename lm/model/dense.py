@@ -42,6 +42,16 @@ class Dense(nnx.Linear):
         return [product_BxLxN + bias_N for product_BxLxN, bias_N in zip(products, biases, strict=True)]
 
 
+class LowRank(nnx.Module):
+    """Computes x A B: a product whose matrix A B has the rank of A (Kimi Team 2025, Kimi Linear, §4, output gate)."""
+
+    def __init__(self, down: Dense, up: Dense):
+        self.down, self.up = down, up
+
+    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
+        return self.up(self.down(x_BxLxD))
+
+
 def multiply_gathered(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
     """Computes x W, cut before the columns `cuts`.
 

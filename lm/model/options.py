@@ -18,10 +18,18 @@ class RotaryOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OutputGate:
-    """The gate of a layer's output: its form (`lm.attention.base.GATES`), and the channels of the input it reads."""
+    """The gate of a layer's output: its form (`lm.attention.base.GATES`), and the channels of the input it reads.
+
+    `rank` is the rank of its matrix, which is then the product of two; None: there is one matrix.
+    """
 
     form: str
     inputs: int
+    rank: int | None = None
+
+    def count_products(self, width: int) -> int:
+        """Returns the sizes of its matrices, together, for an output of `width` numbers."""
+        return self.inputs * width if self.rank is None else self.rank * (self.inputs + width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,5 +95,5 @@ class LayerOptions:
 
     def count_products(self, d_model: int) -> int:
         """Returns the sizes of the layer's matrices around the mechanism, together."""
-        gate = self.gate.inputs * self.width if self.gate else 0
+        gate = self.gate.count_products(self.width) if self.gate else 0
         return d_model * (sum(self.qkv_sizes) + self.width + sum(self.widths)) + gate

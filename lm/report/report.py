@@ -16,6 +16,7 @@ from lm.report.ladder_table import format_ladder, make_ladder_table
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
+from lm.report.search import SearchResult, make_search_pictures, make_search_table
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
@@ -55,6 +56,7 @@ class Report:
             none: no comparison.
         absent: rows of sweep.json of points that have no run directory.
         ladder: a baseline that the runs are compared with; None: no comparison.
+        searches: searches whose trials are among the runs.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class Report:
         corpus: str | None = None,
         absent: Sequence[dict[str, Any]] = (),
         ladder: Ladder | None = None,
+        searches: Sequence[SearchResult] = (),
     ):
         self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
-        self.ladder = ladder
+        self.ladder, self.searches = ladder, list(searches)
         self.measures = Measures(split)
         self.swept = [name for name in find_differing_bindings(self.runs) if name not in HAVE_COLUMNS]
         measured = [flatten_result(self.measures.find_newest(run)) for run in self.runs]
@@ -84,6 +87,8 @@ class Report:
             refresh: seconds after which the page reads itself again; None: never.
         """
         made = Pictures(self.runs, self.measures, self.ladder)
+        for i, search in enumerate(self.searches):
+            made.made += make_search_pictures(search, f'_{i}' if i else '')
         self.written = ['report.md']
         for picture in made.made if pictures else ():
             picture.draw(self.out)
@@ -125,6 +130,7 @@ class Report:
         tables = [SortableTable('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())]
         if self.ladder:
             tables.append(make_ladder_table(self.ladder))
+        tables += [table for search in self.searches if (table := make_search_table(search))]
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:

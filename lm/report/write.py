@@ -23,6 +23,7 @@ from lm.report.ladder import make_ladder
 from lm.report.ladder_table import format_ladder
 from lm.report.measures import Measures
 from lm.report.report import Report
+from lm.report.search import read_searches
 from lm.runs import sweep_file
 from lm.runs.records import Run, find_runs
 from lm.text import format_count
@@ -78,7 +79,7 @@ def write_files(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
-    report = Report(runs, folder, split, corpus, find_points_without_runs(paths), climbed)
+    report = Report(runs, folder, split, corpus, find_points_without_runs(paths), climbed, read_searches(paths))
     report.write(pictures, refresh)
     return report
 

@@ -1,11 +1,12 @@
 """sweep.json, the results of a sweep: one row per point. `lm sweep` writes it.
 
-ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}
-ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}
+ROOT/sweep.json          {"kind": "sweep", "points": [row, …]}; a search has "search": {"sampler": "tpe", …} too
+ROOT/points/NAME.json    how a point failed: {"exit_code": 43, "error": "…"}, or {"pruned_at": 40, …}
 ROOT/points/machines/MACHINE.json    the point that ended there because the machine computes wrongly
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -37,9 +38,22 @@ def read_rows(root: epath.Path) -> list[dict[str, Any]]:
     return [dict.fromkeys(optional) | row for row in rows]
 
 
-def write_rows(root: epath.Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(root: epath.Path, rows: list[dict[str, Any]], facts: Mapping[str, Any] | None = None) -> None:
+    """Writes the table, with further facts about the sweep."""
     root.mkdir(parents=True, exist_ok=True)
-    write_atomically(root / NAME, to_json({'kind': 'sweep', 'points': rows}) + '\n')
+    write_atomically(root / NAME, to_json({'kind': 'sweep', **(facts or {}), 'points': rows}) + '\n')
+
+
+def read_search(root: epath.Path) -> dict[str, Any]:
+    """Returns how the points of a search were drawn (`lm.sweep.search`); {} for a grid."""
+    found = read_json(root / NAME)
+    search = found.get('search') if isinstance(found, dict) else None
+    return search if isinstance(search, dict) else {}
+
+
+def is_pruned(failure: Mapping[str, Any]) -> bool:
+    """Returns whether the note on a point (`read_failure`) says that a search ended it early."""
+    return isinstance(failure.get('pruned_at'), int)
 
 
 def read_failure(root: epath.Path, point: str) -> dict[str, Any]:

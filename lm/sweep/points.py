@@ -33,6 +33,7 @@ from lm.config.text import Reference, dump, format_value
 from lm.errors import ConfigError
 from lm.runs import sweep_file
 from lm.runs.paths import check_name, check_path
+from lm.sweep.search.distributions import quote_distributions, split_distribution
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash. This leaves room for suffixes within the 128 characters of a run name."""
@@ -86,7 +87,8 @@ def make_points(
     from lm.experiment import Experiment
 
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
-    fixed, axes = _collect_axes(read(sweep_files, allow_imports=allow_imports), ', '.join(sweep_files))
+    swept_statements = read(sweep_files, allow_imports=allow_imports, edit=quote_distributions)
+    fixed, axes = _collect_axes(swept_statements, ', '.join(sweep_files))
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
     swept = {statement.key: statement for axis in axes for statement in axis.statements}
     for key in swept.keys() & params.keys():
@@ -154,6 +156,11 @@ def _collect_axes(statements: list[Statement], files: str) -> tuple[dict[str, St
         is_zipped = re.fullmatch(r'zip(_\w+)?', first) is not None
         if is_zipped:
             statement = dataclasses.replace(statement, scope=rest)
+        if split_distribution(statement.value):
+            raise ConfigError(
+                f'{statement.where}: {statement.key} = {statement.value}: is a distribution, which lm sweep --search '
+                'draws from; a grid needs a list'
+            )
         if not isinstance(statement.value, list | tuple):
             if is_zipped:
                 raise ConfigError(

@@ -63,7 +63,7 @@ class Runner:
         self.slots = list(range(options.jobs))
         if options.gpus_per_job:
             _gpus(options.gpus_per_job, max(self.slots))  # refuses GPUs that do not exist
-        self.waiting = [p for p in sweep.points if self._is_due(p)]
+        self.waiting = [p for p in sweep.points if self.is_due(p)]
         self.running: list[RunningPoint] = []
         self.signals = 0
         self.held_up = False
@@ -78,17 +78,33 @@ class Runner:
         """
         self.sweep.write_results()
         with self._signals():
-            while self.running or (self.waiting and not self.signals):
+            while self.running or (self.has_more() and not self.signals):
+                self.look()
                 if not self.signals:
                     self._start()
                 for job in [job for job in self.running if job.process.poll() is not None]:
-                    self._end(job)
+                    self.end(job)
                 self._report()
                 time.sleep(POLL_SECONDS)
         rows = self.sweep.write_results()
         Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(
             sweep_file.make_results_table(rows)
         )
+        self.conclude(rows)
+
+    def has_more(self) -> bool:
+        """Tells whether points are still to come."""
+        return bool(self.waiting)
+
+    def look(self) -> None:
+        """Looks at the folder, between two looks at the processes."""
+
+    def is_free(self, point: Point) -> bool:
+        """Tells whether a process of this machine may try to train the point."""
+        return not self.sweep.is_occupied(point)
+
+    def conclude(self, rows: list[dict[str, Any]]) -> None:
+        """Raises the errors of `run` at its end."""
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
             raise Preempted(
@@ -102,7 +118,7 @@ class Runner:
                 f'see {self.sweep.notes}'
             )
 
-    def _is_due(self, point: Point) -> bool:
+    def is_due(self, point: Point) -> bool:
         result = self.sweep.result(point)
         if sweep_file.is_final(result) and not self.options.retry_failed:
             print(f'{point.name} failed with {result["exit_code"]} before and is left out (see --retry_failed)')
@@ -114,18 +130,18 @@ class Runner:
         for point in list(self.waiting):
             if not self.slots or self.signals:
                 return
-            if not self.sweep.is_occupied(point) and (held := self._lock(point)):
+            if self.is_free(point) and (held := self._lock(point)):
                 with held:
                     self.waiting.remove(point)
-                    if self._is_due(point):  # its other process may have finished it
-                        self._launch(point, held)
+                    if self.is_due(point):  # its other process may have finished it
+                        self.launch(point, held)
         if self.waiting and not self.running:
             if not self.held_up:
-                self._say(f'{self.waiting[0].name}: another process runs it; waiting for that')
+                self.say(f'{self.waiting[0].name}: another process runs it; waiting for that')
             self.held_up = True
             time.sleep(1.0)
 
-    def _launch(self, point: Point, held: BinaryIO) -> None:
+    def launch(self, point: Point, held: BinaryIO) -> None:
         config = self.sweep.prepare(point)
         slot = self.slots.pop(0)
         kept = self.sweep.notes / f'{point.name}.log'
@@ -150,32 +166,42 @@ class Runner:
         self.running.append(RunningPoint(point, process, log, slot))
         if self.signals:  # they arrived before it was listed
             process.send_signal(signal.SIGTERM)
-        self._say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
+        self.say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
 
-    def _end(self, job: RunningPoint) -> None:
+    def free(self, job: RunningPoint) -> str:
+        """Gives the slot of a point that has ended to others, and returns the last line of its log."""
         self.running.remove(job)
         self.slots = sorted([*self.slots, job.slot])
-        code, last = job.process.returncode, _read_last_line(job.log)
+        last = _read_last_line(job.log)
         job.log.close()
+        return last
+
+    def end_early(self, job: RunningPoint) -> None:
+        """Asks one point to save and end."""
+        with contextlib.suppress(ProcessLookupError):
+            job.process.send_signal(signal.SIGTERM)
+
+    def end(self, job: RunningPoint) -> None:
+        code, last = job.process.returncode, self.free(job)
         if code == 0:
             row = self.sweep.result(job.point)
             measured = [f', {m} {row[m]:.3f}' for m in ('perplexity', 'accuracy') if row[m] is not None]
-            self._say(f'{job.point.name}: done{"".join(measured)}')
+            self.say(f'{job.point.name}: done{"".join(measured)}')
         elif code in INTERRUPTED or self.signals:
             # The sweep did not stop this point: the machine is being taken away, or someone stops one point after the
             # other.
-            self._say(f'{job.point.name}: interrupted ({code})')
+            self.say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
-                self._stop()
+                self.stop()
         elif code == OccupiedError.exit_code and self.sweep.is_occupied(job.point) is not False:
-            self._say(f'{job.point.name}: another process runs it; left to that')
+            self.say(f'{job.point.name}: another process runs it; left to that')
         else:
             error = f'killed by {signal.Signals(-code).name}; {last}' if code < 0 else last
             self.sweep.record_failure(job.point, code, error)
-            self._say(f'{job.point.name}: failed ({code}): {error}')
+            self.say(f'{job.point.name}: failed ({code}): {error}')
         self.sweep.write_results()
 
-    def _stop(self, *_: Any) -> None:
+    def stop(self, *_: Any) -> None:
         """Asks the points to save and end; the second call kills them."""
         self.signals += 1
         for job in self.running:
@@ -195,7 +221,7 @@ class Runner:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if number != signal.SIGHUP or not self.signals:  # the system and a shell both report a closed terminal
-            self._stop()
+            self.stop()
 
     def _lock(self, point: Point) -> BinaryIO | None:
         """Returns a file that is locked until it and its copy in the point's process are closed; None: another process
@@ -214,9 +240,9 @@ class Runner:
         self._last_report = time.monotonic()
         for job in self.running:
             row = self.sweep.result(job.point)
-            self._say(f'{row["point"]}: {_describe_progress(row["step"], row["steps"], job.log)}')
+            self.say(f'{row["point"]}: {_describe_progress(row["step"], row["steps"], job.log)}')
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         left = len(self.waiting)
         print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
 

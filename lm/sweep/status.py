@@ -21,7 +21,7 @@ class PointStatus(NamedTuple):
     """The state of a point.
 
     Attributes:
-        status: done, running, interrupted, waiting, or failed with the exit code.
+        status: done, running, interrupted, waiting, pruned, or failed with the exit code.
         step, steps: logged steps, and steps of the whole run.
         silence: seconds since the lock was last renewed; None: there is no lock.
         loss: of the newest logged training step.
@@ -96,6 +96,8 @@ def _judge(run: Run | None, failure: dict[str, Any], alive: bool, silence: float
         return 'done', ''
     if alive:
         return 'running', ''
+    if sweep_file.is_pruned(failure):
+        return 'pruned', str(failure.get('error') or '')
     if failure:
         code = failure.get('exit_code')
         return sweep_file.describe_status('failed', code), str(failure.get('error') or '')

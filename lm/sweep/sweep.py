@@ -33,6 +33,8 @@ class Sweep:
         if self.is_local:
             self.root = self.root.absolute()
         self.points = points
+        self.facts: dict[str, Any] = {}
+        """Entries of sweep.json besides the points."""
         self.notes = self.root / sweep_file.NOTES
 
     def check(self) -> None:
@@ -63,10 +65,11 @@ class Sweep:
         return (read_silence(path) or 0.0) < EXPIRES
 
     def result(self, point: Point) -> dict[str, Any]:
-        """Returns the row of a point: status done, failed, interrupted or waiting, and its measurements."""
+        """Returns the row of a point: status done, failed, pruned, interrupted or waiting, and its measurements."""
         path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
         row = {'index': point.index, 'point': point.name, 'settings': point.settings, 'run_dir': str(path)}
-        row |= {'status': 'failed' if failure else 'waiting', 'step': 0, 'steps': point.experiment.train.steps}
+        status = 'waiting' if not failure else 'pruned' if sweep_file.is_pruned(failure) else 'failed'
+        row |= {'status': status, 'step': 0, 'steps': point.experiment.train.steps}
         row |= dict.fromkeys(('split', *sweep_file.MEASURES, 'tokens_per_second'))
         row |= {'exit_code': failure.get('exit_code'), 'error': failure.get('error')}
         if is_run(path):
@@ -90,7 +93,7 @@ class Sweep:
         rows = [self.result(point) for point in self.points]
         while True:
             with _note_failure(self.root / sweep_file.NAME):
-                sweep_file.write_rows(self.root, rows)
+                sweep_file.write_rows(self.root, rows, self.facts)
             written, rows = rows, [self.result(point) for point in self.points]
             if [row['status'] for row in rows] == [row['status'] for row in written]:
                 return written
@@ -119,6 +122,13 @@ class Sweep:
         failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
         with _note_failure(path):
             write_atomically(path, json.dumps(failure) + '\n')
+
+    def record_pruned(self, point: Point, step: int) -> None:
+        """Records that a search has ended the point early. A failure is only a warning: the search finds it again."""
+        note = {'exit_code': None, 'error': f'pruned at step {step:,}', 'pruned_at': step}
+        path = self.notes / f'{point.name}.json'
+        with _note_failure(path):
+            write_atomically(path, json.dumps(note) + '\n')
 
     def record_wrong_machine(self, point: Point, error: str) -> None:
         """Records that this machine computed wrongly: in the folder, and in the file that $LM_WRONG_MACHINES names.

@@ -9,11 +9,13 @@ import pytest
 from corpora import words
 
 from lm.data import store as store_module
+from lm.data.batches import Order
 from lm.data.dataset import DataConfig
 from lm.data.store import TokenStore, digest_split, write_array, write_file, write_info
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.summary.stores import inspect_store
 
 MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 
@@ -210,3 +212,41 @@ def test_preparing_and_reading_import_no_heavy_library():
     heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
     code = f'import sys, lm.data.store, lm.data.prepare.run; print([m for m in {heavy} if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'
+
+
+def test_verifying_holds_few_ends_of_documents(original, monkeypatch):
+    sizes, read = [], TokenStore.document_ends
+    monkeypatch.setattr(store_module, 'VERIFIED', 2)
+    monkeypatch.setattr(TokenStore, 'read', lambda self, split, start, stop: np.arange(0, np.uint16))
+    monkeypatch.setattr(TokenStore, 'tokens', lambda self, split: 0)
+    monkeypatch.setattr(TokenStore, 'document_ends', lambda *args: sizes.append(len(found := read(*args))) or found)
+    with pytest.raises(MismatchError, match=r'is not what dataset\.json describes'):
+        TokenStore.open(str(original)).verify('train')
+    assert sizes == [2, 1]
+
+
+def test_a_store_of_ten_trillion_tokens_is_opened_described_and_read(tmp_path):
+    """Only the last file of each array is there."""
+    shard = store_module.SHARD
+    tokens, documents = 149_012 * shard + 5000, 15 * shard + 1000
+    assert (tokens > 10**13, documents > 10**9) == (True, True)
+    last = tokens - tokens // shard * shard
+    elements = np.arange(last, dtype=np.uint16) % 400
+    store_module.write_array_file(str(tmp_path), 'train', 'tokens', tokens // shard, elements, tokens)
+    ends = tokens - np.arange(documents % shard)[::-1]
+    store_module.write_array_file(str(tmp_path), 'train', 'document_ends', documents // shard, ends, documents)
+    split = {'documents': documents, 'bytes': 4 * tokens, 'words': tokens, 'tokens': tokens, 'sha256': ''}
+    tokenizer = {'sha256': '', 'vocab_size': 400, 'eod_id': 1}
+    info = {'source': {}, 'dtype': 'uint16', 'splits': {'train': split}, 'tokenizer': tokenizer}
+    write_info(str(tmp_path), info)
+    store = TokenStore.open(str(tmp_path))
+    np.testing.assert_array_equal(store.document_ends('train', documents - 3), tokens - np.array([2, 1, 0]))
+    assert inspect_store(str(tmp_path))['splits']['train']['documents'] == documents
+    order = Order(tokens, 2048, seed=0)
+    starts = order(np.arange(order.count - 10**5, order.count + 10**5))  # two epochs
+    assert starts.min() >= 0
+    assert starts.max() + 2049 <= tokens
+    assert len(np.unique(starts[: 10**5])) == len(np.unique(starts[10**5 :])) == 10**5
+    np.testing.assert_array_equal(store.read('train', tokens - 2049, tokens), elements[-2049:])
+    with pytest.raises(MismatchError, match=r'array .tokens.: '):
+        store.read_many('train', starts[:1], 2049)

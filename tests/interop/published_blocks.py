@@ -50,7 +50,8 @@ OURS = {
         n_heads=4, n_kv_heads=2, head_dim=16, qk_norm=True, rotary_fraction=0.25, output_gate='sigmoid'
     ),
     'KDA of Kimi Linear': Delta(
-        gate='channel', n_heads=4, head_dim=8, convolution=4, rotary_base=None, output_gate='sigmoid'
+        gate='channel', n_heads=4, head_dim=8, convolution=4, rotary_base=None, output_gate='sigmoid',
+        output_gate_rank=8,
     ),
 }  # fmt: skip
 Tensors = dict[str, np.ndarray]
@@ -133,7 +134,7 @@ def convert_qwen_softmax(theirs: Tensors) -> Tensors:
 
 
 def convert_kimi_delta(theirs: Tensors) -> Tensors:
-    """Their output gate has a matrix of low rank; ours has the product."""
+    """Decay and output gate have matrices of the rank of a head."""
     inputs = theirs['self_attn.b_proj.weight'], theirs['self_attn.forget_gate.f_a_proj.weight']
     return convert_feed_forward(theirs, 0.0) | {
         'qkv.weight': np.concatenate([theirs[f'self_attn.{name}_proj.weight'] for name in 'qkv']),
@@ -143,7 +144,8 @@ def convert_kimi_delta(theirs: Tensors) -> Tensors:
         'attention.gate.logits.bias': theirs['self_attn.forget_gate.dt_bias'].reshape(4, 8),
         'attention.gate.log_rate': theirs['self_attn.forget_gate.A_log'].reshape(-1),
         'attention.out_norm.weight': theirs['self_attn.o_norm.weight'],
-        'output_gate.weight': theirs['self_attn.g_b_proj.weight'] @ theirs['self_attn.g_a_proj.weight'],
+        'output_gate.down.weight': theirs['self_attn.g_a_proj.weight'],
+        'output_gate.up.weight': theirs['self_attn.g_b_proj.weight'],
         'attention_out.weight': theirs['self_attn.o_proj.weight'],
     }
 

@@ -39,6 +39,7 @@ from lm.interop.import_run import choose_tokenizers, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.runs.initial import InitialParameters
+from lm.runs.records import Run
 
 
 @pytest.mark.parametrize('form', MECHANISMS)
@@ -126,6 +127,7 @@ def test_an_exported_run_can_be_imported(reference_run, tmp_path, tokens, capsys
     files = {path.name for path in out.iterdir()}
     assert files == {
         'model.safetensors', 'config.gin', 'tokenizer.model', 'config.json', 'modeling_lm.py', 'attention_lm.py',
+        'README.md',
     }  # fmt: skip
     assert (out / 'tokenizer.model').read_bytes() == (tokens / 'tokenizer.model').read_bytes()
     for name in ('modeling_lm.py', 'attention_lm.py'):
@@ -201,7 +203,8 @@ def test_the_same_command_completes_an_export_or_import_after_a_kill(reference_r
     assert not (tmp_path / 'back').exists()
     assert (out / 'config.json').read_text() == 'half'
     assert main(['export', *flags]) == 0
-    assert {path.name for path in out.iterdir()} == {'model.safetensors', 'config.gin', 'tokenizer.model'}
+    files = {'model.safetensors', 'config.gin', 'tokenizer.model', 'README.md'}
+    assert {path.name for path in out.iterdir()} == files
 
 
 def test_a_failed_export_removes_only_its_own_files(tmp_path):
@@ -444,6 +447,50 @@ def test_bfloat16_becomes_float32(tmp_path):
     (tmp_path / 'model.safetensors').write_bytes(b'broken')
     with pytest.raises(MismatchError, match='cannot be read'):
         read_tensors(tmp_path)
+
+
+def test_weights_of_half_the_bits_lie_in_several_files(reference_run, tokens, tmp_path, capsys):
+    """A killed export of several files is deleted like any other; the import reads all files."""
+    out, back, run_dir = tmp_path / 'out', tmp_path / 'back', str(reference_run[0])
+    command = ['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(out), '--dtype', 'bfloat16']
+    assert main([*command, '--file_gb', '0']) == 2
+    assert '--file_gb 0: must be 0.000001 to 1,000,000' in capsys.readouterr().err
+    out.mkdir()
+    for name in (UNFINISHED, 'model-00001-of-00009.safetensors', 'model.safetensors.index.json'):
+        (out / name).write_text('half')
+    assert main([*command, '--file_gb', '0.00003']) == 0
+    files = sorted(path.name for path in out.glob('model*.safetensors'))
+    assert files == [f'model-{i:05}-of-{len(files):05}.safetensors' for i in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert json.loads((out / 'config.json').read_text())['torch_dtype'] == 'bfloat16'
+    index = json.loads((out / 'model.safetensors.index.json').read_text())
+    assert sorted(set(index['weight_map'].values())) == files
+    run = lm.load(run_dir)
+    assert index['metadata']['total_size'] == 2 * sum(x.size for x in jax.tree.leaves(run.weights))
+    assert main(['import', str(out), '--run_dir', str(back), '--set', f'data.path={tokens}']) == 0
+    halved = jax.tree.map(lambda x: x.astype('bfloat16').astype('float32'), run.weights)
+    jax.tree.map(np.testing.assert_array_equal, halved, lm.load(str(back)).weights)
+
+
+def test_an_export_has_a_model_card(reference_run, tmp_path):
+    run_dir, out = str(reference_run[0]), tmp_path / 'out'
+    assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(out)]) == 0
+    card, run = (out / 'README.md').read_text(), lm.load(run_dir)
+    tokens = run.step * run.experiment.train.tokens_per_step
+    perplexity = Run.read(run_dir).evals[-1]['perplexity']
+    for part in (
+        'library_name: transformers',
+        f'{run.step:,} steps of {run.experiment.train.tokens_per_step:,} tokens: {tokens:,} in all.',
+        f'| {perplexity:.4f} |',
+        f'train --run_dir {run_dir}',
+        run.store.fingerprint,
+        'trust_remote_code=True',
+        '## Licence',
+    ):
+        assert part in card, part
+    assert main(['import', str(out), '--run_dir', str(tmp_path / 'back')]) == 0
+    assert main(['export', '--run_dir', str(tmp_path / 'back'), '--out', str(tmp_path / 'again')]) == 0
+    assert 'They were not trained further.' in (tmp_path / 'again' / 'README.md').read_text()
 
 
 def test_safetensors_hold_the_step(tmp_path):

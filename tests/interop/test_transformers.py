@@ -42,7 +42,8 @@ MORE = {
     'wide values': (
         Delta(gate='channel', n_heads=2, n_kv_heads=2, n_value_heads=4, value_dim=12, convolution=3),
         Softmax(n_heads=2, n_kv_heads=1, n_value_heads=4, value_dim=6, qk_norm=True, output_norm=True),
-        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate='silu'),
+        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate='silu',
+                    output_gate_rank=3),
         Retention(value_dim=4, key_offset=0.5),
     ),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),

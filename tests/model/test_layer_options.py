@@ -36,6 +36,7 @@ OWN = dict(
     qk_norm=True,
     output_norm=True,
     output_gate_inputs=0.5,
+    output_gate_rank=5,
     n_heads=2,
     n_kv_heads=1,
     head_dim=16,

@@ -1,5 +1,6 @@
 """The model has the paper's sizes; for every mechanism, no token sees the future and decoding equals training."""
 
+import dataclasses
 import functools
 
 import jax
@@ -147,6 +148,10 @@ def test_a_quarter_of_the_channels_decides_the_output_gate():
     whole, quarter = (ModelConfig(**TINY, output_gate=True, output_gate_inputs=share) for share in (1.0, 0.25))
     assert sum(count_parameters(whole).values()) - sum(count_parameters(quarter).values()) == 2 * 24 * 32
     assert whole.flops_per_token(64) - quarter.flops_per_token(64) == 3 * 2 * 2 * 24 * 32
+    narrow = dataclasses.replace(whole, output_gate_rank=3)
+    saved = 32 * 32 - 3 * (32 + 32)
+    assert sum(count_parameters(whole).values()) - sum(count_parameters(narrow).values()) == 2 * saved
+    assert whole.flops_per_token(64) - narrow.flops_per_token(64) == 3 * 2 * 2 * saved
     tokens = jnp.arange(10)[None]
     half = tiny(Softmax(), output_gate=True, output_gate_form='sigmoid')
     graph, params, rest = nnx.split(half, nnx.Param, ...)

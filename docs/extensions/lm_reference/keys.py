@@ -240,7 +240,7 @@ class SweepRow(TypedDict):
     point: str  #: its name, and the name of its run directory
     settings: dict[str, str]  #: binding → value on the axes of the sweep
     run_dir: str  #: its run directory
-    status: str  #: `waiting`, `interrupted`, `done` or `failed`
+    status: str  #: `waiting`, `interrupted`, `done`, `failed` or, in a search, `pruned`
     step: int  #: newest step that was logged
     steps: int  #: steps of the whole run
     split: str | None  #: split of the newest evaluation
@@ -254,8 +254,21 @@ class SweepRow(TypedDict):
     error: str | None  #: what the last attempt failed with
 
 
+class SearchFacts(TypedDict):
+    """How the points of a search were drawn."""
+
+    sampler: str  #: `tpe` or `random`
+    seed: int  #: of the draws
+    trials: int  #: how many
+    parallel: int  #: trials at a time
+    prune: bool  #: whether Hyperband ends trials early
+    space: dict[str, str]  #: binding → distribution
+    importance: dict[str, float]  #: binding → share of the differences between losses; empty for few trials
+
+
 class SweepTable(TypedDict):
     """All points of a sweep."""
 
     kind: str  #: `sweep`
+    search: NotRequired[SearchFacts]  #: how the points were drawn; a grid has none
     points: list[SweepRow]  #: a row per point

@@ -1,0 +1,158 @@
+"""The distributions of a search, as a sweep file writes them.
+
+Each stands where a grid has a list:
+
+      log_uniform(1e-4, 1e-2)               a number whose logarithm is uniform
+      uniform(0.0, 0.2)                     a number
+      integers(2, 8), integers(2, 8, 2)     a whole number, in steps of 1 or of the third number
+      choice(@softmax(), @polynomial())     one of the values, whatever they are
+"""
+
+import abc
+import ast
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lm.config.text import format_value
+from lm.errors import ConfigError
+
+
+class Distribution(abc.ABC):
+    """The values that a parameter may take. Optuna's form of a value is a number, or a text for a choice."""
+
+    @abc.abstractmethod
+    def to_optuna(self) -> Any:
+        """Returns the distribution of Optuna."""
+
+    @abc.abstractmethod
+    def to_gin(self, drawn: Any) -> Any:
+        """Returns a drawn value as gin reads it."""
+
+    @abc.abstractmethod
+    def find(self, text: str) -> Any:
+        """Returns Optuna's form of the value that config.gin writes as `text`; None where it is none of these."""
+
+    def list_probes(self) -> list[Any]:
+        """Returns values, in gin's form, that may decide which other parameters have an effect."""
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Distribution):
+    """Numbers between two limits.
+
+    Attributes:
+        kind: float or int.
+        step: between whole numbers.
+        log: uniform in the logarithm.
+    """
+
+    low: float
+    high: float
+    kind: type = float
+    step: int = 1
+    log: bool = False
+
+    def to_optuna(self) -> Any:
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        if self.kind is int:
+            return IntDistribution(int(self.low), int(self.high), step=self.step)
+        return FloatDistribution(self.low, self.high, log=self.log)
+
+    def to_gin(self, drawn: Any) -> Any:
+        return self.kind(drawn)
+
+    def find(self, text: str) -> Any:
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return self.kind(value) if is_number and self.low <= value <= self.high else None
+
+    def list_probes(self) -> list[Any]:
+        return [self.to_gin(self.low)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Distribution):
+    """One of several values.
+
+    Attributes:
+        values: as gin reads them.
+        written: as config.gin writes them, which may differ from the sweep file.
+    """
+
+    values: tuple[Any, ...]
+    written: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(format_value, self.values))
+
+    def to_optuna(self) -> Any:
+        from optuna.distributions import CategoricalDistribution
+
+        return CategoricalDistribution(self.names)
+
+    def to_gin(self, drawn: Any) -> Any:
+        return self.values[self.names.index(drawn)]
+
+    def find(self, text: str) -> Any:
+        written = self.written or self.names
+        return self.names[written.index(text)] if text in written else None
+
+    def list_probes(self) -> list[Any]:
+        return list(self.values)
+
+
+def _make_log_uniform(low: float, high: float) -> Numbers:
+    if low <= 0:
+        raise ConfigError('its limits must be above 0')
+    return Numbers(low, high, log=True)
+
+
+def _make_integers(low: int, high: int, step: int = 1) -> Numbers:
+    if not all(isinstance(number, int) for number in (low, high, step)) or step < 1:
+        raise ConfigError('its limits and its step must be whole numbers')
+    return Numbers(low, high, int, step)
+
+
+def _make_choice(*values: Any) -> Choice:
+    if len(values) < 2 or len(set(map(format_value, values))) < len(values):
+        raise ConfigError('it needs two different values or more')
+    return Choice(values)
+
+
+KINDS: dict[str, Callable[..., Distribution]] = {
+    'log_uniform': _make_log_uniform,
+    'uniform': Numbers,
+    'integers': _make_integers,
+    'choice': _make_choice,
+}
+"""Name → what makes the distribution of the values in its brackets."""
+WRITTEN = re.compile(rf'^(\s*[\w./]+\s*=\s*)((?:{"|".join(KINDS)})\(.*\))[ \t]*(?:#.*)?$', re.MULTILINE)
+
+
+def quote_distributions(text: str) -> str:
+    """Returns the text of a gin file with distributions in quotes, since gin has no such values."""
+    return WRITTEN.sub(lambda found: f'{found[1]}{found[2]!r}', text)
+
+
+def split_distribution(value: Any) -> tuple[str, str] | None:
+    """Returns name and arguments of a distribution that `quote_distributions` has quoted; None for other values."""
+    found = re.fullmatch(rf'({"|".join(KINDS)})\((.*)\)', value) if isinstance(value, str) else None
+    return (found[1], found[2]) if found else None
+
+
+def make_distribution(name: str, values: list[Any]) -> Distribution:
+    """Returns a distribution by its name. Raises ConfigError without the place, for values that it cannot take."""
+    is_range = KINDS[name] is not _make_choice
+    if is_range and not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        raise ConfigError('its limits must be numbers')
+    if is_range and not (2 <= len(values) <= (3 if KINDS[name] is _make_integers else 2) and values[0] < values[1]):
+        raise ConfigError('give the lower limit and a higher one')
+    return KINDS[name](*values)

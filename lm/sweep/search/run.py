@@ -1,0 +1,106 @@
+"""`lm sweep --search`: draws trials and trains them, a few at a time, on one machine or several.
+
+A trial is a point of a sweep: a run of `lm train` with a directory, a lock and a configuration of its own. Several
+machines work on one search if each runs the same command with a folder that all of them reach.
+"""
+
+import time
+from typing import Any
+
+import jax
+
+from lm.errors import AbsentError, LmError, Preempted, WrongResults
+from lm.runs import sweep_file
+from lm.sweep.points import Point
+from lm.sweep.run import validate_points
+from lm.sweep.runner import Runner, RunningPoint, SweepOptions
+from lm.sweep.search.search import Search
+from lm.text import format_count
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the folder, which may be in a bucket."""
+
+
+def run_search(search: Search, options: SweepOptions, *, dry_run: bool = False) -> None:
+    """Trains the trials that have not ended; `dry_run`: only lists and checks the trials that can be drawn now.
+
+    Raises the errors of `validate_points`, AbsentError if data are absent, Preempted if it was asked to stop, and
+    LmError if no trial has a loss.
+    """
+    jax.config.update('jax_platforms', 'cpu')  # the trials need the accelerator of this machine
+    due = search.refresh()
+    search.sweep.check()
+    print(f'{format_count(search.options.trials, "trial")} in {search.sweep.root}')
+    for point in search.sweep.points:
+        values = ', '.join(f'{key} = {value}' for key, value in point.settings.items())
+        print(f'{point.name}  [{search.sweep.result(point)["status"]}]  {values}')
+    absent = validate_points(search.sweep, options.gpus_per_job)
+    for line in absent:
+        print(f'not checked: {line}')
+    if dry_run:
+        return
+    if absent and due:
+        raise AbsentError(absent[0])
+    SearchRunner(search, options).run()
+
+
+class SearchRunner(Runner):
+    """Runs the trials of a search as processes, `jobs` at a time, and ends the ones that are pruned."""
+
+    def __init__(self, search: Search, options: SweepOptions):
+        self.search = search
+        super().__init__(search.sweep, options)
+        self._looked, self._pruned, self._has_ended = -LOOK_SECONDS, set[str](), False
+        search.note_facts()
+
+    def has_more(self) -> bool:
+        return not self._has_ended
+
+    def is_due(self, point: Point) -> bool:
+        return self.search.judge(point) is None
+
+    def is_free(self, point: Point) -> bool:
+        return not self.sweep.is_running(point)
+
+    def look(self) -> None:
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked, self._has_ended = time.monotonic(), self.search.has_ended()
+        self.search.note_facts()
+        busy = {job.point.name for job in self.running}
+        self.waiting = [point for point in self.search.refresh() if point.name not in busy]
+        for job in self.running:
+            verdict = self.search.judge(job.point)
+            if verdict and verdict.pruned_at is not None and job.point.name not in self._pruned:
+                self._pruned.add(job.point.name)
+                self.say(f'{job.point.name}: pruned at step {verdict.pruned_at:,}')
+                self.end_early(job)
+
+    def launch(self, point: Point, held: Any) -> None:
+        self.search.forgive(point)
+        super().launch(point, held)
+
+    def end(self, job: RunningPoint) -> None:
+        verdict = self.search.judge(job.point)
+        if verdict and verdict.pruned_at is not None and job.process.returncode != 0:
+            self.free(job)
+            self.sweep.record_pruned(job.point, verdict.pruned_at)
+            self.sweep.write_results()
+        else:
+            super().end(job)
+            if job.process.returncode == WrongResults.exit_code:
+                self.stop()  # another machine goes on with the search
+        self._looked = -LOOK_SECONDS
+
+    def conclude(self, rows: list[dict[str, Any]]) -> None:
+        if self.signals:
+            raise Preempted('stopped, what the trials did is saved: run the same command again')
+        losses = {row['point']: row['loss'] for row in rows if row['status'] == 'done' and row['loss'] is not None}
+        if not losses:
+            raise LmError(f'no trial has a loss; see {self.sweep.notes}')
+        best = min(losses, key=losses.__getitem__)
+        (row,) = (row for row in rows if row['point'] == best)
+        values = ', '.join(f'{key} = {value}' for key, value in row['settings'].items())
+        kinds = [sweep_file.describe_status(row['status'], row['exit_code']) for row in rows]
+        counts = ', '.join(f'{kinds.count(kind)} {kind}' for kind in sorted(set(kinds)))
+        print(f'{counts}; the best is {best}, loss {losses[best]:.4f}: {values}')

@@ -1,0 +1,138 @@
+"""The trials of a search in the folder of a sweep."""
+
+import json
+from typing import Any
+
+from etils import epath
+
+from lm.errors import ConfigError, WrongResults
+from lm.runs import sweep_file
+from lm.runs.records import Run, is_run
+from lm.sweep.points import Point
+from lm.sweep.search.space import SearchSpace, name_trial
+from lm.sweep.search.study import SearchOptions, Study, TrialResult, Verdict
+from lm.sweep.sweep import Sweep
+
+
+class TrialFolder(Sweep):
+    """The folder of a search. It reads a finished trial once, because the table is written after each trial."""
+
+    def __init__(self, root: epath.PathLike):
+        super().__init__(root, [])
+        self._finished: dict[str, dict[str, Any]] = {}
+
+    def result(self, point: Point) -> dict[str, Any]:
+        row = self._finished.get(point.name) or super().result(point)
+        if row['status'] == 'done':
+            self._finished[point.name] = row
+        return dict(row)
+
+
+class Search:
+    """The trials, and what the study says about them. `sweep.points` grows with the trials that are drawn.
+
+    Args:
+        root: the folder, a local path or an address.
+        space: of the values.
+        options: of the search.
+        retry_failed: failures of earlier calls do not count.
+
+    Raises ConfigError where the folder holds another search, a grid or a run.
+    """
+
+    def __init__(self, root: epath.PathLike, space: SearchSpace, options: SearchOptions, retry_failed: bool = False):
+        self.sweep, self.space, self.options = TrialFolder(root), space, options
+        first = space.make_point(0, {})
+        self.study = Study(
+            space.distributions,
+            options,
+            self._read,
+            first.experiment.train.steps,
+            first.experiment.train.eval_every,
+        )
+        self._forgiven = set(range(options.trials)) if retry_failed else set()
+        self._check(first)
+
+    def _check(self, first: Point) -> None:
+        if self.options.prune and first.experiment.train.eval_every is None:
+            raise ConfigError('--prune: needs evaluations during the training; set train.eval_every')
+        if self.options.prune and 'train.steps' in self.space.distributions:
+            raise ConfigError('--prune: compares trials of equal length; do not search train.steps')
+        root = self.sweep.root
+        if is_run(root):
+            raise ConfigError(f'--run_dir {root}: is a run, which would hide the trials; name another folder')
+        if not sweep_file.is_sweep(root):
+            return
+        before, now = sweep_file.read_search(root), self.describe()
+        if not before:
+            raise ConfigError(f'--run_dir {root}: holds a grid; name another folder for the search')
+        for name in ('sampler', 'seed', 'parallel', 'prune', 'space'):
+            if before.get(name) != now[name]:
+                raise ConfigError(
+                    f'--run_dir {root}: holds a search with {name} = {json.dumps(before.get(name))}, not '
+                    f'{json.dumps(now[name])}; search as before, or name another folder'
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the facts of the search for sweep.json."""
+        options = self.options
+        return {
+            'sampler': options.sampler,
+            'seed': options.seed,
+            'trials': options.trials,
+            'parallel': options.parallel,
+            'prune': options.prune,
+            'space': dict(self.space.written),
+        }
+
+    def refresh(self) -> list[Point]:
+        """Draws the trials that can be drawn, and returns the ones that have not ended."""
+        due = []
+        for number in range(self.options.trials):
+            if number >= len(self.sweep.points):
+                values = self._values(number)
+                if values is None:
+                    break
+                self.sweep.points.append(self.space.make_point(number, values))
+            point = self.sweep.points[number]
+            if (verdict := self.study.judge(number)) is None:
+                due.append(point)
+            elif verdict.pruned_at is not None and self.sweep.result(point)['status'] == 'interrupted':
+                self.sweep.record_pruned(point, verdict.pruned_at)
+        return due
+
+    def has_ended(self) -> bool:
+        """Tells whether every trial has ended."""
+        return all(self.study.judge(number) for number in range(self.options.trials))
+
+    def judge(self, point: Point) -> Verdict | None:
+        """Returns the end of a trial; None: it has not ended."""
+        return self.study.judge(point.index)
+
+    def forgive(self, point: Point) -> None:
+        """Lets the failure of an earlier call not count, since the trial starts again."""
+        self._forgiven.discard(point.index)
+
+    def note_facts(self) -> None:
+        """Has the next sweep.json tell how the trials were drawn, and which parameters matter."""
+        self.sweep.facts = {'search': {**self.describe(), 'importance': self.study.rate()}}
+
+    def _values(self, number: int) -> dict[str, Any] | None:
+        """Returns the values of a trial: of its run directory, or else drawn."""
+        if (result := self._read(number)) and result.values:
+            return dict(result.values)
+        return self.study.draw(number)
+
+    def _read(self, number: int) -> TrialResult | None:
+        name = name_trial(number)
+        path, failure = self.sweep.root / name, sweep_file.read_failure(self.sweep.root, name)
+        code = failure.get('exit_code')
+        counts = isinstance(code, int) and code != WrongResults.exit_code and number not in self._forgiven
+        if not is_run(path):
+            drawn = self.study.draw(number) if counts else None
+            return TrialResult(drawn, (), False, code) if drawn else None
+        run = Run.read(path)
+        losses = [(r['step'], r['loss']) for r in run.evals]
+        return TrialResult(
+            self.space.read_values(run.config, name), losses, run.is_finished(), code if counts else None
+        )

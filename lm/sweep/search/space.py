@@ -1,0 +1,157 @@
+"""The space of a search: a base configuration, and a distribution for each searched parameter.
+
+A trial is a point of a sweep. Its values can be read back from the config.gin of its run.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm.config.checks import Statement, check_used, find_used_bindings
+from lm.config.read import read
+from lm.config.resolve import map_sections, resolve
+from lm.config.text import dump, format_value
+from lm.errors import ConfigError, MismatchError
+from lm.runs.config_diff import parse_bindings
+from lm.sweep.points import Point
+from lm.sweep.search.distributions import (
+    Choice,
+    Distribution,
+    make_distribution,
+    quote_distributions,
+    split_distribution,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSpace:
+    """The part that all trials share, and the distributions of the rest.
+
+    Attributes:
+        bindings: the statements of all trials, by key.
+        distributions: of the searched parameters, by key.
+        written: the same as text, for people and for sweep.json.
+        used: the keys that have an effect in some trial.
+    """
+
+    bindings: Mapping[str, Statement]
+    distributions: Mapping[str, Distribution]
+    written: Mapping[str, str]
+    used: frozenset[str] = frozenset()
+
+    def make_point(self, index: int, drawn: Mapping[str, Any]) -> Point:
+        """Returns the trial of this number with drawn values, by key. A value without an effect is left out.
+
+        Raises ConfigError if the values do not go together.
+        """
+        bindings = dict(self.bindings)
+        for key, value in drawn.items():
+            bindings[key] = dataclasses.replace(bindings[key], value=self.distributions[key].to_gin(value))
+        name = name_trial(index)
+        experiment, used = _resolve(bindings, self.used, name)
+        settings = {key: format_value(bindings[key].value) for key in drawn if key in used}
+        return Point(index, name, settings, experiment)
+
+    def read_values(self, config: Mapping[str, str], name: str) -> dict[str, Any]:
+        """Returns the drawn values of the trial `name`, in Optuna's form, from binding → text of its config.gin.
+
+        Raises MismatchError for a value that this space does not have.
+        """
+        found = {}
+        for key, distribution in self.distributions.items():
+            if key in config:
+                found[key] = distribution.find(config[key])
+                if found[key] is None:
+                    raise MismatchError(
+                        f'{name}: its {key} = {config[key]} is not in {self.written[key]}; '
+                        'name another --run_dir, or search as before'
+                    )
+        return found
+
+
+def name_trial(index: int) -> str:
+    """Returns the name of a trial's run directory."""
+    return f'trial-{index:04}'
+
+
+def make_space(
+    gin_files: Sequence[str], sweep_files: Sequence[str], gin_params: Sequence[str] = (), allow_imports: bool = False
+) -> SearchSpace:
+    """Returns the space of a search.
+
+    Raises ConfigError for a mistake in the files, and for distributions of values that cannot be read back: macros and
+    parameters in scopes.
+    """
+    import lm.experiment  # noqa: F401 (registers all names)
+
+    base = read(gin_files, allow_imports=allow_imports)
+    swept = read(sweep_files, allow_imports=allow_imports, edit=quote_distributions)
+    params = read((), gin_params, allow_imports=allow_imports)
+    distributions: dict[str, Distribution] = {}
+    written: dict[str, str] = {}
+    fixed = {s.key: s for s in base}
+    for statement in swept:
+        fixed[statement.key] = statement
+        for known in (distributions, written):
+            known.pop(statement.key, None)
+        if found := split_distribution(statement.value):
+            written[statement.key] = str(statement.value)
+            distributions[statement.key] = _read_distribution(statement, *found)
+        elif isinstance(statement.value, list | tuple):
+            raise ConfigError(f'{statement.where}: {statement.key}: a list makes a grid; a search needs choice(…)')
+    if not distributions:
+        files = ', '.join(sweep_files)
+        raise ConfigError(f'{files}: nothing to search; write a distribution, such as log_uniform(1e-4, 1e-2)')
+    for key in distributions.keys() & {s.key for s in params}:
+        raise ConfigError(f'--gin_param {key}: the search draws it ({written[key]}); change it there')
+    for key, distribution in distributions.items():
+        fixed[key] = dataclasses.replace(fixed[key], value=distribution.list_probes()[0])
+    space = SearchSpace(fixed | {s.key: s for s in params}, distributions, written)
+    return _probe(space)
+
+
+def _read_distribution(statement: Statement, name: str, arguments: str) -> Distribution:
+    label = f'{statement.where}: {statement.key} = {statement.value}'
+    if statement.scope or not statement.parameter:
+        raise ConfigError(f'{label}: a search draws parameters without a scope, and no macros')
+    (values,) = read((), [f'{statement.key} = [{arguments}]'])
+    try:
+        return make_distribution(name, list(values.value))
+    except ConfigError as error:
+        raise ConfigError(f'{label}: {error}') from None
+
+
+def _probe(space: SearchSpace) -> SearchSpace:
+    """Returns the space with what its choices have an effect on, and how config.gin writes each choice."""
+    from lm.experiment import Experiment
+
+    used: set[str] = set()
+    written: dict[str, list[str]] = {}
+    probes = [(key, value) for key, d in space.distributions.items() for value in d.list_probes()]
+    for key, value in probes:
+        bindings = {**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}
+        experiment, calls = resolve(bindings, Experiment)
+        used |= set(find_used_bindings(bindings, calls))
+        written.setdefault(key, []).append(parse_bindings(dump(experiment)).get(key, format_value(value)))
+    known = {
+        key: dataclasses.replace(d, written=tuple(written[key])) if isinstance(d, Choice) else d
+        for key, d in space.distributions.items()
+    }
+    found = dataclasses.replace(space, distributions=known, used=frozenset(used))
+    for key, value in probes:
+        _resolve({**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}, found.used, key)
+    return found
+
+
+def _resolve(bindings: dict[str, Statement], used_somewhere: frozenset[str], name: str) -> tuple[Any, set[str]]:
+    """Returns the experiment of a trial, and the keys that have an effect in it."""
+    from lm.experiment import Experiment
+
+    try:
+        experiment, calls = resolve(bindings, Experiment)
+    except ConfigError as error:
+        raise ConfigError(f'{error} (in {name}; narrow the distributions)') from None
+    used = set(find_used_bindings(bindings, calls))
+    kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
+    check_used(kept, calls, set(map_sections(Experiment).values()))
+    return experiment, used
