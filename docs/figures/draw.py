@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Draws docs/figures/time_per_token.svg from the figures in time_per_token.json: python docs/figures/draw.py"""
+"""Draws the pictures of the documentation, NAME.svg from the figures in NAME.json: python docs/figures/draw.py
+
+A picture is a list of panels. Each panel says how its figures were made (`kind`, `device`, `versions`, `command`,
+`source`), and has a class here by its `shape`.
+"""
 
 import json
 import pathlib
@@ -12,46 +16,85 @@ FOLDER = pathlib.Path(__file__).parent
 STYLES = {
     'softmax': 0,
     'polynomial': 1,
-    'polysketch, learned': 2,
-    'polysketch, sketches given': 2,
     'polysketch, random': 3,
+    'polysketch with gate': 3,
+    'polysketch': 2,
     'performer': 4,
+    'three gated delta': 1,
+    'three polysketch': 3,
+    'gated_': 5,
+    'retention': 6,
+    'taylor': 5,
+    'llops': 6,
 }
-"""The beginning of a curve's name → its colour and marker, which are the same in both panels."""
+"""The beginning of a curve's name → its colour and marker, which are the same in all panels of a picture."""
 
 
-def style_of(name: str) -> int:
-    """Returns the number of a curve's colour and marker."""
-    return next(style for start, style in STYLES.items() if name.startswith(start))
+def style_of(name: str) -> dict:
+    """Returns the colour and marker of a curve."""
+    style = next(style for start, style in STYLES.items() if name.startswith(start))
+    return {'color': COLOURS[style], 'marker': MARKERS[style]}
+
+
+def draw_lines(panel: dict, ax) -> None:
+    """Draws values against a length in tokens. Predictions are dashed."""
+    dashes = '--' if panel['kind'] == 'predicted' else '-'
+    for name, values in panel['curves'].items():
+        scaled = [panel.get('factor', 1) * value for value in values]
+        ax.plot(panel['x'], scaled, label=name, linestyle=dashes, **style_of(name))
+    ax.set(xscale='log', yscale='log')
+    ax.set_xticks(panel['x'], [f'{n >> 20}M' if n >= 1 << 20 else f'{n >> 10}k' for n in panel['x']])
+    low, high = ax.get_ylim()
+    ticks = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
+    if high > 200 * low:
+        ticks = [tick for tick in ticks if f'{tick:e}'.startswith('1')]
+    ticks = [tick for tick in ticks if low < tick < high]
+    ax.set_yticks(ticks, [f'{tick:,g}' for tick in ticks])
+
+
+def draw_rows(panel: dict, ax) -> None:
+    """Draws a row per name, and a dot per seed or measurement."""
+    for row, (name, values) in enumerate(panel['curves'].items()):
+        ax.plot(values, [row] * len(values), linestyle='', alpha=0.8, **style_of(name))
+    ax.set_yticks(range(len(panel['curves'])), panel['curves'])
+    ax.set_ylim(len(panel['curves']) - 0.5, -0.5)
+    ax.set_xlim(left=panel.get('left'))
+
+
+def draw_points(panel: dict, ax) -> None:
+    """Draws a value against a size: points of one mechanism are joined, and bars show the standard deviation."""
+    for name, points in panel['curves'].items():
+        sizes, values, deviations = zip(*points, strict=True)
+        ax.errorbar(sizes, values, yerr=deviations, label=name, capsize=2, linewidth=0.9, **style_of(name))
+    ax.set(xscale='log', ylim=(0, 105))
+    ax.set_xticks(panel['x'], [f'{n // 1000}k' for n in panel['x']])
+
+
+SHAPES = {'lines': draw_lines, 'rows': draw_rows, 'points': draw_points}
 
 
 def draw(figures: dict, path: pathlib.Path) -> None:
-    """Writes one picture with a panel per device: time per token against context length, both axes logarithmic."""
+    """Writes one picture with a panel per entry, side by side."""
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
     settings = STYLE | {'svg.hashsalt': 'lm', 'svg.fonttype': 'path'}
     with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(1, len(figures['panels']), figsize=(7.2, 2.9), layout='constrained')
-        for panel, ax in zip(figures['panels'], axes, strict=True):
-            dashes = '--' if panel['kind'] == 'predicted' else '-'
-            contexts = panel['contexts']
-            for name, milliseconds in panel['curves'].items():
-                microseconds = [1e3 * value / panel['tokens'] for value in milliseconds]
-                style = style_of(name)
-                looks = dict(color=COLOURS[style], marker=MARKERS[style], linestyle=dashes)
-                ax.plot(contexts, microseconds, label=f'{name}, {panel["kind"]}', **looks)
-            ax.set(xscale='log', yscale='log', xlabel='context length (tokens)', ylabel='time per token (µs)')
+        panels = figures['panels']
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(3.6 * len(panels), 2.9), layout='constrained', squeeze=False
+        )
+        for panel, ax in zip(panels, axes[0], strict=True):
+            SHAPES[panel['shape']](panel, ax)
+            ax.set(xlabel=panel['xlabel'], ylabel=panel['ylabel'])
             ax.set_title(panel['title'], fontsize=7.5)
-            ax.set_xticks(contexts, [f'{n // 1024}k' for n in contexts])
-            low, high = ax.get_ylim()
-            ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low < t < high]
-            ax.set_yticks(ticks, [f'{t:g}' for t in ticks])
             ax.minorticks_off()
-            ax.legend(fontsize=6.5, framealpha=0.9)
+            if panel['shape'] != 'rows':
+                ax.legend(fontsize=6.5, framealpha=0.9)
         figure.savefig(path, metadata={'Date': None})
         plt.close(figure)
 
 
 if __name__ == '__main__':
-    draw(json.loads((FOLDER / 'time_per_token.json').read_text()), FOLDER / 'time_per_token.svg')
+    for source in sorted(FOLDER.glob('*.json')):
+        draw(json.loads(source.read_text()), source.with_suffix('.svg'))

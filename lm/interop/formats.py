@@ -23,14 +23,14 @@ from lm.model.positions import rotary_frequencies
 
 MODEL_TYPE = 'lm_tpu'
 """The `model_type` in config.json."""
-CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
+CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
 FORMULAS = pathlib.Path(__file__).parent / 'formulas'
 ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
 SHARED = ('tokens', 'base')
 """The formula files with the shared parts."""
-NAMES = {CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
+NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
 """The names of the files that an export has beside its weights."""
 FIELDS = {
     'vocab_size': 'vocab_size',
@@ -119,7 +119,7 @@ class TransformersFormat(Safetensors):
             ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
             TRANSFORMERS_CONFIG: json.dumps(describe(run) | {'torch_dtype': dtype}, indent=2) + '\n',
         }
-        return {name: text.encode() for name, text in texts.items()}
+        return {name: text.encode() for name, text in texts.items()} | describe_generation(run)
 
 
 def is_exported(name: str) -> bool:
@@ -151,6 +151,18 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'eos_token_id': eod,
         'use_cache': True,
     }
+
+
+def describe_generation(run: LoadedRun) -> dict[str, bytes]:
+    """Returns generation_config.json by its name, where a model has more tokens than its tokenizer.
+
+    Tokens without a meaning are then never written, as with `lm generate`.
+    """
+    if run.experiment.data.task or run.tokenizer.vocab_size >= run.experiment.model.vocab_size:
+        return {}
+    ids = list(range(run.tokenizer.vocab_size, run.experiment.model.vocab_size))
+    facts = {'bos_token_id': run.tokenizer.eod_id, 'eos_token_id': run.tokenizer.eod_id, 'suppress_tokens': ids}
+    return {GENERATION_CONFIG: (json.dumps(facts) + '\n').encode()}
 
 
 def describe_layer(options: LayerOptions) -> dict[str, Any]:

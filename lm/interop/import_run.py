@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.config.read import read
 from lm.config.text import dump
 from lm.data import tokenizers
 from lm.errors import ConfigError, MismatchError, writing
@@ -24,6 +25,7 @@ from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir
+from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary
 
 log = logging.getLogger(__name__)
@@ -40,16 +42,22 @@ def load_given(
     """Returns the configuration of an import, changed by gin files and parameters.
 
     It starts from the one in the checkpoint's folder, if this is one of our exports. Its data path and its devices do
-    not count.
+    not count. Other checkpoints say their longest context, which is kept unless `train` is given another size.
 
     Raises the errors of `open_checkpoint`, `choose` and `lm.config.load.load`.
     """
     path = local_path(folder_name, 'DIR')
-    settings = None
-    if not path.is_file():  # files of llama.cpp have no settings of training
-        settings = choose(open_checkpoint(path).config, path).settings(path)
-    left_out = LEFT_OUT if settings else ()
-    return load(gin_files, gin_params, allow_imports=allow_imports, base=settings, leave_out=left_out)
+    config = open_checkpoint(path).config
+    family = choose(config, path)
+    if settings := family.settings(path):
+        return load(gin_files, gin_params, allow_imports=allow_imports, base=settings, leave_out=LEFT_OUT)
+    given = {statement.key for statement in read(gin_files, gin_params, allow_imports=allow_imports)}
+    length = None if given & {'train.context_length', 'train.tokens_per_step'} else family.context_length(config)
+    if isinstance(length, int) and length > 0:
+        step = length * max(1, TrainConfig().tokens_per_step // length)
+        gin_params = [f'train.context_length = {length}', f'train.tokens_per_step = {step}', *gin_params]
+        log.info('the context length is %d, as the checkpoint says', length)
+    return load(gin_files, gin_params, allow_imports=allow_imports)
 
 
 def import_run(

@@ -9,6 +9,7 @@ B batch, L length, D model width, N heads, C head size.
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,8 @@ class LmCache:
     def __init__(self, n_layers):
         self.layers = [{} for _ in range(n_layers)]
         self.is_linear = [True] * n_layers  # transformers cuts no inputs then; `prepare_inputs_for_generation` does
-        self.length, self.counts_Bx1 = 0, 0
+        self.length = 0
+        self.counts_Bx1: Any = 0
         """The tokens that were read of a row, and how many of each row are no padding."""
 
     def get_seq_length(self, *_):

@@ -10,7 +10,7 @@ from lm.inference.loaded_run import LoadedRun
 from lm.interop.families import FAMILIES
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import Decoder
-from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors
+from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors, describe_generation
 from lm.model import ModelConfig
 
 
@@ -36,7 +36,7 @@ class NativeFormat(Safetensors):
             'pad_token_id': None,  # the default of a class may lie outside of the vocabulary
             'torch_dtype': dtype,
         }
-        return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()}
+        return {TRANSFORMERS_CONFIG: (json.dumps(described, indent=2) + '\n').encode()} | describe_generation(run)
 
 
 def find_family(model: ModelConfig) -> Decoder:

@@ -99,14 +99,13 @@ class Block(nnx.Module):
             rms_norm(n * dims.head_dim, axis, rngs, part='attention', **options) if own.qk_norm else None
             for axis, n in spans
         )
-        part = {'part': 'attention'}
         if (gate := own.gate) is None:
             self.output_gate = None
         elif gate.rank is None:
-            self.output_gate = linear(gate.inputs, (own.width,), 'embed', 'all_heads', **part)
+            self.output_gate = linear(gate.inputs, (own.width,), 'embed', 'all_heads', part='attention')
         else:
-            down = linear(gate.inputs, (gate.rank,), 'embed', 'logits', **part)
-            self.output_gate = LowRank(down, linear(gate.rank, (own.width,), 'logits', 'all_heads', **part))
+            down = linear(gate.inputs, (gate.rank,), 'embed', 'logits', part='attention')
+            self.output_gate = LowRank(down, linear(gate.rank, (own.width,), 'logits', 'all_heads', part='attention'))
         if own.output_norm:
             self.output_norm = rms_norm(dims.value_size, 'head', rngs, part='attention', **options)
         else:

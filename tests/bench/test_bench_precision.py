@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels
 
 from lm.bench import precision
 from lm.bench.candidates import candidates
@@ -90,7 +90,7 @@ def test_interpreted_tpu_kernels_pass(mechanism, bindings, monkeypatch):
     """One model has all kernels; its gradients must equal the gradients by XLA."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
     (candidate,) = candidates([mechanism], [], [*MODEL, 'model.head_dim = 32', *bindings])
-    with pltpu.force_tpu_interpret_mode():
+    with interpret_kernels():
         row = precision.compared(candidate, 256)
     assert row.right
     assert row.repeats

@@ -24,7 +24,8 @@ from lm.interop.checkpoints import open_checkpoint
 from lm.interop.families import FAMILIES, choose
 from lm.interop.families.decoder import find_pattern
 from lm.interop.families.rotary_entry import RotaryEntry
-from lm.interop.import_run import describe_model, read_weights
+from lm.interop.formats import FORMATS
+from lm.interop.import_run import describe_model, load_given, read_weights
 from lm.interop.names import from_tensors, to_tensors
 from lm.interop.native import NativeFormat
 from lm.model.functions import ModelFunctions, split
@@ -144,6 +145,30 @@ def test_an_import_keeps_every_bit_on_its_way_out_and_back(tmp_path, capsys):
     assert after.experiment.model == before.experiment.model
     assert after.experiment.train.context_length == 24
     jax.tree.map(np.testing.assert_array_equal, before.weights, after.weights)
+
+
+@pytest.mark.parametrize('form', ['llama', 'gpt2', 'gemma3_vision'])
+def test_the_context_length_survives(form, tmp_path):
+    """It comes with a checkpoint, goes out with either export and comes back; a value that is given wins."""
+    recorded = checkpoints.load(form)
+    checkpoints.write(recorded, tmp_path / 'checkpoint')
+    length = {'gpt2': 32}.get(form, 64)
+    given = load_given(str(tmp_path / 'checkpoint'), [], [])
+    assert given.train.context_length == length
+    assert given.train.tokens_per_step == 2**20
+    shorter = load_given(str(tmp_path / 'checkpoint'), [], ['train.context_length = 16'])
+    assert shorter.train.context_length == 16
+    model = read(tmp_path / 'checkpoint')
+    run = shapes.run_of(shapes.experiment(Softmax()), weights_of(model))
+    train = dataclasses.replace(run.experiment.train, context_length=24, tokens_per_step=48)
+    run.experiment = dataclasses.replace(run.experiment, model=model.config, train=train)
+    for name, format in {'ours': FORMATS['huggingface'], 'native': NativeFormat()}.items():
+        if (form, name) != ('gpt2', 'native'):
+            (tmp_path / name).mkdir()
+            format.write(run, tmp_path / name)
+            assert load_given(str(tmp_path / name), [], []).train.context_length == 24
+            config = json.loads((tmp_path / name / 'config.json').read_text())
+            assert config['max_position_embeddings'] == 24
 
 
 def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, capsys):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels, interpret_plainly
 
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform, sequence
@@ -22,10 +22,6 @@ both = pytest.mark.parametrize('rule', [POWER, SOFTMAX], ids=['polynomial', 'sof
 
 
 pytestmark = pytest.mark.usefixtures('no_races')
-
-
-def interpreted():
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True))
 
 
 def example(length, *, batch=1, heads=1, kv_heads=None, size=16, value_size=None, dtype=jnp.float32, seed=0):
@@ -106,7 +102,7 @@ def program(planner, **options):
 
 
 def by_kernels(q, k, v, do, starts=None, sinks=None, **options):
-    with interpreted():
+    with interpret_kernels():
         return program(plan.plan_for, **options)(q, k, v, do, starts, *([] if sinks is None else [sinks]))
 
 
@@ -342,7 +338,7 @@ def test_batch_split_over_a_mesh(rule):
         o = compute(q, k, v, **rule, block=128, starts_BxL=starts)
         return jnp.sum(o * do), o
 
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_plainly():
         split = [jax.device_put(a, rows) for a in (q, k, v, do, starts)]
         grads, o = quick(jax.grad(loss, argnums=range(3), has_aux=True))(*split)
     assert o.sharding.is_equivalent_to(rows, o.ndim)
@@ -375,9 +371,7 @@ def by_parts(parts, rule, q, k, v, do, starts=None, block=None, sinks=None):
 
     rows = q.shape[0]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: rows * parts]).reshape(rows, parts), ('data', 'sequence'))
-    # The interpreter with NaN calls back. XLA cannot do this if only some axes are split by hand.
-    mode = True if rows > 1 else pltpu.InterpretParams(uninitialized_memory='nan')
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(mode):
+    with jax.set_mesh(mesh), interpret_plainly() if rows > 1 else interpret_kernels():
         sinks = [] if sinks is None else [sinks]
         grads, o = quick(jax.grad(loss, argnums=[0, 1, 2, 5][: 3 + len(sinks)], has_aux=True))(
             q, k, v, do, starts, *sinks

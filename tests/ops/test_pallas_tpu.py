@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels, interpret_plainly
 
 from lm.ops import platform
 from lm.ops.linear_attention.tpu import attention as pallas_tpu
@@ -18,10 +18,6 @@ NAMES = ('o', 'dq', 'dk', 'dv', 'dq_local', 'dk_local')
 
 
 pytestmark = pytest.mark.usefixtures('no_races')
-
-
-def interpreted():
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True))
 
 
 def example(length, *, batch=1, heads=1, kv_heads=None, features=16, head_dim=16, local=16, dtype=jnp.float32, seed=0):
@@ -74,7 +70,7 @@ def by_kernels(options, q, k, v, q_local, k_local, do):
         o, vjp = jax.vjp(function, *inputs)
         return [o, *vjp(do)]
 
-    with interpreted():
+    with interpret_kernels():
         return quick(outputs_and_gradients)(q, k, v, q_local, k_local, do=do)
 
 
@@ -168,7 +164,7 @@ def test_denominators_of_concentrated_keys_stay_positive():
     options = Options(powers=SQUARE, denominator_bias=1e-3, block=128, local=PolynomialKernel(2))
     plan = make_plan(Sizes.of_call(make_call(options, x, y, v, x, y)))
     inputs = KernelInputs(*(a[0].transpose(1, 2, 0) for a in (x, y, v, x, y)))
-    with interpreted():
+    with interpret_kernels():
         inverse = quick(lambda inputs: forward(plan, False, inputs, None).inverse_Nx1xL)(inputs)
     den = 1 / np.asarray(inverse, np.float64)[0, 0]
     want = 1e-3 + np.tril((x64 @ y64.T) ** 2).sum(1)
@@ -208,7 +204,7 @@ def test_batch_split_over_a_mesh():
         o, _ = pallas_tpu.linear_attention(make_call(options, *inputs))
         return jnp.sum(o * do), o
 
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_plainly():
         split = [jax.device_put(a, rows) for a in arrays]
         grads, o = quick(jax.grad(loss, argnums=range(5), has_aux=True))(*split)
     assert o.sharding.is_equivalent_to(rows, o.ndim)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels, interpret_plainly
 from test_channel_decay import draw_channels
 from test_pallas_tpu_delta import both, of_arrays, outputs_and_gradients
 
@@ -20,14 +20,8 @@ kernels = jax.jit(functools.partial(both, of_arrays(rule)))
 recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
 
-def interpreted(**options):
-    return pltpu.force_tpu_interpret_mode(
-        pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True, **options)
-    )
-
-
 def by_kernels(arrays, **options):
-    with interpreted(**options):
+    with interpret_kernels(**options):
         return kernels(*arrays)
 
 
@@ -50,7 +44,7 @@ def test_any_order_of_heads_on_two_cores(monkeypatch):
     arrays = draw_channels(130)
     monkeypatch.setattr(plan, 'MOST_HEADS', 1)
     for options in ({'random_seed': 7}, {'num_cores_or_threads': 2}):
-        with interpreted(**options):
+        with interpret_kernels(**options):
             got = jax.jit(functools.partial(both, of_arrays(rule)))(*arrays)
         assert_near(got, recurrence(*arrays), 3e-5)
 
@@ -97,7 +91,7 @@ def test_parts_of_a_window():
     def on_parts(*tokens):
         return sequence.over_tokens(functools.partial(run, parts), (1,) * len(tokens))(*tokens)
 
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_plainly():
         got = jax.jit(functools.partial(outputs_and_gradients, on_parts))(*tokens)
     expected = jax.jit(functools.partial(outputs_and_gradients, functools.partial(run, reference)))(*tokens)
     for a, e in zip(got, expected, strict=True):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels
 from test_pallas_tpu import make_call
 
 from lm.ops.linear_attention import PLAIN, SQUARE, xla
@@ -65,7 +65,7 @@ def test_kernels_agree_with_xla(name, dtype, tolerance):
         pytest.skip('the same code; two cases of bfloat16 are enough')
     arrays = draw(length, dtype)
     expected = run(xla, options, [a.astype(jnp.float32) for a in arrays])
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)):
+    with interpret_kernels():
         got = run(pallas_tpu, options, arrays)
     for label, a, e in zip(NAMES, got, expected, strict=False):
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
@@ -80,7 +80,7 @@ def test_nothing_crosses_a_reset():
     length, options = CASES['exact blocks']
     arrays = draw(length, jnp.float32)
     wild = [a.at[:, : length // 2].set(30.0) if a is not arrays[3] else a for a in arrays]
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+    with interpret_kernels():
         one, other = (run(pallas_tpu, options, each)[0] for each in (arrays, wild))
     np.testing.assert_array_equal(one[:, length // 2 :], other[:, length // 2 :])
 
@@ -100,7 +100,7 @@ def test_gradients_of_running_sums_keep_the_block_and_later_blocks_apart(name):
         o, pull = jax.vjp(lambda c: pallas_tpu.attend(plan, inputs._replace(c_Nx1xL=c), maps), c)
         return pull(by_token(do, o.shape[2], 4))[0]
 
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan')):
+    with interpret_kernels():
         dc = jax.jit(gradient, compiler_options={'xla_backend_optimization_level': 0})(inputs.c_Nx1xL)
     expected = run(xla, options, arrays)[4]
     ends = np.arange(plan.block - 1, length, plan.block)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels, interpret_plainly
 from test_delta_rule import draw
 
 from lm.ops import platform, sequence
@@ -16,9 +16,6 @@ from lm.ops.delta_rule.tpu import parts, rule
 
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate')
-interpreted = functools.partial(
-    pltpu.force_tpu_interpret_mode, pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
-)
 
 
 def both(function, *arrays):
@@ -37,7 +34,7 @@ recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
 
 def by_kernels(arrays):
-    with interpreted():
+    with interpret_kernels():
         return kernels(*arrays)
 
 
@@ -61,7 +58,7 @@ def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
 def test_calls_without_factors_agree_too():
     q, k, v, beta, decay, state = draw(300)
     arrays = (q, k, v, beta, jnp.zeros_like(decay), state)
-    with interpreted():
+    with interpret_kernels():
         o = jax.jit(of_arrays(rule))(q, k, v, beta, None, state)[0]
     np.testing.assert_array_equal(o, by_kernels(arrays)[0])
     assert_near(by_kernels(arrays), recurrence(*arrays), 1e-5)
@@ -72,7 +69,7 @@ def test_vectors_are_normalized():
     arrays = (3 * q, k.at[:, 7].set(0.0) / 2, *rest)
     of_length = (of_arrays(each, query_length=0.5) for each in (rule, reference))
     got, expected = (functools.partial(both, function) for function in of_length)
-    with interpreted():
+    with interpret_kernels():
         got = jax.jit(got)(*arrays)
     assert_near(got, jax.jit(expected)(*arrays), 3e-5)
 
@@ -147,7 +144,7 @@ def test_parts_of_a_window(devices):
     def on_parts(*tokens):
         return sequence.over_tokens(lambda *a: of_arrays(parts)(*a).o_BxLxHxD, (1,) * len(tokens))(*tokens)
 
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_plainly():
         got = jax.jit(functools.partial(outputs_and_gradients, on_parts))(*tokens)
     for a, e in zip(got, of_whole_window(600), strict=True):
         assert np.linalg.norm(a - e) <= 1e-4 * np.linalg.norm(e)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels, interpret_plainly
 from test_pallas_tpu import example, make_call
 
 from lm.attention.base import HeadDims
@@ -84,7 +84,7 @@ def program(options, planner, sum_before):
 def by_kernels(options, arrays, parameters=(None, None)):
     *inputs, do = arrays
     local = () if options.local is None else tuple(inputs[3:])
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)):
+    with interpret_kernels():
         run = program(options, pallas_tpu.make_plan, pallas_tpu.sum_before)
         return run(do, *inputs[:3], parameters, *local)
 
@@ -236,7 +236,7 @@ def test_batch_split_over_a_mesh():
         o, _ = pallas_tpu.linear_attention(call)
         return jnp.sum(o * do), o
 
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_plainly():
         q, k, v, _, _, do = (jax.device_put(a, rows) for a in arrays)
         grads, o = quick(jax.grad(loss, argnums=range(4), has_aux=True))(q, k, v, parameters, do)
     assert o.sharding.is_equivalent_to(rows, o.ndim)

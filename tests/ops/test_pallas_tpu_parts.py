@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_plainly
 from test_pallas_tpu import make_call
 from test_pallas_tpu_maps import llops, quick
 
@@ -70,7 +70,7 @@ def on_parts(function, arrays, parameters, devices, fsdp=1):
         return sequence.over_tokens(function, (*axes, None))(*arrays, parameters)
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: fsdp * devices]).reshape(fsdp, devices), ('fsdp', 'sequence'))
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_plainly():
         return outputs_and_gradients(both, arrays, parameters)
 
 

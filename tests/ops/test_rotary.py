@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels
 
 from lm.hardware import describe_devices, parse
 from lm.model.positions import rotary
@@ -15,10 +15,6 @@ from lm.ops.errors import OperationError
 from lm.ops.rotary import reference, tpu, xla
 
 pytestmark = pytest.mark.usefixtures('no_races')
-
-
-def interpreted():
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True))
 
 
 def example(
@@ -62,7 +58,7 @@ def by_definition(arrays, cotangents):
 
 
 def by_kernels(arrays, cotangents):
-    with interpreted():
+    with interpret_kernels():
         return outputs_and_gradients(tpu.rotate, arrays, cotangents)
 
 
@@ -117,7 +113,7 @@ def test_batch_split_over_a_mesh():
     want = by_definition(arrays, cotangents)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_kernels():
         placed = jax.device_put((arrays[:2], cotangents), rows)
         got = outputs_and_gradients(tpu.rotate, (*placed[0], arrays[2]), placed[1])
     assert all(x.sharding.is_equivalent_to(rows, x.ndim) for x in got[0])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels
 
 from lm.ops.errors import OperationError
 from lm.ops.short_convolution import ConvolutionCall, short_convolution, tpu, xla
@@ -37,8 +37,7 @@ def test_kernels_agree_with_the_sum(length, channels, width, before, reach, monk
     monkeypatch.setattr(tpu, 'TOKENS', 256)
     arrays = draw(length, channels, width, before, reach)
     expected = jax.jit(functools.partial(both, xla.short_convolution))(*arrays)
-    interpret = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
-    with pltpu.force_tpu_interpret_mode(interpret):
+    with interpret_kernels():
         got = jax.jit(functools.partial(both, tpu.short_convolution))(*arrays)
     for name, a, e in zip(NAMES, got, expected, strict=False):
         np.testing.assert_allclose(a, e, rtol=0, atol=2e-6 * float(jnp.abs(e).max()), err_msg=name)
@@ -47,7 +46,7 @@ def test_kernels_agree_with_the_sum(length, channels, width, before, reach, monk
 
 def test_bfloat16():
     arrays = draw(384, 32, 4, True, True, jnp.bfloat16)
-    with pltpu.force_tpu_interpret_mode():
+    with interpret_kernels():
         got = jax.jit(functools.partial(both, tpu.short_convolution))(*arrays)
     wide = (a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in arrays)
     for a, e in zip(got, both(xla.short_convolution, *wide), strict=True):

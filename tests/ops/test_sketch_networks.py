@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreter import interpret_kernels
 
 from lm.ops import sketch_networks as op
 from lm.ops.errors import OperationError
@@ -13,10 +13,6 @@ from lm.ops.sketch_networks import folding, reference, xla
 from lm.ops.sketch_networks.tpu import networks as pallas_tpu
 
 pytestmark = pytest.mark.usefixtures('no_races')
-
-
-def interpreted():
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True))
 
 
 def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=None, power=2, dtype=jnp.float32):
@@ -60,7 +56,7 @@ def by_definition(*arrays):
 
 
 def by_kernels(*arrays):
-    with interpreted():
+    with interpret_kernels():
         return outputs_and_gradients(pallas_tpu.sketch_networks, *arrays)
 
 
@@ -145,7 +141,7 @@ def test_batch_split_over_a_mesh():
     want = by_definition(nodes, xs, dpsis)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode(True):
+    with jax.set_mesh(mesh), interpret_kernels():
         xs, dpsis = jax.device_put((xs, dpsis), rows)
         got = outputs_and_gradients(pallas_tpu.sketch_networks, nodes, xs, dpsis)
     assert all(psi.sharding.is_equivalent_to(rows, psi.ndim) for psi in got[0][0])

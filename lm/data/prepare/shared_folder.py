@@ -1,6 +1,7 @@
 """Intermediate files that many machines share: they lie beside the store, in a folder or a bucket."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -106,7 +107,8 @@ class Claim:
     def renew(self) -> None:
         """Shows the others that this process works on; call it often."""
         if self._mine and time.monotonic() - self._renewed > RENEWED:
-            self._write(self._mine)
+            with contextlib.suppress(ValueError):  # of the storage: the work goes on, and another may do it too
+                self._write(self._mine)
 
     def drop(self) -> None:
         """Gives the claim back."""

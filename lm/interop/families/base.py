@@ -35,6 +35,10 @@ class Family(abc.ABC):
         """Returns the config.gin with all settings of the training, or None: such checkpoints have none."""
         return None
 
+    def context_length(self, config: Mapping[str, Any]) -> int | None:
+        """Returns the longest context of the training, or None where the checkpoint does not say it."""
+        return config.get('max_position_embeddings')
+
     @abc.abstractmethod
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         """Returns the model that computes the same. `allow_imports`: a config.gin in `folder` may import modules."""

@@ -30,6 +30,9 @@ class Gemma3Vision(Gemma3):
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         return super().differences(_text(config))
 
+    def context_length(self, config: Mapping[str, Any]) -> int | None:
+        return super().context_length(_text(config))
+
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         return super().model(folder, _text(config), allow_imports)
 

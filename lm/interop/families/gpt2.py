@@ -27,6 +27,9 @@ class Gpt2(Family):
         }
         return [what for what, differs in found.items() if differs]
 
+    def context_length(self, config: Mapping[str, Any]) -> int | None:
+        return config.get('n_positions')
+
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         width, heads = config['n_embd'], config['n_head']
         return ModelConfig(

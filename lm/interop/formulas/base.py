@@ -5,6 +5,7 @@ The queries are of the last L tokens of M.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -127,7 +128,7 @@ class Mechanism(nn.Module):
         """Returns the weights before the mask, [B, H, L, M]. The queries are of the last L tokens."""
         return scores(*self.features(q_BxLxHxC, k_BxMxKxC))
 
-    def features(self, q_BxLxHxC, k_BxMxKxC):
+    def features(self, q_BxLxHxC, k_BxMxKxC) -> Iterable[torch.Tensor]:
         """Returns features of queries and keys whose products are the weights beyond `reach`."""
         raise TypeError(f'{type(self).__name__} has no features')
 

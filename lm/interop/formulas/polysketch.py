@@ -137,9 +137,11 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
             return (F.layer_norm(x, x.shape[-1:], eps=EPSILON) for x in (q, k))
         return self.sketch_norms[0](q), self.sketch_norms[-1](k)
 
-    def factor(self):
-        """Returns the factor of far weights, which one number or each head has."""
-        return self.log_far_factor.exp()[:, None] if hasattr(self, 'log_far_factor') else self.far_factor
+    def factor(self, axes):
+        """Returns the factor of far weights, which one number or each head has, for arrays with `axes` behind heads."""
+        if not hasattr(self, 'log_far_factor'):
+            return self.far_factor
+        return self.log_far_factor.exp().reshape(-1, *[1] * axes)
 
     def map(self, x_BxLxHxC):
         grouped = x_BxLxHxC.reshape(*x_BxLxHxC.shape[:2], self.n, -1, x_BxLxHxC.shape[-1])
@@ -152,11 +154,10 @@ class PolysketchFormula(NormedMechanism, name='polysketch'):
 
     def features(self, q, k):
         q, k = ((x[..., :, None] * x[..., None, :]).flatten(-2) for x in self.sketches(q, k))
-        return self.factor() * q, k
+        return self.factor(1) * q, k
 
     def decayed(self, q, k, log_decay, seen):
-        far = scores(*self.sketches(q, k)) ** 2
-        w = far * (self.factor()[..., None] if hasattr(self, 'log_far_factor') else self.far_factor)
+        w = self.factor(2) * scores(*self.sketches(q, k)) ** 2
         if self.block is not None:
             q, k = self.normalize(q, k)
             block = torch.div(seen.positions_BxM, self.block, rounding_mode='floor')

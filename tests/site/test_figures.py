@@ -1,0 +1,87 @@
+"""The pictures of the documentation: each has its file, and its figures stand on the page that they come from."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+import tiny
+
+FIGURES = tiny.ROOT / 'docs' / 'figures'
+sys.path.append(str(FIGURES))
+NAMES = sorted(path.stem for path in FIGURES.glob('*.json'))
+RESULTS = (tiny.ROOT / 'docs' / 'results.md').read_text()
+
+
+def read_panels(name):
+    return json.loads((FIGURES / f'{name}.json').read_text())['panels']
+
+
+def read_table(section, first, number=0):
+    """Returns the numbers of each row of a table: name → the numbers in its cells.
+
+    `number` counts the section's tables whose head begins with `first`.
+    """
+    text = RESULTS.split(f'\n## {section}\n')[1].split('\n## ')[0]
+    tables = re.findall(rf'^\| ?{re.escape(first)}.*\n\|[ |:-]+\n((?:\|.*\n)+)', text, re.MULTILINE)
+    rows = {}
+    for line in tables[number].splitlines():
+        name, *cells = (cell.strip() for cell in line.strip('|').split('|'))
+        rows.setdefault(name.replace('`', ''), []).append([re.findall(r'[\d.,]*\d', cell) for cell in cells])
+    return rows
+
+
+def as_numbers(cells):
+    return [float(x.replace(',', '')) for x in cells]
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_each_picture_can_be_drawn_and_is_shown(name, tmp_path):
+    module = importlib.import_module('draw')
+    module.draw(json.loads((FIGURES / f'{name}.json').read_text()), tmp_path / 'picture.svg')
+    drawn, kept = (
+        (folder / file).read_text() for folder, file in ((tmp_path, 'picture.svg'), (FIGURES, f'{name}.svg'))
+    )
+    assert drawn.count('<path') == kept.count('<path'), 'run python docs/figures/draw.py'
+    pages = [
+        tiny.ROOT / 'README.md',
+        *(tiny.ROOT / 'docs').glob('*.md'),
+        *(tiny.ROOT / 'docs' / 'explanation').glob('*.md'),
+    ]
+    assert any(f'figures/{name}.svg' in page.read_text() for page in pages)
+
+
+@pytest.mark.parametrize(
+    'panel', [panel for name in NAMES for panel in read_panels(name)], ids=lambda p: p['title'][:30]
+)
+def test_each_panel_says_how_its_figures_were_made(panel):
+    assert all(panel[key] for key in ('kind', 'device', 'command', 'source'))
+
+
+def test_perplexities_are_those_of_the_study():
+    rows = read_table('Past the plateau: 10M tokens of source code', 'mechanism | seed | perplexity, H200')
+    panel = read_panels('loss_and_recall')[0]
+    for name, values in panel['curves'].items():
+        seeds = [as_numbers(cells[1] or cells[2])[0] for cells in rows[name][:3]]
+        assert values == seeds, name
+
+
+def test_recall_is_that_of_the_second_table():
+    rows = read_table('Associative recall as published, small', 'second layer | state, bytes', 1)
+    found = {tuple(as_numbers(cells[0] + cells[4])) for same in rows.values() for cells in same}
+    drawn = {tuple(point) for points in read_panels('loss_and_recall')[1]['curves'].values() for point in points}
+    assert drawn == found
+
+
+def test_perplexity_by_position_is_that_of_the_table():
+    rows = read_table('Decay, and documents that do not see each other', 'perplexity at positions')
+    for name, values in read_panels('beyond_trained_length')[0]['curves'].items():
+        assert values == [as_numbers(cell)[0] for cell in rows[name][0][:7]], name
+
+
+def test_states_are_those_of_the_models():
+    panel = next(p for p in read_panels('step_and_state') if 'states.py' in p['command'])
+    states = importlib.import_module('states')
+    assert panel['x'] == list(states.LENGTHS)
+    assert panel['curves'] == states.compute_curves()
