@@ -39,9 +39,11 @@ def read_rows(root: epath.Path) -> list[dict[str, Any]]:
 
 
 def write_rows(root: epath.Path, rows: list[dict[str, Any]], facts: Mapping[str, Any] | None = None) -> None:
-    """Writes the table, with further facts about the sweep."""
+    """Writes the table, with further facts about the sweep; None: how its points were drawn stays as it is."""
     root.mkdir(parents=True, exist_ok=True)
-    write_atomically(root / NAME, to_json({'kind': 'sweep', **(facts or {}), 'points': rows}) + '\n')
+    if facts is None:
+        facts = {'search': search} if (search := read_search(root)) else {}
+    write_atomically(root / NAME, to_json({'kind': 'sweep', **facts, 'points': rows}) + '\n')
 
 
 def read_search(root: epath.Path) -> dict[str, Any]:

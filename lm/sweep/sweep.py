@@ -33,8 +33,8 @@ class Sweep:
         if self.is_local:
             self.root = self.root.absolute()
         self.points = points
-        self.facts: dict[str, Any] = {}
-        """Entries of sweep.json besides the points."""
+        self.facts: dict[str, Any] | None = None
+        """Entries of sweep.json besides the points; None: they stay as they are."""
         self.notes = self.root / sweep_file.NOTES
 
     def check(self) -> None:

@@ -280,6 +280,18 @@ def test_the_sampler_learns():
     assert all(map(math.isfinite, search('tpe')))
 
 
+def test_a_trial_that_is_trained_by_itself_stays_a_part_of_the_search(search, tmp_path, monkeypatch):
+    assert search('root', '--trials', '3') == 0
+    facts = sweep_file.read_search(tmp_path / 'root')
+    (tmp_path / 'root' / 'trial-0001' / 'checkpoints' / '810' / 'commit_success.txt').unlink()
+    trained = []
+    monkeypatch.setattr('lm.sweep.run.train_in_job', lambda experiment, path, job: trained.append(path))
+    assert main(['sweep', '--run_dir', str(tmp_path / 'root'), '--index', '1']) == 0
+    assert trained == [str(tmp_path / 'root' / 'trial-0001')]
+    assert sweep_file.read_search(tmp_path / 'root') == facts
+    assert search('root', '--trials', '3') == 0
+
+
 def test_optuna_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     with pytest.raises(MissingPackageError, match=r"--search: needs optuna; pip install 'lm-tpu\[search\]'"):

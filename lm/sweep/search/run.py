@@ -51,6 +51,7 @@ class SearchRunner(Runner):
         self.search = search
         super().__init__(search.sweep, options)
         self._looked, self._pruned, self._has_ended = -LOOK_SECONDS, set[str](), False
+        self._written = 0
         search.note_facts()
 
     def has_more(self) -> bool:
@@ -69,6 +70,9 @@ class SearchRunner(Runner):
         self.search.note_facts()
         busy = {job.point.name for job in self.running}
         self.waiting = [point for point in self.search.refresh() if point.name not in busy]
+        for point in self.sweep.points[self._written :]:  # `lm sweep --index` needs all of them
+            self.sweep.write_config(point)
+        self._written = len(self.sweep.points)
         for job in self.running:
             verdict = self.search.judge(job.point)
             if verdict and verdict.pruned_at is not None and job.point.name not in self._pruned:
