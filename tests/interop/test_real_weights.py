@@ -88,7 +88,7 @@ def score(model, stream: np.ndarray) -> np.ndarray:
 def test_a_gguf_file_has_the_perplexity_and_the_text_of_transformers(file, tmp_path, capsys):
     run_dir, book = str(tmp_path / 'run'), read_book()
     assert main(['import', str(file), '--run_dir', run_dir]) == 0
-    run = lm.load(run_dir, [f'evaluate.context_length = {LENGTH}'])
+    run = lm.load(run_dir, [f'evaluate.context_length = {LENGTH}', 'evaluate.batch_size = 1'])
     ours = run.score(book)
     capsys.readouterr()
     flags = ['--temperature', '0', '--max_tokens', str(WRITTEN), '--json']

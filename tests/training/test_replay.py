@@ -1,12 +1,20 @@
 """Replays name the simulated devices that compute wrongly, and agree on all others to the bit."""
 
+import dataclasses
+
 import chips
 import jax
 import numpy as np
 import pytest
+from mechanisms_list import MECHANISMS
+from tiny import train_step
 
+from lm.hardware import describe_devices, parse
 from lm.ops.documents import Documents
-from lm.training.replay import describe_replay
+from lm.training.mesh import MeshConfig, make_mesh
+from lm.training.optimizer import OptimizerConfig
+from lm.training.program import StepProgram
+from lm.training.replay import Replay, describe_replay
 from lm.training.votes import find_minority
 
 
@@ -99,3 +107,15 @@ def test_the_plan_says_what_replays_see():
     assert 'which sees only faults that come and go' in describe_replay(100, 1, 4)['replay']
     assert 'one of two unless' in describe_replay(100, 2, 1)['replay']
     assert describe_replay(100, 8, 2)['replay'] == 'every 100 steps, names a group of 2 chips by the others’ votes'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fsdp', [1, 2])
+@pytest.mark.parametrize('form', ['softmax', 'polysketch learned local', 'delta gate'])
+def test_replays_compile_for_a_tpu_with_its_kernels(form, fsdp):
+    """The compiler refuses kernels where it may split an axis."""
+    model = dataclasses.replace(chips.MODEL, d_model=256, head_dim=128, attention=MECHANISMS[form], dtype='bfloat16')
+    step = train_step(model, OptimizerConfig(warmup_steps=2), 10, platform='tpu')
+    program = StepProgram(step, (2, 4, 513), np.dtype(np.uint16))
+    mesh = make_mesh(MeshConfig(fsdp=fsdp), describe_devices(parse('v5e:2x2')))
+    assert 'tpu_custom_call' in Replay(program, mesh).lower().compile().as_text()
