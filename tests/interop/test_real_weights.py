@@ -68,8 +68,8 @@ def file(request, tmp_path_factory) -> pathlib.Path:
 def read_book() -> str:
     """Returns the beginning of the book in the test split of PG-19.
 
-    Gemma has pieces of at most 31 spaces. SentencePiece cuts longer runs from the left, and `transformers` cuts them into
-    halves. So the book has none.
+    Gemma has pieces of at most 31 spaces. SentencePiece cuts longer runs from the left, and `transformers` into halves.
+    So the book has none.
     """
     (path,) = (corpora.CORPORA / 'pg19' / 'test').glob('*.txt')
     return re.sub(' {32,}', ' ' * 31, path.read_text()[:CHARACTERS])
