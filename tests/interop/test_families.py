@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import shapes
+import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -92,6 +93,19 @@ def test_every_family_has_a_recorded_checkpoint():
     recorded = {checkpoints.load(form)['config']['model_type'] for form in checkpoints.FORMS}
     assert recorded == set(FAMILIES) - {'lm_tpu'}
     assert {path.stem for path in checkpoints.FOLDER.iterdir()} == set(checkpoints.FORMS)
+
+
+def test_the_documented_table_has_every_family():
+    """Each mark of a family stands for a comparison of this module."""
+    page = (tiny.ROOT / 'docs' / 'exchange.md').read_text()
+    head, _, *rows = page[page.index('| `model_type` |') :].split('\n\n')[0].splitlines()
+    columns = [cell.strip() for cell in head.strip('|').split('|')]
+    assert columns[2:] == ['logits', 'loss', 'text', 'tokenizer', 'round trip']
+    found = {}
+    for row in rows:
+        kinds, _, *marks = (cell.strip() for cell in row.strip('|').split('|'))
+        found |= dict.fromkeys(re.findall(r'`([a-z0-9_]+)`', kinds), marks)
+    assert found == dict.fromkeys(set(FAMILIES) - {'lm_tpu'}, ['✓'] * 5)
 
 
 def old_form(config: dict) -> dict:

@@ -66,9 +66,13 @@ def file(request, tmp_path_factory) -> pathlib.Path:
 
 
 def read_book() -> str:
-    """Returns the beginning of a book that no model was trained to recite: of the test split of PG-19."""
+    """Returns the beginning of the book in the test split of PG-19.
+
+    Gemma has pieces of at most 31 spaces. SentencePiece cuts longer runs from the left, and `transformers` into halves.
+    So the book has none.
+    """
     (path,) = (corpora.CORPORA / 'pg19' / 'test').glob('*.txt')
-    return path.read_text()[:CHARACTERS]
+    return re.sub(' {32,}', ' ' * 31, path.read_text()[:CHARACTERS])
 
 
 def score(model, stream: np.ndarray) -> np.ndarray:
@@ -88,8 +92,9 @@ def score(model, stream: np.ndarray) -> np.ndarray:
 def test_a_gguf_file_has_the_perplexity_and_the_text_of_transformers(file, tmp_path, capsys):
     run_dir, book = str(tmp_path / 'run'), read_book()
     assert main(['import', str(file), '--run_dir', run_dir]) == 0
-    run = lm.load(run_dir, [f'evaluate.context_length = {LENGTH}'])
-    ours = run.score(book)
+    run = lm.load(run_dir, [f'evaluate.context_length = {LENGTH}', 'evaluate.batch_size = 1'])
+    ours, begin, pieces = run.score(book), int(run.begin_id), run.tokenizer
+    del run  # both programs together need much memory
     capsys.readouterr()
     flags = ['--temperature', '0', '--max_tokens', str(WRITTEN), '--json']
     assert main(['generate', '--run_dir', run_dir, '--prompt', PROMPT, *flags]) == 0
@@ -97,11 +102,11 @@ def test_a_gguf_file_has_the_perplexity_and_the_text_of_transformers(file, tmp_p
 
     dequantized = {'gguf_file': file.name, 'dtype': torch.float32}
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **dequantized).eval()
-    theirs = score(model, np.concatenate([[run.begin_id], ours.tokens]))
+    theirs = score(model, np.concatenate([[begin], ours.tokens]))
     perplexity, expected = np.exp(ours.nats.mean()), np.exp(theirs.mean())
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     assert tokenizer(book, add_special_tokens=False)['input_ids'] == ours.tokens[:-1].tolist()
-    prompt = torch.tensor([[int(run.begin_id), *run.tokenizer.encode(PROMPT).tolist()]])
+    prompt = torch.tensor([[begin, *pieces.encode(PROMPT).tolist()]])
     written = model.generate(prompt, max_new_tokens=WRITTEN, do_sample=False)[0, prompt.shape[1] :].tolist()
     with capsys.disabled():
         print(
@@ -110,4 +115,4 @@ def test_a_gguf_file_has_the_perplexity_and_the_text_of_transformers(file, tmp_p
         )
     assert perplexity == pytest.approx(expected, rel=TOLERANCE)
     assert np.abs(theirs - ours.nats).max() < 1e-3
-    assert run.tokenizer.decode(np.array(written)) == text
+    assert pieces.decode(np.array(written)) == text

@@ -1,11 +1,13 @@
 """Export and import of weights with `transformers` itself; needs PyTorch: `scripts/test.sh -m interop`."""
 
 import dataclasses
+import json
 
 import checkpoints
 import numpy as np
 import pytest
 import shapes
+import test_families
 from mechanisms_list import MECHANISMS
 
 from lm.attention.hybrid import Hybrid
@@ -240,6 +242,10 @@ def test_families_come_in_and_go_out(form, tmp_path):
         prompt = torch.tensor(tokens[:, : checkpoints.PROMPT])
         written = model.generate(prompt, max_new_tokens=checkpoints.WRITTEN, do_sample=False)
     assert written[0].tolist() == recorded['tokens']
+    model.save_pretrained(tmp_path / 'saved')  # transformers writes it again, and it comes back
+    saved = test_families.read(tmp_path / 'saved')
+    check_equal(expected, np.asarray(test_families.logits(saved, tokens))[0])
+    assert json.loads((tmp_path / 'saved' / 'config.json').read_text())['max_position_embeddings'] == 32
 
 
 @pytest.mark.parametrize('tied', [False, True])

@@ -33,7 +33,7 @@ def run():
         train=types.SimpleNamespace(context_length=LENGTH), data=types.SimpleNamespace(eval_split='validation')
     )
     return types.SimpleNamespace(
-        model=build(model, 0), tokenizer=tokenizer, store=store, experiment=experiment, windows=tokens
+        model=build(model, 0), tokenizer=tokenizer, store=store, splits=store, experiment=experiment, windows=tokens
     )
 
 

@@ -27,7 +27,7 @@ def make_run(model: ModelConfig) -> types.SimpleNamespace:
     train, data = types.SimpleNamespace(context_length=20), types.SimpleNamespace(eval_split='validation')
     experiment = types.SimpleNamespace(model=model, train=train, data=data)
     return types.SimpleNamespace(
-        experiment=experiment, functions=functions, weights=weights, model=functions.merge(weights), store=store
+        experiment=experiment, functions=functions, weights=weights, model=functions.merge(weights), splits=store
     )
 
 
