@@ -10,6 +10,7 @@ sparsity. Memory and matrix units: `lm.ops.chips`.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -231,6 +232,23 @@ def check_libtpu(topology: Topology) -> None:
     """Raises ConfigError when libtpu is missing."""
     if importlib.util.find_spec('libtpu') is None:
         raise MissingPackageError(f'--topology {topology.name}', 'libtpu', 'tpu', ' (no TPU is needed)')
+
+
+def describe_libtpu_fault() -> str | None:
+    """Describes what is known to be wrong with the installed libtpu, with the remedy; None: nothing, or no libtpu.
+
+    JAX issue 39744: a kernel with an operand that it never reads gets zeros. Our kernels read all operands.
+    """
+    try:
+        version = importlib.metadata.version('libtpu')
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if re.match(r'0\.0\.4[345]\b', version) is None:
+        return None
+    return (
+        f'libtpu {version} has a fault: kernels that leave an operand unread get zeros (JAX issue 39744). Kernels of '
+        'lm read all; for kernels of your own take the libtpu of another JAX'
+    )
 
 
 def parse(name: str) -> Topology:

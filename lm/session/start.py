@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
+from lm.hardware import describe_libtpu_fault
 from lm.model.functions import ModelFunctions, Weights, select_weights
 from lm.model.layers import copy_layers, find_copied
 from lm.parameters import AVERAGE
@@ -65,6 +66,8 @@ class Start:
 def print_plan(plan: RunPlan, mesh: Mesh) -> None:
     """Prints the plan of the run."""
     rows = plan.describe(plan.windows.describe(plan.experiment.train.steps, plan.store.path))
+    fault = describe_libtpu_fault() if jax.default_backend() == 'tpu' else None
+    rows |= {'warning': fault} if fault else {}
     print_rows(rows | {'devices': describe_mesh(mesh, plan.mesh.slices, plan.functions.dtype)})
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks every worker of the pod before a run is started: free disk, stale libtpu lock, bucket writable, tokenizer of
+# Checks every worker of the pod before a run is started: free disk, stale libtpu lock, known faults of libtpu, bucket writable, tokenizer of
 # the token store (SHA-256 against its dataset.json), and that the right number of processes and devices join.
 #
 #   scripts/tpu/preflight.sh

@@ -4,6 +4,7 @@ disappears.
 After an intended change, write the golden files anew: LM_UPDATE_GOLDEN=1 pytest tests/scripts/test_scripts_tpu.py
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -521,6 +522,11 @@ def test_preflight_names_the_fault(preflight, tmp_path, monkeypatch):
     (tmp_path / 'file').write_text('')
     with pytest.raises(preflight.Problem, match='bucket: cannot write to'):
         preflight.check_writable(str(tmp_path / 'file'))
+
+    monkeypatch.setattr(importlib.metadata, 'version', lambda package: '0.0.44.1')
+    assert 'libtpu 0.0.44.1 has a fault' in preflight.check_libtpu()
+    monkeypatch.setattr(importlib.metadata, 'version', lambda package: '0.0.42.1')
+    assert preflight.check_libtpu() == 'no known fault of libtpu'
 
     monkeypatch.setattr(preflight, 'LOCK', tmp_path / 'libtpu_lockfile')
     assert preflight.check_lock(fix=False) == 'no lock'

@@ -96,6 +96,12 @@ def check_tokenizer(path: str) -> str:
     return f'tokenizer {store.info["tokenizer"]["sha256"][:12]}'
 
 
+def check_libtpu() -> str:
+    from lm.hardware import describe_libtpu_fault
+
+    return describe_libtpu_fault() or 'no known fault of libtpu'
+
+
 def check_devices(processes: int, devices: int) -> str:
     def give_up():
         print(f'{socket.gethostname()} FAIL processes: not all {processes} joined within {JOIN_SECONDS} s; '
@@ -133,7 +139,7 @@ def main() -> int:
     parser.add_argument('--data', metavar='PATH')
     parser.add_argument('--fix', action='store_true', help='remove a stale lock')
     options = parser.parse_args()
-    checks = [lambda: check_disk(options.min_free_gb), lambda: check_lock(options.fix)]
+    checks = [lambda: check_disk(options.min_free_gb), lambda: check_lock(options.fix), check_libtpu]
     if options.writable:
         checks.append(lambda: check_writable(options.writable))
     if options.data:
