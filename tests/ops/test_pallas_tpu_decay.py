@@ -76,6 +76,24 @@ def test_kernels_agree_with_xla(name, dtype, tolerance):
     assert not np.asarray(got[4][:, [0, 40, 41, length // 2]]).any()
 
 
+@pytest.mark.parametrize('gates', [[0.0], [-1e-8], [-104.0], [-1e4], [0.0, -1e-8, -104.0, -1e4]], ids=str)
+@pytest.mark.parametrize('name', ['exact blocks', 'features, sums alone'])
+def test_gates_of_any_size(name, gates):
+    """−104 is the last log whose factor is not a reset: as a sum of many, c reaches −1e4 and loses digits."""
+    length, options = CASES[name]
+    arrays = draw(length, jnp.float32)
+    arrays[3] = jnp.asarray(np.random.default_rng(1).choice(gates, size=arrays[3].shape), jnp.float32)
+    expected = run(xla, options, arrays)
+    with interpret_kernels():
+        got = run(pallas_tpu, options, arrays)
+    # The gradient of a factor that forgets all is the rounding error of sums as large as the gradients of the values.
+    least = 0.1 * np.linalg.norm(expected[3])
+    for label, a, e in zip(NAMES, got, expected, strict=False):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.isfinite(a).all(), label
+        assert np.linalg.norm(a - e) <= 1e-4 * max(np.linalg.norm(e), least), label
+
+
 def test_nothing_crosses_a_reset():
     length, options = CASES['exact blocks']
     arrays = draw(length, jnp.float32)

@@ -55,6 +55,13 @@ def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
     assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
 
 
+@pytest.mark.parametrize('gates', [[0.0], [-1e-8], [-104.0], [-1e4], [0.0, -1e-8, -104.0, -1e4]], ids=str)
+def test_gates_of_any_size(gates):
+    arrays = list(draw(300))
+    arrays[4] = jnp.asarray(np.random.default_rng(1).choice(gates, size=arrays[4].shape), jnp.float32)
+    assert_near(by_kernels(arrays), recurrence(*arrays), 3e-5)
+
+
 def test_calls_without_factors_agree_too():
     q, k, v, beta, decay, state = draw(300)
     arrays = (q, k, v, beta, jnp.zeros_like(decay), state)
