@@ -154,7 +154,7 @@ def test_batches_that_were_read_cannot_be_left_out(run, tiny_flags, capsys):
         refuse(run, capsys, 2, 'train.skip_batches', words, flags=flags)
 
 
-@pytest.mark.parametrize(('size', 'what'), [(3200, 'metrics.jsonl cannot be written'), (20_000, 'checkpoint step 10')])
+@pytest.mark.parametrize(('size', 'what'), [(4000, 'metrics.jsonl cannot be written'), (20_000, 'checkpoint step 10')])
 def test_a_full_disk_is_one_error_line_and_leaves_no_half_written_file(tiny_flags, reference_run, tmp_path, size, what):
     run = tmp_path / 'run'
     many = tiny.params({'train.eval_every': 1})  # metrics.jsonl is then longer than config.gin
