@@ -20,7 +20,7 @@ CONFIGS = tiny.ROOT / 'configs' / 'attention'
 TOPOLOGY = 'v5e:2x2'
 LENGTH = 1024
 SMALL = {
-    'model.n_layers': 2,
+    'model.n_layers': 4,  # the patterns of hybrids list four
     'model.d_model': 256,
     'model.n_heads': 4,
     'model.vocab_size': 1280,
