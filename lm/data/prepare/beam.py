@@ -84,7 +84,7 @@ def _run(work: parts.PartedPreparation, flags: str) -> None:
         made = units | 'Tokenise' >> beam.FlatMap(_guard, path, _tokenize, work.job)
         pieces = made | 'Wait' >> wait() | 'Pieces' >> beam.FlatMap(_guard, path, _list_pieces, begin)
         written = pieces | 'Spread' >> spread() | 'Write' >> beam.FlatMap(_guard, path, _write, work.folder, path)
-        written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, path, _finish, begin)
+        _ = written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, path, _finish, begin)
 
 
 def _guard(element: Any, path: str, function: Callable, *arguments: Any) -> Iterator[Any]:
