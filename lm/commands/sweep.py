@@ -104,20 +104,27 @@ def make_call(arguments: argparse.Namespace) -> Call:
     points = find_points(arguments)
     if arguments.count:
         return functools.partial(print, len(points))
-    if not arguments.run_dir:
-        raise ConfigError('--run_dir: name the folder for the runs of the sweep')
+    root = read_root(arguments, 'for the runs of the sweep')
 
-    from lm.runs.paths import check_path
     from lm.sweep.run import run_point, run_sweep
     from lm.sweep.runner import SweepOptions
     from lm.sweep.sweep import Sweep
 
-    check_path(arguments.run_dir)
-    sweep = Sweep(arguments.run_dir, points)
+    sweep = Sweep(root, points)
     if arguments.index is not None:
         return functools.partial(run_point, sweep, arguments.index, job_address(arguments))
     options = SweepOptions(arguments.jobs or 1, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
     return functools.partial(run_sweep, sweep, options, dry_run=arguments.dry_run)
+
+
+def read_root(arguments: argparse.Namespace, what: str) -> str:
+    """Returns --run_dir. Raises ConfigError where it is missing, the folder `what`, or cannot be a folder."""
+    from lm.runs.paths import check_path
+
+    if not arguments.run_dir:
+        raise ConfigError(f'--run_dir: name the folder {what}')
+    check_path(arguments.run_dir)
+    return arguments.run_dir
 
 
 def find_points(arguments: argparse.Namespace, params: tuple[str, ...] = ()) -> 'list[Point]':
@@ -136,24 +143,20 @@ def find_points(arguments: argparse.Namespace, params: tuple[str, ...] = ()) -> 
 def make_emit_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --emit. The number of processes is part of the configuration of each point."""
     from lm.files import is_remote
-    from lm.runs.paths import check_path
     from lm.sweep.emit import emit_sweep, find_format
     from lm.sweep.sweep import Sweep
 
     name, folder = arguments.emit
-    if not arguments.run_dir:
-        raise ConfigError('--run_dir: name the folder for the runs of the sweep')
-    check_path(arguments.run_dir)
+    root = read_root(arguments, 'for the runs of the sweep')
     kind, options = find_format(name), read_cluster_options(arguments)
-    kind.check(options, not is_remote(arguments.run_dir))
+    kind.check(options, not is_remote(root))
     processes = (f'mesh.processes = {options.processes}',) if options.processes > 1 else ()
-    sweep = Sweep(arguments.run_dir, find_points(arguments, processes))
+    sweep = Sweep(root, find_points(arguments, processes))
     return functools.partial(emit_sweep, sweep, kind, options, folder, retry_failed=arguments.retry_failed)
 
 
 def make_search_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --search."""
-    from lm.runs.paths import check_path
     from lm.sweep.runner import SweepOptions
     from lm.sweep.search.run import run_search
     from lm.sweep.search.search import Search
@@ -162,9 +165,7 @@ def make_search_call(arguments: argparse.Namespace) -> Call:
 
     if not arguments.sweep_file:
         raise ConfigError('--sweep_file: name a gin file with distributions')
-    if not arguments.run_dir:
-        raise ConfigError('--run_dir: name the folder for the runs of the search')
-    check_path(arguments.run_dir)
+    root = read_root(arguments, 'for the runs of the search')
     check_optuna()
     jobs = arguments.jobs or 1
     given = {name: getattr(arguments, name) for name in ('trials', 'seed') if getattr(arguments, name) is not None}
@@ -173,19 +174,15 @@ def make_search_call(arguments: argparse.Namespace) -> Call:
         *(arguments.gin_file, arguments.sweep_file, arguments.gin_param), allow_imports=arguments.allow_gin_imports
     )
     options = SweepOptions(jobs, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
-    found = Search(arguments.run_dir, space, search, arguments.retry_failed)
+    found = Search(root, space, search, arguments.retry_failed)
     return functools.partial(run_search, found, options, dry_run=arguments.dry_run)
 
 
 def make_status_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --status, which needs the folder of the sweep alone."""
-    from lm.runs.paths import check_path
     from lm.sweep.status import show_status
 
-    if not arguments.run_dir:
-        raise ConfigError('--run_dir: name the folder of the sweep')
-    check_path(arguments.run_dir)
-    return functools.partial(show_status, arguments.run_dir)
+    return functools.partial(show_status, read_root(arguments, 'of the sweep'))
 
 
 def read_cluster_options(arguments: argparse.Namespace) -> 'ClusterOptions':

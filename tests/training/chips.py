@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -64,19 +65,24 @@ def flip(x: jax.Array, is_bad: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def wrong_products(group: int):
-    """Programs that are traced inside have products that are wrong on one group of devices."""
-    plain = lm.model.dense.product
+def wrong_operation(name: str, group: int):
+    """In programs that are traced inside, an operation of `lm.model.dense` is wrong on one group of devices."""
+    plain = getattr(lm.model.dense, name)
 
-    def product(x, w):
-        y = plain(x, w)
+    def operation(*arguments):
+        y = plain(*arguments)
         if DATA_AXES[0] not in jax.sharding.get_abstract_mesh().manual_axes:
             return y
         return flip(y, jax.lax.axis_index(DATA_AXES[0]) == group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm.model.dense, 'product', product)
+        patch.setattr(lm.model.dense, name, operation)
         yield
+
+
+wrong_products = functools.partial(wrong_operation, 'product')
+wrong_gather = functools.partial(wrong_operation, 'gather_matrix')
+"""With mesh.fsdp, a matrix that is gathered inside a group arrives with a wrong bit."""
 
 
 @contextlib.contextmanager
@@ -90,22 +96,6 @@ def wrong_link(group: int):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, 'psum', psum)
-        yield
-
-
-@contextlib.contextmanager
-def wrong_gather(group: int):
-    """Programs that are traced inside gather matrices inside a group (mesh.fsdp), one of them with a wrong bit."""
-    plain = lm.model.dense.gather_matrix
-
-    def gather(part, axis):
-        matrix = plain(part, axis)
-        if DATA_AXES[0] not in jax.sharding.get_abstract_mesh().manual_axes:
-            return matrix
-        return flip(matrix, jax.lax.axis_index(DATA_AXES[0]) == group)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm.model.dense, 'gather_matrix', gather)
         yield
 
 
