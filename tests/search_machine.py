@@ -1,12 +1,13 @@
 """A machine of a search: `python search_machine.py FLAGS` is `lm sweep FLAGS`, and dies where it is told to.
 
 Its trainings are processes of the program $TRAINER. The file itself is such a program, with the real `lm train`, if its
-arguments begin with `-m lm.sweep.child`; tests/fake_trainer.py is a quick one. More variables command the machine:
+arguments begin with `-m lm.sweep.child`; tests/fake_trainer.py is a quick one. More variables
+command the machine:
 
-    DIE     'before' or 'after', a function of `lm`, and the number of its call: 'after lm.sweep.sweep.Sweep.prepare 3'
-    HOST    the name of the machine, which its locks bear
-    BEAT    seconds between two renewals of a lock, which expires after six of them
-    LOOK    seconds between two looks at the folder
+    DIE     a function of `lm` and the number of its call, as in "after lm.sweep.sweep.Sweep.prepare 3".
+    HOST    the name of the machine, which its locks bear.
+    BEAT    seconds between two renewals of a lock, which expires after six of them.
+    LOOK    seconds between two looks at the folder.
 """
 
 import contextlib
