@@ -1,4 +1,4 @@
-"""What a shard of a source holds, as `lm prepare` counts it: the file NAME.json of the intermediate files."""
+"""The counts that `lm prepare` takes of a shard: the file NAME.json of the intermediate files."""
 
 import dataclasses
 import json
