@@ -54,7 +54,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         f'gradient norm {train["grad_norm"]:.3f}, {format_si(found["tokens_per_second"] or 0)} tokens/s'
         + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
         + f', {format_duration(train["seconds"])} of training'
-        + (f', {format_count(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else ''),
+        + (f', {format_count(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else '')
+        + (f', {format_count(train["kept_numbers"], "number")} not updated' if train.get('kept_numbers') else ''),
         'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None

@@ -72,6 +72,10 @@ class Align(Distillation):
 
         return jax.tree_util.tree_map_with_path(is_frozen, student.declared, copied)
 
+    @classmethod
+    def name_loss(cls, values: Mapping[str, Any]) -> str:
+        return 'squared error of attention, summed over the layers'
+
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
         """Returns the operations of the teacher's layers, and of a forward and a backward pass of the student's
         attention."""

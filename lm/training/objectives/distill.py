@@ -59,5 +59,13 @@ class Distill(Distillation):
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         return dict.fromkeys(MEASURES, jnp.zeros(()))
 
+    @classmethod
+    def name_loss(cls, values: Mapping[str, Any]) -> str:
+        share = values.get('cross_entropy') or 0
+        if share == 1:
+            return 'cross-entropy (nats per token)'
+        mixed = f' and {share:.0%} cross-entropy' if share else ''
+        return f'divergence{mixed} (nats per token)'
+
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
         return student.flops_per_token(length) + teacher.flops_per_token(length) / 3

@@ -98,6 +98,11 @@ class Distillation(Objective):
         """Returns True for each parameter of the student that stays as it is, a nested dict like the parameters."""
         return jax.tree.map(lambda declaration: False, student.declared)
 
+    @classmethod
+    @abc.abstractmethod
+    def name_loss(cls, values: Mapping[str, Any]) -> str:
+        """Names what a run minimizes, for people. `values` has the fields of its configuration."""
+
     @abc.abstractmethod
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
         """Returns the floating-point operations per token of a step of both models at context `length`."""
