@@ -81,5 +81,5 @@ class Align(Distillation):
         """Returns the operations of the teacher's layers, and of a forward and a backward pass of the student's
         attention."""
         logits = 2 * teacher.d_model * teacher.vocab_size
-        outside = 2 * (student.n_layers * student.glu_products + student.d_model * student.vocab_size)
+        outside = 2 * (student.feed_forward_products + student.d_model * student.vocab_size)
         return teacher.flops_per_token(length) / 3 - logits + student.flops_per_token(length) - 3 * outside
