@@ -323,7 +323,7 @@ def _is_whole(record: dict) -> bool:
         and all(isinstance(value, float | int | str) for value in metrics.values())
         and all(type(value) in (int, float) and math.isfinite(value) for value in seconds)
         and isinstance(metadata.get('config') or '', str)
-        and type(metadata.get('metrics_lines', 0)) is int
+        and all(type(metadata.get(name, 0)) is int for name in ('metrics_lines', 'kept_numbers'))
         and isinstance(skipped, list)
         and all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in skipped)
     )

@@ -2,7 +2,8 @@
 
 import argparse
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_points
 from lm.commands.verb import Call, Verb
@@ -11,6 +12,7 @@ from lm.errors import ConfigError
 if TYPE_CHECKING:
     from lm.sweep.manifests import ClusterOptions
     from lm.sweep.points import Point
+    from lm.sweep.runner import SweepOptions
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,27 +96,40 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    check_together(arguments)
-    if arguments.emit:
-        return make_emit_call(arguments)
-    if arguments.status:
-        return make_status_call(arguments)
-    if arguments.search:
-        return make_search_call(arguments)
-    points = find_points(arguments)
-    if arguments.count:
-        return functools.partial(print, len(points))
-    root = read_root(arguments, 'for the runs of the sweep')
+    given = [flag for flag in vars(arguments) if is_given(arguments, flag)]
+    mode = next((mode for mode in MODES if mode.flag in given), TRAIN)
+    check_numbers(arguments)
+    for flag in given:
+        takers = [other for other in (*MODES, TRAIN) if flag == other.flag or flag in other.options]
+        if not takers or mode in takers:
+            continue
+        if not mode.flag:
+            raise ConfigError(f'--{flag}: give --{takers[0].flag} as well; it is one of its flags')
+        raise ConfigError(f'{show(arguments, mode.flag)} and {show(arguments, flag)}: give one of them; {mode.why}')
+    return mode.make_call(arguments)
 
-    from lm.sweep.run import run_point, run_sweep
-    from lm.sweep.runner import SweepOptions
+
+def make_train_call(arguments: argparse.Namespace) -> Call:
+    """Returns the call that trains all points on this machine."""
+    from lm.sweep.run import run_sweep
     from lm.sweep.sweep import Sweep
 
-    sweep = Sweep(root, points)
-    if arguments.index is not None:
-        return functools.partial(run_point, sweep, arguments.index, job_address(arguments))
-    options = SweepOptions(arguments.jobs or 1, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
-    return functools.partial(run_sweep, sweep, options, dry_run=arguments.dry_run)
+    sweep = Sweep(read_root(arguments, 'for the runs of the sweep'), find_points(arguments))
+    return functools.partial(run_sweep, sweep, read_sweep_options(arguments), dry_run=arguments.dry_run)
+
+
+def make_count_call(arguments: argparse.Namespace) -> Call:
+    """Returns the call of --count."""
+    return functools.partial(print, len(find_points(arguments)))
+
+
+def make_point_call(arguments: argparse.Namespace) -> Call:
+    """Returns the call of --index."""
+    from lm.sweep.run import run_point
+    from lm.sweep.sweep import Sweep
+
+    sweep = Sweep(read_root(arguments, 'for the runs of the sweep'), find_points(arguments))
+    return functools.partial(run_point, sweep, arguments.index, job_address(arguments))
 
 
 def read_root(arguments: argparse.Namespace, what: str) -> str:
@@ -157,7 +172,6 @@ def make_emit_call(arguments: argparse.Namespace) -> Call:
 
 def make_search_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --search."""
-    from lm.sweep.runner import SweepOptions
     from lm.sweep.search.run import run_search
     from lm.sweep.search.search import Search
     from lm.sweep.search.space import make_space
@@ -168,14 +182,15 @@ def make_search_call(arguments: argparse.Namespace) -> Call:
     root = read_root(arguments, 'for the runs of the search')
     check_optuna()
     jobs = arguments.jobs or 1
+    if arguments.parallel is not None and arguments.parallel < jobs:
+        raise ConfigError(f'--parallel {arguments.parallel}: must be at least {jobs}, which is --jobs')
     given = {name: getattr(arguments, name) for name in ('trials', 'seed') if getattr(arguments, name) is not None}
     search = SearchOptions(arguments.search, parallel=arguments.parallel or jobs, prune=arguments.prune, **given)
     space = make_space(
         *(arguments.gin_file, arguments.sweep_file, arguments.gin_param), allow_imports=arguments.allow_gin_imports
     )
-    options = SweepOptions(jobs, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
     found = Search(root, space, search, arguments.retry_failed)
-    return functools.partial(run_search, found, options, dry_run=arguments.dry_run)
+    return functools.partial(run_search, found, read_sweep_options(arguments), dry_run=arguments.dry_run)
 
 
 def make_status_call(arguments: argparse.Namespace) -> Call:
@@ -190,57 +205,71 @@ def read_cluster_options(arguments: argparse.Namespace) -> 'ClusterOptions':
     from lm.hardware import parse
     from lm.sweep.manifests import ClusterOptions
 
-    for flag in ('nodes', 'failures'):
-        if (number := getattr(arguments, flag)) is not None and number < (flag == 'nodes'):
-            raise ConfigError(f'--{flag} {number}: must be at least {int(flag == "nodes")}')
-    names = ('image', 'gpus', 'nodes', 'queue', 'namespace', 'service_account', 'claim', 'spot', 'failures', 'jobs')
     return ClusterOptions(
         topology=parse(arguments.topology) if arguments.topology else None,
         setup=tuple(arguments.setup),
         scheduler_options=tuple(arguments.scheduler_options),
-        **pick(arguments, *names),
+        **pick(arguments, *CLUSTER_FLAGS),
     )
 
 
-def check_search(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for flags of a search without --search, and for flags that exclude a search."""
-    for name, least in (('trials', 1), ('seed', 0), ('parallel', arguments.jobs or 1), ('prune', 0)):
-        if (given := getattr(arguments, name)) is None or given is False:
-            continue
-        if not arguments.search:
-            raise ConfigError(f'--{name}: is a part of a search; give --search as well')
-        if given < least:
-            raise ConfigError(f'--{name} {given}: must be at least {least}')
-    for name in ('emit', 'status', 'index', 'count') if arguments.search else ():
-        if (given := getattr(arguments, name)) is not None and given is not False:
-            raise ConfigError(f'--search and --{name}: give one of them')
+def read_sweep_options(arguments: argparse.Namespace) -> 'SweepOptions':
+    """Returns how this machine runs the points."""
+    from lm.sweep.runner import SweepOptions
+
+    return SweepOptions(arguments.jobs or 1, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
 
 
-def check_together(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that exclude each other, and for numbers that are too small."""
-    index, jobs, gpus = arguments.index, arguments.jobs, arguments.gpus_per_job
-    check_search(arguments)
-    for flag, number in (('--jobs', jobs), ('--gpus_per_job', gpus)):
-        if number is not None and number < 1:
-            raise ConfigError(f'{flag} {number}: must be at least 1')
-        if number is not None and index is not None:
-            raise ConfigError(
-                f'--index {index} and {flag} {number}: give one of them; --index runs one point, in this process'
-            )
-    if index is not None and arguments.dry_run:
-        raise ConfigError(f'--index {index} and --dry_run: give one of them; --dry_run lists all points')
-    if index is not None and arguments.count:
-        raise ConfigError(f'--index {index} and --count: give one of them; --count is of all points')
-    if arguments.emit or arguments.status:
-        mode = '--emit' if arguments.emit else '--status'
-        for flag in ('index', 'dry_run', 'count', 'gpus_per_job', *(['status'] if arguments.emit else [])):
-            if (given := getattr(arguments, flag)) is not None and given is not False:
-                raise ConfigError(f'{mode} and --{flag}: give one of them; {mode} starts nothing')
-    if arguments.count and arguments.dry_run:
-        raise ConfigError('--count and --dry_run: give one of them; --dry_run lists the points as well')
-    given = arguments.coordinator_address, arguments.process_count, arguments.process_id
-    if index is None and given != (None, None, None):
-        raise ConfigError('--coordinator_address: runs of several processes need --index, one point for all of them')
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for numbers that are too small."""
+    for flag, least in LEAST.items():
+        if (number := getattr(arguments, flag)) is not None and number < least:
+            raise ConfigError(f'--{flag} {number}: must be at least {least}')
+
+
+def is_given(arguments: argparse.Namespace, flag: str) -> bool:
+    value = getattr(arguments, flag)
+    return value is not None and value is not False and value != []
+
+
+def show(arguments: argparse.Namespace, flag: str) -> str:
+    """Returns a flag as the user wrote it; its value only where it is a number."""
+    value = getattr(arguments, flag)
+    return f'--{flag} {value}' if isinstance(value, int) and not isinstance(value, bool) else f'--{flag}'
+
+
+class Mode(NamedTuple):
+    """One of the things that the verb does."""
+
+    flag: str
+    """The flag that asks for it; '': it is what the verb does without such a flag."""
+    make_call: Callable[[argparse.Namespace], Call]
+    options: tuple[str, ...]
+    """Its flags, besides the flags that no mode lists: all modes take these."""
+    why: str = ''
+    """Why it takes no flag of another mode."""
+
+
+LEAST = {'jobs': 1, 'gpus_per_job': 1, 'trials': 1, 'seed': 0, 'nodes': 1, 'failures': 0}
+"""The least values of flags that are numbers."""
+CLUSTER_FLAGS = ('image', 'gpus', 'nodes', 'queue', 'namespace', 'service_account', 'claim', 'spot', 'failures', 'jobs')
+"""The flags of --emit that are fields of ClusterOptions as they are."""
+RUN_FLAGS = ('dry_run', 'jobs', 'gpus_per_job', 'retry_failed')
+ADDRESS_FLAGS = ('coordinator_address', 'process_count', 'process_id')
+MODES = (
+    Mode(
+        'emit',
+        make_emit_call,
+        (*CLUSTER_FLAGS, 'topology', 'setup', 'scheduler_options', 'retry_failed'),
+        '--emit starts nothing',
+    ),
+    Mode('status', make_status_call, (), '--status starts nothing'),
+    Mode('search', make_search_call, (*RUN_FLAGS, 'trials', 'seed', 'parallel', 'prune'), '--search draws the points'),
+    Mode('index', make_point_call, ADDRESS_FLAGS, '--index runs one point, in this process'),
+    Mode('count', make_count_call, (), '--count is of all points'),
+)
+"""The first whose flag is given answers."""
+TRAIN = Mode('', make_train_call, RUN_FLAGS)
 
 
 VERB = Verb(

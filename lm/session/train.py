@@ -147,6 +147,7 @@ def open_session(
             services=Services(lock, preemption, profiler, watchdog, goodput, programs),
             state=start.state,
             start=start.step,
+            kept=(start.saved or {}).get('kept_numbers', 0),
             is_save_due=bool(origin.branch),
         )
 

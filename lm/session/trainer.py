@@ -94,6 +94,7 @@ class Trainer:
         state: the state after the newest dispatched step (see `lm.training.step`).
         pending: the newest step and its metrics, while they are still on the devices.
         bad_steps: the number of consecutive steps, up to the newest logged one, that were not finite.
+        kept: how often, up to there, a parameter kept its value because its update was not finite.
     """
 
     config: TrainConfig
@@ -105,6 +106,7 @@ class Trainer:
     start: int
     pending: tuple[int, dict[str, jax.Array]] | None = None
     bad_steps: int = 0
+    kept: int = 0
     is_save_due: bool = False
 
     def run(self) -> State:
@@ -115,7 +117,8 @@ class Trainer:
         with self.services.goodput.charge('step'):
             self.run_steps()
         if bad := int(jax.device_get(self.state['in_a_row'])):  # as saved: the same command ends in the same way
-            last = f'the last {format_count(bad, "step")} of {config.steps} were not finite and changed nothing'
+            last = f'the last {format_count(bad, "step")} of {config.steps} were not finite '
+            last += 'and changed nothing, or only some arrays'
             how = f'step {config.steps} is saved and has the weights of step {config.steps - bad}'
             raise Diverged(f'{last}; {how}: use these, or train anew with a lower optimizer.peak_learning_rate')
         note(
@@ -203,6 +206,7 @@ class Trainer:
         metrics = {name: value.tolist() for name, value in metrics.items()}
         compared = self.computation.step.read_comparison(metrics)
         self.bad_steps = metrics['in_a_row']
+        self.kept += int(metrics['kept'])
         if self.bad_steps >= config.max_nonfinite_steps:
             self.checkpointer.wait()
             what, saved = self.computation.step.name_first_bad(metrics['first_bad']), self.checkpointer.latest_step()
@@ -222,6 +226,7 @@ class Trainer:
             'mfu': records.flops_per_token * tokens_per_second / peak if peak else None,
             'seconds': records.throughput.seconds,
             'skipped_steps': metrics['skipped'],
+            **({'kept_numbers': self.kept} if self.kept else {}),
             'data_wait_seconds': goodput.read_lap('data'),
             **compared.measures,
             **by_source,
@@ -271,6 +276,7 @@ class Trainer:
             'config': self.records.text,
             'skipped_batches': self.computation.batches.windows.skipped_before(step),
             'metrics_lines': self.records.metrics_file.count,
+            **({'kept_numbers': self.kept} if self.kept else {}),
         }
         metrics = {} if loss is None else {'loss': loss}
         with self.pause('checkpoint'):

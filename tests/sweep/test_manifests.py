@@ -305,7 +305,7 @@ def test_a_folder_with_other_files_is_refused(emit, tmp_path, capsys):
     assert 'holds other files; name an empty folder' in capsys.readouterr().err
     assert not (tmp_path / 'root').exists()
     assert emit('slurm', '--index', '0') == 2
-    assert '--emit and --index: give one of them' in capsys.readouterr().err
+    assert '--emit and --index 0: give one of them' in capsys.readouterr().err
     assert emit('slurm', '--nodes', '0') == 2
 
 

@@ -166,9 +166,12 @@ def test_a_single_point_can_be_selected(tmp_path, capsys):
         ('--index 0 --gpus_per_job 1', '--index 0 and --gpus_per_job 1: give one of them'),
         ('--index 0 --count', '--index 0 and --count: give one of them'),
         ('--count --dry_run', '--count and --dry_run: give one of them'),
-        ('--count --process_id 0', '--coordinator_address: runs of several processes need --index'),
+        ('--count --process_id 0', '--count and --process_id 0: give one of them'),
         ('--dry_run --jobs 0', '--jobs 0: must be at least 1'),
         ('--gpus_per_job 0', '--gpus_per_job 0: must be at least 1'),
+        ('--process_id 0', '--process_id: give --index as well'),
+        ('--image x', '--image: give --emit as well'),
+        ('--status --jobs 2', '--status and --jobs 2: give one of them'),
     ],
 )
 def test_no_flag_is_ignored(flags, expected, tmp_path, capsys):
