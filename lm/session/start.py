@@ -1,6 +1,7 @@
 """The start of a session: its checkpoint or initial weights, and the record of both."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +172,9 @@ def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights |
 
     teaching = plan.program.step.teaching
     if teaching and teacher is not None:
-        take(teaching.functions, teacher, False)
+        source = teaching.objective.find_source(teaching.functions)
+        make_source = functools.partial(teaching.objective.make_source, teaching.functions)
+        take(source, jax.jit(make_source)(teacher), False)
     if plan.initial and plan.source:
         saved = SavedWeights('train.init_from', plan.initial.run_dir, None, plan.store.fingerprints)
         mesh = jax.sharding.get_mesh()

@@ -62,8 +62,9 @@ class Align(Distillation):
 
         If only new parameters learn, it is True for what the teacher has too.
         """
-        copied = find_copied(teacher, student)
-        same = find_same_layers(teacher, student)
+        source = self.find_source(teacher)
+        copied = find_copied(source, student)
+        same = find_same_layers(source, student)
 
         def is_frozen(path, declaration, is_copied):
             if declaration.part not in ('attention', 'mechanism') or (path[0].key == BLOCKS and path[1].key in same):

@@ -33,6 +33,7 @@ class Distill(Distillation):
     )
 
     def check(self, student: ModelFunctions, teacher: ModelFunctions) -> None:
+        super().check(student, teacher)
         ours, theirs = student.config.vocab_size, teacher.config.vocab_size
         if ours != theirs:
             raise ConfigError(f'model.vocab_size = {ours}: the teacher has {theirs}; set it to {theirs}')
