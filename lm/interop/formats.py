@@ -28,7 +28,7 @@ MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
 FORMULAS = pathlib.Path(__file__).parent / 'formulas'
 ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
-SHARED = ('tokens', 'base')
+SHARED = ('tokens', 'base', 'units')
 """The formula files with the shared parts."""
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
 """The names of the files that an export has beside its weights."""
