@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import threading
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -139,7 +140,7 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
         with reaching(path):
             return epath.Path(path).write_bytes(b''.join(bytes(part) for part in parts))
     path = pathlib.Path(path)
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp')  # machines share disks
     try:
         with open(temporary, 'wb') as file:
             for part in parts:
