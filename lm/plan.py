@@ -71,8 +71,9 @@ class StepPlan:
         total = (
             f'{train.steps * train.tokens_per_step:,} ({format_count(train.steps, "step")}{epochs and f", {epochs}"})'
         )
+        active = f'; {self.parameters - model.idle_parameters:,} of them per token' if model.idle_parameters else ''
         return {
-            'parameters': f'{self.parameters:,} ({layers}, {mechanisms})',
+            'parameters': f'{self.parameters:,} ({layers}, {mechanisms}){active}',
             **self._describe_teacher(),
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,

@@ -216,7 +216,7 @@ def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
 def job_tokens(job: work.Preparation, shards: list) -> int:
     """Returns the tokens of the finished shards."""
     counts = [job.result(shard, i).counts() for i, shard in enumerate(shards)]
-    return sum(found['tokens'] for found in counts if found is not None)
+    return sum(found.tokens for found in counts if found is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 from lm.attention import Attention
 from lm.attention.base import GATES
 from lm.attention.recurrent.convolution import ShortConvolution
-from lm.model.config import ACTIVATIONS, ModelConfig
+from lm.model.config import ModelConfig
 from lm.model.dense import Dense, LowRank
+from lm.model.feed_forward import FeedForward
+from lm.model.feed_forward.base import ACTIVATIONS, FeedForwardShape
 from lm.model.key_offset import offset_keys, select_channels
 from lm.ops.rotary import Rotation, rotate
 from lm.ops.tpu import lone_windows, tokens_on_lanes
@@ -52,10 +54,51 @@ class Projections(NamedTuple):
     kept: EarlierTokens
 
 
-class Block(nnx.Module):
-    """One layer: x += attention(norm(x)); x += glu(norm(x))."""
+class FeedForwardUnits(nnx.Module):
+    """The feed-forward layer of a layer: linear units that all tokens pass, experts, or both."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+    def make_units(
+        self, kind: FeedForward, shape: FeedForwardShape, linear: Callable, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        """Makes the parameters. `linear(inputs, sizes, *axes, is_last)` makes a linear map."""
+        hidden = kind.dense_dim(shape)
+        sizes = (hidden, hidden) if shape.gated else (hidden,)
+        self.shape = shape
+        self.glu_in = linear(shape.d_model, sizes, 'embed', 'mlp', False) if hidden else None
+        self.glu_out = linear(hidden, (shape.d_model,), 'mlp', 'embed', True) if hidden else None
+        self.experts = kind.build(shape, rngs, dtype)
+
+    def transform(self, x_TxD: jax.Array) -> jax.Array:
+        """Computes the feed-forward layer of normalized inputs; the tokens may have any number of axes."""
+        if self.experts is None:
+            return self._transform_all(x_TxD)
+        return self.experts(x_TxD, None if self.glu_in is None else self._transform_all(x_TxD))
+
+    def _transform_all(self, x_TxD: jax.Array) -> jax.Array:
+        """Computes the linear units that all tokens pass."""
+        assert self.glu_in is not None
+        assert self.glu_out is not None
+        activate = ACTIVATIONS[self.shape.activation]
+        if self.shape.gated:
+            products = self.glu_in.pieces(x_TxD, [self.glu_out.in_features] * 2)
+            value_TxF, gate_TxF = map(tokens_on_lanes, products)
+            hidden_TxF = value_TxF * activate(gate_TxF)
+        else:
+            hidden_TxF = activate(tokens_on_lanes(self.glu_in(x_TxD)))
+        return self.glu_out(hidden_TxF)
+
+
+class Block(FeedForwardUnits):
+    """One layer: x += attention(norm(x)); x += glu(norm(x)), where experts may stand beside or for the linear units."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        feed_forward: FeedForward,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+    ):
         self.options = own = config.resolve(attention)
         dims, options = own.dims, {'dtype': dtype, 'epsilon': config.norm_epsilon}
         # Residual branches start smaller in deeper models, so that the sum over layers has unit scale (GPT-2 §2.3).
@@ -85,8 +128,11 @@ class Block(nnx.Module):
         width = (config.d_model,)
         self.attention_out = linear(own.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
         self.glu_norm = norm(is_before)
-        self.glu_in = linear(config.d_model, config.glu_sizes, 'embed', 'mlp', part='glu')
-        self.glu_out = linear(config.glu_dim, width, 'mlp', 'embed', part='glu', init=residual_init)
+
+        def unit(n_in, sizes, n_axis, axis, is_last):
+            return linear(n_in, sizes, n_axis, axis, part='glu', init=residual_init if is_last else None)
+
+        self.make_units(feed_forward, config.feed_forward_shape, unit, rngs, dtype)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
         if own.projections:
             self.mechanism_in = linear(config.d_model, own.widths, 'embed', 'all_heads', part='mechanism')
@@ -240,15 +286,8 @@ class Block(nnx.Module):
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
             normed_TxD = _apply(self.glu_norm, x_TxD)
-        activate = ACTIVATIONS[self.options.activation]
         with jax.named_scope('glu'):
-            if self.options.gated:
-                products = self.glu_in.pieces(normed_TxD, [self.glu_out.in_features] * 2)
-                value_TxF, gate_TxF = map(tokens_on_lanes, products)
-                hidden_TxF = value_TxF * activate(gate_TxF)
-            else:
-                hidden_TxF = activate(tokens_on_lanes(self.glu_in(normed_TxD)))
-            return x_TxD + _apply(self.glu_out_norm, self.glu_out(hidden_TxF))
+            return x_TxD + _apply(self.glu_out_norm, self.transform(normed_TxD))
 
 
 def _apply(norm: nnx.Module | None, x_TxD: jax.Array) -> jax.Array:
@@ -256,14 +295,14 @@ def _apply(norm: nnx.Module | None, x_TxD: jax.Array) -> jax.Array:
     return x_TxD if norm is None else norm(x_TxD)
 
 
-def stack_blocks(config: ModelConfig, attention: Attention, repeats: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:
-    """Returns `repeats` blocks with different parameters as one Block whose arrays have a leading axis over
-    the layers."""
+def stack_blocks(config: ModelConfig, which: int, rngs: nnx.Rngs, dtype: DTypeLike) -> Block:
+    """Returns the layers of stack `which` as one Block whose arrays have a leading axis over the layers."""
+    attention, feed_forward = config.stacks[which], config.find_feed_forward(config.list_layers(which)[0])
 
-    @nnx.split_rngs(splits=repeats)
+    @nnx.split_rngs(splits=config.count_layers(which))
     @nnx.vmap(in_axes=0, out_axes=0)
     def build(rngs):
-        return Block(config, attention, rngs, dtype)
+        return Block(config, attention, feed_forward, rngs, dtype)
 
     blocks = build(rngs)
     stack(blocks)

@@ -1,5 +1,6 @@
 """The model section of a configuration."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ from lm.attention.base import GATES, MODEL
 from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
+from lm.model.feed_forward import DenseLayer, FeedForward, FeedForwardShape
+from lm.model.feed_forward.base import ACTIVATIONS
 from lm.model.options import LayerOptions, OutputGate, ProjectedHeads, RotaryOptions
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
@@ -22,7 +25,7 @@ def _dots(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     """Tells whether 'dots' keeps the result of an operation. It keeps reductions too (norm statistics): they are one
     number per token, and recomputing them reads the layer's activations again."""
     kept = _DOTS(primitive, *arguments, **parameters) or _RESIDUALS(primitive, *arguments, **parameters)
-    return kept or primitive.name == 'reduce_sum'
+    return kept or primitive.name in ('reduce_sum', 'ragged_dot_general')
 
 
 REMAT = {
@@ -39,8 +42,6 @@ products alone. 'attention': attention alone. 'full': nothing. The layer's input
 output, so no other part needs to keep it.
 """
 
-ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
-"""GELU by its tanh approximation."""
 PLACEMENTS = ('before', 'after', 'both')
 """The places of the normalizations around attention and the feed-forward layer."""
 SPANS = ('head', 'projection')
@@ -76,6 +77,11 @@ class ModelConfig(Configurable):
         default=None,
         minimum=1,
         help='GLU width; None: 8·d_model/3 rounded down to a multiple of 8, without gates 4·d_model',
+    )
+    feed_forward: FeedForward | tuple[FeedForward, ...] | None = field(
+        default=None,
+        omit_default=True,
+        help='a kind of feed-forward layer, @dense() or @experts(), or a list that repeats over layers; None: @dense()',
     )
     attention: Attention | tuple[Attention, ...] = field(
         default=DEFAULT(), help='one mechanism, or a list that repeats over the layers; its last repeat may be cut'
@@ -170,21 +176,33 @@ class ModelConfig(Configurable):
     )
 
     def __post_init__(self):
-        if not self.pattern:
+        mechanisms, kinds = _list(self.attention), self.feed_forwards
+        if not mechanisms:
             raise ConfigError('model.attention = []: name at least one mechanism, such as @softmax()')
-        for attention in self.pattern:
+        if not kinds:
+            raise ConfigError('model.feed_forward = []: name at least one kind of layer, such as @dense()')
+        for attention in mechanisms:
             self._check_heads(attention)
-        if len(self.pattern) > self.n_layers:
+        if len(mechanisms) > self.n_layers:
             raise ConfigError(
-                f'model.attention lists {len(self.pattern)} mechanisms: more than model.n_layers = {self.n_layers}'
+                f'model.attention lists {len(mechanisms)} mechanisms: more than model.n_layers = {self.n_layers}'
             )
+        if len(kinds) > self.n_layers:
+            raise ConfigError(
+                f'model.feed_forward lists {len(kinds)} layers: more than model.n_layers = {self.n_layers}'
+            )
+        if self.biases and any(not isinstance(kind, DenseLayer) for kind in kinds):
+            raise ConfigError('model.biases = True: experts have no biases; set it to False')
         reasons = (one.why_causal() for one in self.pattern if not self.causal)
         if reason := next(filter(None, reasons), None):
             raise ConfigError(f'model.causal = False: {reason}')
 
     @property
     def pattern(self) -> tuple[Attention, ...]:
-        return self.attention if isinstance(self.attention, tuple) else (self.attention,)
+        """The mechanisms of the layers up to the first one from which mechanisms and feed-forward layers repeat."""
+        mechanisms = _list(self.attention)
+        period = math.lcm(len(mechanisms), len(self.feed_forwards))
+        return tuple(mechanisms[i % len(mechanisms)] for i in range(min(period, max(self.n_layers, len(mechanisms)))))
 
     @property
     def layers(self) -> tuple[Attention, ...]:
@@ -216,6 +234,20 @@ class ModelConfig(Configurable):
         return self.repeats if stack < len(self.pattern) else 1
 
     @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """The feed-forward layers that repeat over the layers."""
+        return _list(DenseLayer() if self.feed_forward is None else self.feed_forward)
+
+    def find_feed_forward(self, layer: int) -> FeedForward:
+        """Returns the feed-forward layer of a layer. All layers of a stack have the same."""
+        return self.feed_forwards[layer % len(self.feed_forwards)]
+
+    @property
+    def feed_forward_shape(self) -> FeedForwardShape:
+        """The fields that feed-forward layers read."""
+        return FeedForwardShape(self.d_model, self.glu_dim, self.gated, self.activation, self.n_layers)
+
+    @property
     def dims(self) -> HeadDims:
         """The heads of layers whose mechanism has none of its own."""
         return self.resolve(DEFAULT()).dims
@@ -245,8 +277,6 @@ class ModelConfig(Configurable):
             qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
             output_norm=self._choose(attention, 'output_norm'),
             gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model)), rank),
-            activation=self.activation,
-            gated=self.gated,
             projections=tuple(attention.projections(dims).items()),
         )
 
@@ -293,14 +323,16 @@ class ModelConfig(Configurable):
         return self.hidden_dim or (max(8, 8 * self.d_model // 3 // 8 * 8) if self.gated else 4 * self.d_model)
 
     @property
-    def glu_sizes(self) -> tuple[int, ...]:
-        """The output sizes of the first linear map of a feed-forward layer: values, and gates."""
-        return (self.glu_dim, self.glu_dim) if self.gated else (self.glu_dim,)
+    def feed_forward_products(self) -> int:
+        """The sizes of the matrices of all feed-forward layers that a token is multiplied with, together."""
+        shape = self.feed_forward_shape
+        return sum(self.find_feed_forward(layer).count_products(shape) for layer in range(self.n_layers))
 
     @property
-    def glu_products(self) -> int:
-        """The sizes of the matrices of a feed-forward layer, together."""
-        return self.d_model * (sum(self.glu_sizes) + self.glu_dim)
+    def idle_parameters(self) -> int:
+        """The number of parameters that a token does not use: of experts that it does not choose."""
+        shape = self.feed_forward_shape
+        return sum(self.find_feed_forward(layer).count_idle(shape) for layer in range(self.n_layers))
 
     def resolve_dtype(self, platform: str) -> jnp.dtype:
         """Returns the type of products and activations on a platform ('cpu', 'gpu' or 'tpu')."""
@@ -329,10 +361,14 @@ class ModelConfig(Configurable):
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
-        glu = self.glu_products
-        dense, attention = self.d_model * self.vocab_size, 0.0
+        dense, attention = self.d_model * self.vocab_size + self.feed_forward_products, 0.0
         for stack, mechanism in enumerate(self.stacks):
             options, layers = self.resolve(mechanism), self.count_layers(stack)
-            dense += layers * (options.count_products(self.d_model) + glu)
+            dense += layers * options.count_products(self.d_model)
             attention += layers * mechanism.flops_per_token(options.dims, length)
         return 3 * (2 * dense + attention)
+
+
+def _list(choice: Any) -> tuple[Any, ...]:
+    """Returns the choices of a field that holds one or several."""
+    return choice if isinstance(choice, tuple) else (choice,)

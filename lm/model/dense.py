@@ -1,7 +1,8 @@
 """Products with the matrices of a layer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,18 +68,38 @@ def multiply_gathered(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
 
     mesh, axes = jax.sharding.get_abstract_mesh(), batch_axes()
     axis = shared_axis(kernel_DxN.shape, mesh.shape[SHARED_AXIS]) if SHARED_AXIS in axes else None
-    if axis is None or uneven_batch(x_BxLxD.shape[0]):
+    if axis is None:
         return products(x_BxLxD, kernel_DxN)
-    rows, shared = PartitionSpec(axes), PartitionSpec(*[None] * axis, SHARED_AXIS)
+    return run_on_gathered(products, [x_BxLxD], [kernel_DxN])
+
+
+def run_on_gathered(function: Callable, arrays: Sequence[jax.Array], matrices: Sequence[jax.Array]) -> Any:
+    """Calls function(*arrays, *matrices) on each device's rows of the batch, with the whole matrices.
+
+    Matrices that devices share are gathered from them first. If the rows do not split evenly, the partitioner decides.
+
+    Args:
+        function: returns arrays whose first axis is the batch.
+        arrays: their first axis is the batch.
+        matrices: of the layer, with any number of axes.
+    """
+    mesh, axes = jax.sharding.get_abstract_mesh(), batch_axes()
+    if not axes or uneven_batch(arrays[0].shape[0]):
+        return function(*arrays, *matrices)
+    shared = [shared_axis(each.shape, mesh.shape[SHARED_AXIS]) if SHARED_AXIS in axes else None for each in matrices]
+    rows = PartitionSpec(axes)
+    specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, SHARED_AXIS) for axis in shared]
     names = set(mesh.axis_names) - set(mesh.manual_axes)
 
-    def gather_and_multiply(x_BxLxD: jax.Array, part: jax.Array) -> list[jax.Array]:
-        return products(x_BxLxD, gather_matrix(part, axis))
+    def gather_and_run(*arguments: jax.Array) -> Any:
+        parts = zip(arguments[len(arrays) :], shared, strict=True)
+        whole = [part if axis is None else gather_matrix(part, axis) for part, axis in parts]
+        return function(*arguments[: len(arrays)], *whole)
 
     split = jax.shard_map(
-        gather_and_multiply, in_specs=(rows, shared), out_specs=rows, axis_names=names, check_vma=False
+        gather_and_run, in_specs=(*[rows] * len(arrays), *specs), out_specs=rows, axis_names=names, check_vma=False
     )
-    return split(x_BxLxD, kernel_DxN)
+    return split(*arrays, *matrices)
 
 
 def gather_matrix(part: jax.Array, axis: int) -> jax.Array:

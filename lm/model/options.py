@@ -55,8 +55,6 @@ class LayerOptions:
         qk_norm: what the RMSNorms of queries and keys span, a head or the whole projection; None: there are none.
         output_norm: whether the output of each head is normalized, before the gate.
         gate: None: nothing multiplies the output.
-        activation: of the feed-forward layer (`lm.model.config.ACTIVATIONS`).
-        gated: whether the feed-forward layer is a gated linear unit.
         projections: the names and widths of further inputs of the mechanism (`Attention.projections`).
     """
 
@@ -68,8 +66,6 @@ class LayerOptions:
     qk_norm: str | None
     output_norm: bool
     gate: OutputGate | None
-    activation: str
-    gated: bool
     projections: tuple[tuple[str, int], ...]
 
     @property

@@ -62,10 +62,7 @@ class Transformer(nnx.Module):
         self.embedding = embedding(config.vocab_size, 'vocabulary')
         if config.learned_positions:
             self.positions = embedding(config.learned_positions, 'position')
-        self.blocks = nnx.List(
-            stack_blocks(config, attention, config.count_layers(i), rngs, self.dtype)
-            for i, attention in enumerate(config.stacks)
-        )
+        self.blocks = nnx.List(stack_blocks(config, stack, rngs, self.dtype) for stack in range(len(config.stacks)))
         gains = _make_alternating(FINAL_GAIN * compute_output_scale(config.widening))
         options = {
             'part': 'norms',

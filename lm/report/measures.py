@@ -4,9 +4,12 @@ import dataclasses
 import math
 from typing import Any
 
+from lm.config.configurable import REGISTRY
 from lm.config.names import may_change
+from lm.experiment import load_registry
 from lm.runs import sweep_file
 from lm.runs.records import Run
+from lm.training.objectives import Distillation
 
 OTHERS = {
     *('data.mixture', 'data.task', 'data.mask_documents', 'data.restart_positions'),
@@ -70,6 +73,16 @@ def get_status(run: Run) -> str:
     if run.is_finished():
         return 'done'
     return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finished'
+
+
+def name_loss(run: Run) -> str | None:
+    """Names what a run with a teacher minimizes; None: it has no teacher."""
+    load_registry()
+    name = str(run.value('train.objective', '')).strip('@()')
+    objective = REGISTRY.get(name.rpartition('/')[2])
+    if objective is None or not issubclass(objective, Distillation):
+        return None
+    return objective.name_loss({f.name: run.value(f'{name}.{f.name}') for f in dataclasses.fields(objective)})
 
 
 def measure_microseconds_per_token(run: Run) -> float | None:

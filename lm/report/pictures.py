@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lm.report.curves import (
     name_binding,
 )
 from lm.report.ladder import Ladder
-from lm.report.measures import Measures, get_status, measure_microseconds_per_token
+from lm.report.measures import Measures, get_status, measure_microseconds_per_token, name_loss
 from lm.report.paper import name_devices
 from lm.runs.records import Run
 from lm.text import shorten
@@ -126,16 +127,24 @@ class Pictures:
         return f'Not in the pictures, for want of steps: {names}.' if names else ''
 
     def _make_loss(self, context: int, suffix: str, where: str) -> None:
-        start, end = find_token_range(run for s in self.series for run in s.at(context))
-        curves = [curve for s in self.series if (curve := make_loss_curve(s, context, start, end))]
-        smoothed = [curve.label for curve in curves if curve.smoothed]
-        named = '' if len(smoothed) == len(curves) else f': {"; ".join(smoothed)}'
-        note = f' (smoothed{named})' if smoothed else ''
-        bands = '; bands (of up to 6 curves): extremes over seeds' if any(c.low is not None for c in curves) else ''
-        caption = f'Training loss{note}{where}{bands}.'
-        self._add_lines(
-            f'loss{suffix}', curves, caption, 'training tokens', 'training loss (nats per token)', x_scale='log'
-        )
+        """Makes the training losses, one picture for each kind of loss: only losses of one kind can be compared."""
+        groups: dict[str | None, list[Series]] = {}
+        for s in self.series:
+            groups.setdefault(name_loss(s.runs[0]), []).append(s)
+        for kind, series in groups.items():
+            if not any(s.at(context) for s in series):
+                continue
+            start, end = find_token_range(run for s in series for run in s.at(context))
+            curves = [curve for s in series if (curve := make_loss_curve(s, context, start, end))]
+            smoothed = [curve.label for curve in curves if curve.smoothed]
+            named = '' if len(smoothed) == len(curves) else f': {"; ".join(smoothed)}'
+            note = f' (smoothed{named})' if smoothed else ''
+            bands = '; bands (of up to 6 curves): extremes over seeds' if any(c.low is not None for c in curves) else ''
+            of = f': {kind}' if kind else ''
+            name = f'loss_{re.sub("[^a-z]+", "_", kind).strip("_")}' if kind else 'loss'
+            label = f'training loss: {kind}' if kind else 'training loss (nats per token)'
+            caption = f'Training loss{of}{note}{where}{bands}.'
+            self._add_lines(f'{name}{suffix}', curves, caption, 'training tokens', label, x_scale='log')
 
     def _make_positions(self, context: int, suffix: str, where: str) -> None:
         first, newest = get_first_position(context), self.measures.find_newest

@@ -17,6 +17,13 @@ from lm.report.measures import Measures, get_status, measure_microseconds_per_to
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
+from lm.report.students import (
+    find_students,
+    format_students,
+    make_position_table,
+    make_student_pictures,
+    make_student_table,
+)
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
@@ -77,6 +84,7 @@ class Report:
         self.of_sets = sorted({name for found in measured for name in found if name.startswith(PREFIXES)})
         self.rows = [self.make_row(run) for run in self.runs]
         self.comparison = self.compare_with_papers()
+        self.students = find_students(self.runs, self.measures)
         self.written: list[str] = []
 
     def write(self, pictures: bool = True, refresh: int | None = None) -> None:
@@ -89,6 +97,7 @@ class Report:
         made = Pictures(self.runs, self.measures, self.ladder)
         for i, search in enumerate(self.searches):
             made.made += make_search_pictures(search, f'_{i}' if i else '')
+        made.made += make_student_pictures(self.students)
         self.written = ['report.md']
         for picture in made.made if pictures else ():
             picture.draw(self.out)
@@ -102,6 +111,7 @@ class Report:
             self._write_csv('ladder.csv', self.ladder.list_rows())
         text = ['# Report', '', self.format_table(), '']
         text += ['## Ladder', '', format_ladder(self.ladder), ''] if self.ladder else []
+        text += format_students(self.students)
         text += paper.format_tables(self.comparison, self.corpus)
         for picture in made.made if pictures else ():
             caption = escape_markdown(picture.caption)
@@ -131,6 +141,7 @@ class Report:
         if self.ladder:
             tables.append(make_ladder_table(self.ladder))
         tables += [table for search in self.searches if (table := make_search_table(search))]
+        tables += [t for t in (make_student_table(self.students), make_position_table(self.students)) if t]
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:

@@ -36,7 +36,10 @@ NUMBERS = ('train.steps', 'train.context_length', 'train.tokens_per_step', 'trai
 """Bindings whose values are numbers in every config.gin of `lm train`."""
 NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
 """Kind of a record → its numbers that readers count on, besides the step."""
-OPTIONAL = ('tokens_per_second', 'mfu', 'skipped_steps', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
+OPTIONAL = (
+    *('tokens_per_second', 'mfu', 'skipped_steps', 'kept_numbers'),
+    *('perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy'),
+)
 """More numbers of records, which not every record has."""
 NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 

@@ -94,6 +94,7 @@ class Trainer:
         state: the state after the newest dispatched step (see `lm.training.step`).
         pending: the newest step and its metrics, while they are still on the devices.
         bad_steps: the number of consecutive steps, up to the newest logged one, that were not finite.
+        kept: how often, up to there, a parameter kept its value because its update was not finite.
     """
 
     config: TrainConfig
@@ -105,6 +106,7 @@ class Trainer:
     start: int
     pending: tuple[int, dict[str, jax.Array]] | None = None
     bad_steps: int = 0
+    kept: int = 0
     is_save_due: bool = False
 
     def run(self) -> State:
@@ -115,7 +117,8 @@ class Trainer:
         with self.services.goodput.charge('step'):
             self.run_steps()
         if bad := int(jax.device_get(self.state['in_a_row'])):  # as saved: the same command ends in the same way
-            last = f'the last {format_count(bad, "step")} of {config.steps} were not finite and changed nothing'
+            last = f'the last {format_count(bad, "step")} of {config.steps} were not finite '
+            last += 'and changed nothing, or only some arrays'
             how = f'step {config.steps} is saved and has the weights of step {config.steps - bad}'
             raise Diverged(f'{last}; {how}: use these, or train anew with a lower optimizer.peak_learning_rate')
         note(
@@ -153,7 +156,8 @@ class Trainer:
             services.watchdog.step(step + 1)
             self.is_save_due |= checkpointer.should_save(step)
             is_evaluating = self.is_evaluation_due(step)
-            if self.is_save_due or is_evaluating:
+            is_kept = checkpointer.should_keep(step)
+            if self.is_save_due or is_evaluating or is_kept:
                 # Metrics that a checkpoint covers are on disk before the checkpoint is.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
@@ -161,6 +165,8 @@ class Trainer:
             # While steps are not finite the model learns nothing new, and a save would replace a good checkpoint.
             if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
+            elif is_kept and not self.bad_steps:
+                self.keep(step)
         self.complete_save(config.steps)
 
     def replay(self, replay: Replay, step: int, batch: jax.Array) -> None:
@@ -203,6 +209,7 @@ class Trainer:
         metrics = {name: value.tolist() for name, value in metrics.items()}
         compared = self.computation.step.read_comparison(metrics)
         self.bad_steps = metrics['in_a_row']
+        self.kept += int(metrics['kept'])
         if self.bad_steps >= config.max_nonfinite_steps:
             self.checkpointer.wait()
             what, saved = self.computation.step.name_first_bad(metrics['first_bad']), self.checkpointer.latest_step()
@@ -222,6 +229,7 @@ class Trainer:
             'mfu': records.flops_per_token * tokens_per_second / peak if peak else None,
             'seconds': records.throughput.seconds,
             'skipped_steps': metrics['skipped'],
+            **({'kept_numbers': self.kept} if self.kept else {}),
             'data_wait_seconds': goodput.read_lap('data'),
             **compared.measures,
             **by_source,
@@ -261,23 +269,34 @@ class Trainer:
 
         Raises WrongResults if copies of the state differ.
         """
-        self.services.lock.check()
-        self.records.metrics_file.flush()
-        if (compare := self.computation.compare_copies) and (found := compare(self.state)):
-            self.refuse(found, step)
-        metadata = {
-            'seconds': self.records.throughput.seconds,
-            'step_seconds': self.services.goodput.total('step'),
-            'config': self.records.text,
-            'skipped_batches': self.computation.batches.windows.skipped_before(step),
-            'metrics_lines': self.records.metrics_file.count,
-        }
+        metadata = self.prepare_save(step)
         metrics = {} if loss is None else {'loss': loss}
         with self.pause('checkpoint'):
             self.checkpointer.save(step, self.state, metadata=metadata, metrics=metrics)
             self.record_goodput()
             self.services.programs.publish()
         self.is_save_due = False
+
+    def keep(self, step: int) -> None:
+        """Keeps the state in the memory of the hosts. Raises WrongResults if copies of it differ."""
+        metadata = self.prepare_save(step)
+        with self.pause('checkpoint'):
+            self.checkpointer.keep(step, self.state, metadata)
+
+    def prepare_save(self, step: int) -> dict[str, Any]:
+        """Makes all metrics permanent, compares the copies of the state, and returns the metadata of a checkpoint."""
+        self.services.lock.check()
+        self.records.metrics_file.flush()
+        if (compare := self.computation.compare_copies) and (found := compare(self.state)):
+            self.refuse(found, step)
+        return {
+            'seconds': self.records.throughput.seconds,
+            'step_seconds': self.services.goodput.total('step'),
+            'config': self.records.text,
+            'skipped_batches': self.computation.batches.windows.skipped_before(step),
+            'metrics_lines': self.records.metrics_file.count,
+            **({'kept_numbers': self.kept} if self.kept else {}),
+        }
 
     def complete_save(self, step: int) -> None:
         """Waits until the save of `step` is complete.

@@ -41,6 +41,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
         'last_eval': run.last_evaluation,
         'evaluations': len(run.evaluations),
         'parameters': parameters(run, allow_imports),
+        'idle_parameters': idle_parameters(run, allow_imports),
         'checkpoints': checkpoints,
         'set_aside': others,
         'fingerprints': {name: run.info.get(name) for name in ('data', 'tokenizer')},
@@ -119,3 +120,11 @@ def parameters(run: Run, allow_imports: bool = False) -> dict[str, int]:
         if total is None or not re.search(r'^import ', read_text(run.directory.config), re.MULTILINE):
             raise
         return {'in all': total}
+
+
+def idle_parameters(run: Run, allow_imports: bool = False) -> int | None:
+    """Returns how many parameters a token does not use; None if the model needs imports."""
+    try:
+        return load([str(run.directory.config)], allow_imports=allow_imports).model.idle_parameters
+    except ConfigError:
+        return None

@@ -34,7 +34,12 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         f'{_counted(get("model.n_heads"), "head")} of {get("model.head_dim")}, {found["attention"]}',
         'parameters': f'{sum(found["parameters"].values()):,} ('
         + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
-        + ')',
+        + ')'
+        + (
+            f'; {sum(found["parameters"].values()) - idle:,} of them per token'
+            if (idle := found['idle_parameters'])
+            else ''
+        ),
         'training': f'{get("train.tokens_per_step")} tokens per step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
         'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
@@ -49,7 +54,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         f'gradient norm {train["grad_norm"]:.3f}, {format_si(found["tokens_per_second"] or 0)} tokens/s'
         + (f', MFU {train["mfu"]:.1%}' if train.get('mfu') else '')
         + f', {format_duration(train["seconds"])} of training'
-        + (f', {format_count(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else ''),
+        + (f', {format_count(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else '')
+        + (f', {format_count(train["kept_numbers"], "number")} not updated' if train.get('kept_numbers') else ''),
         'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None
@@ -128,6 +134,12 @@ def _counted(number: Any, noun: str, plural: str | None = None) -> str:
 
 def _short(digest: str | None) -> str:
     return digest[:16] if digest else '–'
+
+
+def _active(found: dict[str, Any]) -> str:
+    """Returns how many parameters a token uses, if it does not use all."""
+    idle = found['idle_parameters']
+    return f'; {sum(found["parameters"].values()) - idle:,} of them per token' if idle else ''
 
 
 def _branch(branch: Any) -> dict[str, str]:

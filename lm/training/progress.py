@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from lm.data.batches import BatchWindows
 from lm.text import format_count, format_duration, format_si, perplexity
+from lm.training.step import UPDATE
 
 
 def print_row(name: str, value: str, width: int = 17) -> None:
@@ -35,12 +36,13 @@ def describe_divergence(
     batches = (
         f"with --gin_param 'train.skip_batches = {sorted([*others, (first, last + 1)])}' to leave these batches out"
     )
-    # No batch is to blame for a rate that is not finite.
-    remedy = '' if what == 'learning rate' else f'{batches}, or '
+    # No batch is to blame for a rate that is not finite, or for an update that is not, where its gradient is.
+    remedy = '' if what == 'learning rate' or what.startswith(UPDATE) else f'{batches}, or '
     return (
         f'loss, gradient or update was not finite for {format_count(bad_steps, "step")} in a row, up to step {step}, '
         f'there first: {what}; {"no step is saved" if saved is None else f"the newest checkpoint is step {saved}"}: '
         f'run it again {remedy}with a lower optimizer.peak_learning_rate '
+        + ('or smaller factors of the update, such as optimizer.weight_decay, ' if what.startswith(UPDATE) else '')
         + ('in a new --run_dir' if saved is None else f'and --rewind_to {saved}')
     )
 
@@ -102,7 +104,8 @@ class Progress:
             f'  loss {record["loss"]:.4f}  {summary}  lr {record["learning_rate"]:.2e}'
             f'  grad {record["grad_norm"]:.3f}  {format_si(record["tokens_per_second"])} tok/s{mfu}'
             f'  left {format_duration(seconds_left)}'
-            + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else ''),
+            + (f'  skipped {record["skipped_steps"]}' if record['skipped_steps'] else '')
+            + (f'  kept {format_si(record["kept_numbers"])}' if record.get('kept_numbers') else ''),
             '\r' if self.terminal else '\n',
         )
 

@@ -7,7 +7,7 @@ A state is a dict of arrays:
       average     the mean of the last parameters, like params; only with `optimizer.average_steps`
       step        int32, batches consumed
       skipped     int32, updates skipped because loss, gradient or learning rate were not finite
-      in_a_row    int32, of these, how many since the last good one
+      in_a_row    int32, bad steps since the last good one: skipped, or without a finite update of some array
 """
 
 import dataclasses
@@ -33,6 +33,8 @@ from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
 State = dict[str, Any]
+GRADIENT, UPDATE = 'gradient of ', 'update of '
+"""How the names begin of what is not finite in a bad step; an array's path follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +122,13 @@ class TrainStep:
 
         An update is made only if loss, gradient (its norm too) and learning rate are finite. Otherwise the state keeps
         its values, `skipped` and `in_a_row` grow, and the next batch follows. If an update would make a number infinite
-        all the same, this number alone keeps its value. Checking all numbers before the update would read and write the
-        state twice.
+        all the same, this number alone keeps its value, and `kept` counts it if it is a parameter. An array of
+        parameters that keeps all its numbers in this way makes a bad step too, and only `in_a_row` grows: the other
+        arrays are updated. Checking all numbers before the update would read and write the state twice.
 
         Returns:
-            the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row, and
+            the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row,
+                kept: the parameters that kept their value because their update was not finite (0 in a skipped step),
                 first_bad: the number of the first array that is not finite, for `name_first_bad` (-1: all are finite).
                 The comparison with a teacher adds its own (`Distillation.compare`).
         """
@@ -140,13 +144,15 @@ class TrainStep:
         rate = jnp.asarray(self.schedule(state['step'] - state['skipped']))
         finite_N = jnp.isfinite(jnp.stack(list(_checked(loss, squares, norm, rate).values())))
         finite = finite_N.all()
+        lost_P, whole_P = _count_lost(proposal['params'])
+        bad_N = jnp.concatenate([~finite_N, finite & whole_P])
         kept = {name: state[name] for name in proposal}
         bad = 1 - finite.astype(jnp.int32)
         new = jax.tree.map(lambda new, old: jnp.where(finite & jnp.isfinite(new), new, old), proposal, kept) | {
             'buffers': state['buffers'],
             'step': state['step'] + 1,
             'skipped': state['skipped'] + bad,
-            'in_a_row': (state['in_a_row'] + 1) * bad,
+            'in_a_row': (state['in_a_row'] + 1) * bad_N.any(),
         }
         metrics = {
             'loss': loss,
@@ -154,7 +160,8 @@ class TrainStep:
             'learning_rate': rate,
             'skipped': new['skipped'],
             'in_a_row': new['in_a_row'],
-            'first_bad': jnp.where(finite, -1, jnp.argmin(finite_N)),
+            'kept': jnp.where(finite, lost_P.sum(), 0.0),
+            'first_bad': jnp.where(bad_N.any(), jnp.argmax(bad_N), -1),
             **others,
         }
         return new, metrics
@@ -172,8 +179,9 @@ class TrainStep:
 
     def name_first_bad(self, first_bad: int) -> str:
         """Returns the name of the array that the metric `first_bad` stands for: 'loss', 'gradient of …', 'gradient
-        norm', 'learning rate'."""
-        return list(_checked(None, self.functions.abstract['params'], None, None))[first_bad]
+        norm', 'learning rate', 'update of …'."""
+        checked = list(_checked(None, self.functions.abstract['params'], None, None))
+        return [*checked, *(UPDATE + name.removeprefix(GRADIENT) for name in checked[1:-2])][first_bad]
 
     def replay(
         self, state: State, batch_AxBxL: jax.Array, turn: jax.Array, teacher: Weights | None = None
@@ -341,9 +349,16 @@ def _stop_gradients(x: jax.Array, frozen: bool) -> jax.Array:
     return jax.lax.stop_gradient(x) if frozen else x
 
 
+def _count_lost(params: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (the numbers of each array that are not finite, float32 [arrays]; whether all numbers of it are)."""
+    leaves = jax.tree.leaves(params)
+    lost_P = jnp.stack([(~jnp.isfinite(x)).sum(dtype=jnp.uint32) for x in leaves])
+    return lost_P.astype(jnp.float32), lost_P == np.array([x.size for x in leaves], np.uint32)
+
+
 def _checked(loss: Any, squares: Any, norm: Any, rate: Any) -> dict[str, Any]:
     """Returns name → the value that must be finite in a step, causes before effects; for gradients it is the sum of
     squares."""
     leaves = jax.tree_util.tree_leaves_with_path(squares)
-    named = {f'gradient of {jax.tree_util.keystr(path, simple=True, separator="/")}': leaf for path, leaf in leaves}
+    named = {f'{GRADIENT}{jax.tree_util.keystr(path, simple=True, separator="/")}': leaf for path, leaf in leaves}
     return {'loss': loss, **named, 'gradient norm': norm, 'learning rate': rate}

@@ -7,14 +7,26 @@ import typing
 
 import pytest
 
-import lm.experiment  # noqa: F401  it imports every configurable
+import lm.experiment
+from lm.cli import main
 from lm.config.configurable import MOST, REGISTRY
 from lm.errors import ConfigError
 
 ABSURD = {
-    float: (math.inf, -math.inf, math.nan, 1e-300, -1e-300, 1e300, -1e300),
-    int: (2**63, -(2**63), 10**18, -(10**18), MOST + 1, 10**40),
+    float: (math.inf, -math.inf, math.nan, 1e-300, -1e-300, 1e300, -1e300, -1.0, 0.0),
+    int: (2**63, -(2**63), 10**18, -(10**18), MOST + 1, 10**40, -1, 0),
 }
+ZERO = {
+    'the first seed': ('seed',),
+    'the first token, or the initial weights': ('mask_id', 'eod', 'teacher_step'),
+    'none of them': ('keep_best', 'warmup_steps', 'distractors'),
+    'a mean of the newest gradient alone': ('b1', 'b2', 'momentum'),
+    'the part is left out': ('weight_decay', 'z_loss', 'cross_entropy', 'mask_share', 'random_share', 'turn'),
+    'the rate ends at zero': ('final_fraction',),
+    'these parameters stay as they are': ('embedding_rate', 'head_rate', 'gain_rate'),
+    'nothing is added': ('key_offset', 'offset', 'stabilizer', 'kernel_epsilon'),
+}
+"""Why zero is a value that a run can compute with → the names of the fields that take it."""
 
 
 def holds(annotation: typing.Any, kind: type) -> bool:
@@ -61,7 +73,33 @@ def test_absurd_numbers_are_refused_by_name(cls, name, annotation, kind):
     required = {f.name: 'x' for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     maximum = cls.__dataclass_fields__[name].metadata['rules']['maximum']
     for value in ABSURD[kind]:
-        if kind is int and maximum is not None and 0 <= value <= maximum:
+        if kind is int and maximum is not None and 0 < value <= maximum:
+            continue
+        if value == 0 and any(name in names for names in ZERO.values()):
             continue
         with pytest.raises(ConfigError, match=rf'^{cls.gin_name}\.{name} = '):
             cls(**required | {name: fill(annotation, value)})
+
+
+def test_every_reason_for_zero_has_fields():
+    assert {name for names in ZERO.values() for name in names} <= {name for _, name, _, _ in FIELDS}
+
+
+def test_absurd_numbers_in_gin_files_are_refused_by_name():
+    """The fields of the sections, which every configuration has."""
+    sections = {spec.type for spec in dataclasses.fields(lm.experiment.Experiment)}
+    fields = [(cls, name, annotation, kind) for cls, name, annotation, kind in FIELDS if cls in sections]
+    assert len({cls for cls, *_ in fields}) > 5
+    for cls, name, annotation, kind in fields:
+        value = repr(fill(annotation, -(10**18) if kind is int else 1e300))
+        with pytest.raises(ConfigError, match=rf'^{cls.gin_name}\.{name} = '):
+            lm.experiment.load([], [f'{cls.gin_name}.{name} = {value}'])
+
+
+@pytest.mark.parametrize('setting', ['optimizer.weight_decay=1e999', 'train.steps=3000000000', 'muon.rms=-1'])
+def test_a_run_with_an_absurd_number_ends_with_2_and_writes_nothing(setting, tmp_path, capsys):
+    run = tmp_path / 'run'
+    assert main(['train', '--run_dir', str(run), '--set', 'optimizer.rule=@muon()', '--set', setting]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'{setting.partition("=")[0]} = ' in line
+    assert not run.exists()

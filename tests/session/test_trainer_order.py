@@ -43,11 +43,18 @@ class Checkpoints:
 
     def __init__(self, diary, every, steps, fails, is_best):
         self.diary, self.every, self.steps, self.fails, self.is_best = diary, every, steps, fails, is_best
-        self.saved = {}
+        self.saved, self.keeps = {}, ()
         self.asked = []
 
     def should_save(self, step):
         return bool(self.every) and step % self.every == 0
+
+    def should_keep(self, step):
+        return step in self.keeps
+
+    def keep(self, step, state, metadata):
+        assert state['params'] == step
+        self.diary.append(f'keep {step}')
 
     def is_among_best(self, loss):
         self.asked.append(loss)
@@ -102,12 +109,13 @@ class Session:
         saved=(),
         fails=(),
         is_best=False,
+        keeping=(),
         **train,
     ):
         train = {'steps': 6, 'log_every': 1, 'eval_every': None, 'skip_batches': skip} | train
         self.config = TrainConfig(**train)
         self.diary, self.notes, self.ledgers, self.profiled, self.redrawn = [], [], [], [], []
-        self.bad, self.stop_at = bad, stop_at
+        self.bad, self.stop_at, self.keeping = bad, stop_at, keeping
         self.metrics = Metrics(self.diary, evaluated)
         self.checkpoints = Checkpoints(self.diary, every, list(saved), fails, is_best)
         self.watch, self.goodput = Watch(), Goodput(begun=None)
@@ -157,7 +165,7 @@ class Session:
         self.counters['skipped'] += is_bad
         self.counters['in_a_row'] = (self.counters['in_a_row'] + 1) * is_bad
         values = {'loss': np.nan if is_bad else 1.0 + step, 'grad_norm': 0.5, 'learning_rate': step / 100}
-        values |= self.counters | {'first_bad': 1 if is_bad else -1}
+        values |= self.counters | {'first_bad': 1 if is_bad else -1, 'kept': 3.0 * (step in self.keeping)}
         return state | {'params': step, 'in_a_row': values['in_a_row']}, {
             name: np.asarray(value) for name, value in values.items()
         }
@@ -358,11 +366,32 @@ def test_the_last_step_is_saved_even_if_it_was_not_finite_and_the_run_has_diverg
         again.trainer.run()
 
 
-def test_no_batch_is_to_blame_for_a_rate_that_is_not_finite():
+def test_no_batch_is_to_blame_for_a_rate_or_an_update_that_is_not_finite():
     windows = Windows(10**6, 1024, 1, seed=0)
-    said = {what: describe_divergence(4, 2, what, windows, (), 2) for what in ('learning rate', 'gradient of x')}
+    kinds = 'learning rate', 'gradient of x', 'update of x'
+    said = {what: describe_divergence(4, 2, what, windows, (), 2) for what in kinds}
     assert [what for what, text in said.items() if 'skip_batches' in text] == ['gradient of x']
+    assert [what for what, text in said.items() if 'optimizer.weight_decay' in text] == ['update of x']
     assert 'run it again with a lower optimizer.peak_learning_rate and --rewind_to 2' in said['learning rate']
+
+
+def test_numbers_that_keep_their_value_are_counted_across_sessions():
+    session = Session(keeping=(2, 5), every=3)
+    session.trainer.run()
+    assert [r.get('kept_numbers') for r in session.metrics.records if r['kind'] == 'train'] == [None, 3, 3, 3, 6, 6]
+    assert [saved.metadata.get('kept_numbers') for saved in session.checkpoints.saved.values()] == [3, 6]
+
+
+def test_states_are_kept_in_memory_unless_they_are_saved_or_not_finite():
+    session = Session(every=3, bad=(4,))
+    session.checkpoints.keeps = (2, 3, 4, 5)
+    session.trainer.run()
+    assert [entry for entry in session.diary if entry.split()[0] in ('keep', 'save')] == [
+        *('keep 2', 'save 3', 'keep 5', 'save 6')
+    ]
+    at = session.diary.index('keep 2')
+    assert session.diary[at - 2 : at] == ['lock', 'flush']
+    assert 'train 2' in session.diary[:at]
 
 
 def test_a_run_ends_with_its_last_step_on_disk_or_with_an_error():

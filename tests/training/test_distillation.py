@@ -1,5 +1,6 @@
 """Distillation: student and teacher in one step, what is taken from the teacher, and what stays as it is."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,9 +12,11 @@ from tiny import train_step
 from lm.attention.hedgehog import Hedgehog
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
+from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.distillation import compare_layers
 from lm.model.functions import ModelFunctions, over_windows
+from lm.model.key_heads import clone_key_heads, unshare_key_heads
 from lm.model.layers import copy_layers, find_copied
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.objectives.align import Align
@@ -184,6 +187,36 @@ def test_a_teacher_has_nothing_to_teach_itself():
     _, metrics = jax.jit(step.train)(state, batch(), teacher)
     assert abs(metrics['divergence']) < 1e-6
     assert metrics['grad_norm'] < 1e-5
+
+
+SHARED = ModelConfig(**SIZES, attention=(Softmax(), Softmax(n_kv_heads=None)), n_kv_heads=1)
+
+
+@pytest.mark.parametrize('options', [{}, {'qk_norm': True, 'qk_norm_span': 'projection', 'qkv_biases': True}])
+def test_cloned_key_heads_compute_what_shared_heads_do(options):
+    shared = functions(dataclasses.replace(SHARED, **options))
+    given = weights(shared.config)
+    given = given | {'params': jax.tree.map(lambda x: x + 0.1 * jnp.arange(x.shape[-1]) / x.shape[-1], given['params'])}
+    whole = unshare_key_heads(shared)
+    cloned = clone_key_heads(shared, given)
+    assert [whole.config.resolve(one).heads.keys for one in whole.config.layers] == [2, 2, 2, 2]
+    assert jax.tree.map(jnp.shape, cloned['params']) == jax.tree.map(jnp.shape, whole.abstract['params'])
+    tokens_BxL = batch()[0, :2, :-1].astype(jnp.int32)
+    logits = [model.merge(w)(tokens_BxL) for model, w in ((shared, given), (whole, cloned))]
+    np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+def test_a_student_with_other_heads_is_refused_in_one_line():
+    teacher, student = functions(ModelConfig(**SIZES, n_kv_heads=1, attention=Softmax())), functions(NEW)
+    with pytest.raises(ConfigError, match=r'n_kv_heads = 1, or align.clone_key_heads = True') as error:
+        Align(teacher='t').check(student, teacher)
+    assert '\n' not in str(error.value)
+    objective = Align(teacher='t', clone_key_heads=True)
+    objective.check(student, teacher)
+    copied = find_copied(objective.find_source(teacher), student)
+    assert copied['blocks'][0]['qkv']['kernel']
+    with pytest.raises(ConfigError, match=r'the teacher has 2 heads of queries and 1 of keys; .*n_kv_heads = None'):
+        objective.check(teacher, teacher)
 
 
 @pytest.mark.parametrize('objective', [Align(teacher='t'), Distill(teacher='t')], ids=['align', 'distill'])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tiny import train_step
 
 from lm.attention.performer import Performer
 from lm.attention.softmax import Softmax
+from lm.checkpoint.snapshot import flatten
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.functions import count_parameters, select_final, select_weights
@@ -147,11 +149,28 @@ def test_a_number_that_an_update_would_make_infinite_keeps_its_value():
     extreme = good | {'optimizer': (good['optimizer'][0], adam._replace(mu=mu), *good['optimizer'][2:])}
     (new, metrics), (usual, _) = (jax.jit(step.train)(state, batch()) for state in (extreme, good))
     assert int(new['skipped']) == int(new['in_a_row']) == 0
-    assert int(metrics['first_bad']) == -1
+    assert (int(metrics['first_bad']), int(metrics['kept'])) == (-1, 1)
     found, expected, before = (state['params'].pop('final_norm')['bias'] for state in (new, usual, good))
     assert found[3] == before[3] != expected[3]
     np.testing.assert_array_equal(np.delete(found, 3), np.delete(expected, 3))
     assert bits(new['params']) == bits(usual['params'])
+
+
+def test_a_whole_array_without_a_finite_update_is_a_bad_step():
+    """An infinite decay freezes the matrices; biases and gains are not decayed and go on."""
+    step, state = make(), plain()[1](0)
+    object.__setattr__(step.optimizer, 'weight_decay', math.inf)
+    step.transform = step.optimizer.build(10, step.functions.declared, 1.0, step.frozen)
+    new, metrics = jax.jit(step.train)(state, batch())
+    assert (int(new['skipped']), int(new['in_a_row'])) == (0, 1)
+    flat = {name: (old, flatten(new['params'])[name]) for name, old in flatten(state['params']).items()}
+    frozen = {name: old for name, (old, now) in flat.items() if bits(old) == bits(now)}
+    assert 0 < len(frozen) < len(flat)
+    assert int(metrics['kept']) == sum(x.size for x in frozen.values())
+    named = step.name_first_bad(int(metrics['first_bad']))
+    assert named == f'update of {next(iter(frozen)).replace(".", "/")}'
+    again, _ = jax.jit(step.train)(new, batch())
+    assert int(again['in_a_row']) == 2
 
 
 @pytest.mark.parametrize('microbatches', [2, 4])

@@ -101,6 +101,7 @@ class TrainRecord(TypedDict):
     mfu: float | None  #: model FLOP utilisation; `null` where the peak of the device is not known
     seconds: float  #: training time up to this step, without evaluations
     skipped_steps: int  #: updates that were skipped because a number was not finite, in the whole run
+    kept_numbers: NotRequired[int]  #: how often a parameter kept its value: its update was not finite; absent if never
     data_wait_seconds: float  #: time that steps waited for data since the record before
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 import lm
 from lm.data import store
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.counts import ShardCounts
 from lm.data.sources.base import Shard, inventory
 from lm.data.tokenizers import Tokenizer
 from lm.errors import MismatchError
@@ -19,15 +20,14 @@ from lm.text import format_count, make_visible
 FORMAT = 1
 
 
-def describe_split(config: PrepareConfig, name: str, counts: list[dict[str, Any]]) -> dict[str, Any]:
+def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts]) -> dict[str, Any]:
     """Returns the entry of a split, without its SHA-256, from the counts of its shards.
 
     Raises MismatchError for a split without documents.
     """
-    split = {key: sum(c[key] for c in counts) for key in ('documents', 'bytes', 'words', 'tokens')}
-    # Shards that were finished by a version that did not compare them count nothing.
-    split |= {key: sum(c.get(key, 0) for c in counts) for key in ('decoded', 'unchanged')}
-    split['bad_records'] = sum(len(c['bad']) for c in counts)
+    names = ('documents', 'bytes', 'words', 'tokens', 'decoded', 'unchanged')
+    split = {key: sum(getattr(c, key) for c in counts) for key in names}
+    split['bad_records'] = sum(len(c.bad) for c in counts)
     if not split['documents']:
         raise MismatchError(f'split {name!r}: no usable documents; leave it out with prepare.splits, or see the source')
     published = config.require_source().published_words(name, split['documents'])

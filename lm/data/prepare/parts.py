@@ -27,6 +27,7 @@ from lm.config.configurable import check_kind
 from lm.data import store
 from lm.data.prepare import stages
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.description import (
     check_bad_records,
     describe_split,
@@ -144,7 +145,7 @@ class PartedPreparation:
         return [n for n, (shard, i) in enumerate(self.units) if f'{i:06d}.json' not in found[shard.split]]
 
     @functools.cached_property
-    def counts(self) -> dict[str, list[dict[str, Any]]]:
+    def counts(self) -> dict[str, list[ShardCounts]]:
         """Split → the counts of its shards. Raises LmError where some are not finished."""
         if missing := self.list_missing():
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
@@ -152,12 +153,11 @@ class PartedPreparation:
         for split, own in self.shards.items():
             results = [self.job.result(shard, i) for i, shard in enumerate(own)]
             contents = self.folder.read_many([f'{result.base}.json' for result in results])
-            counts = [result.parse_counts(content) for result, content in zip(results, contents, strict=True)]
-            if None in counts:
-                raise LmError(
-                    f'{self.path}: {split}/{counts.index(None):06d}.json among its parts is damaged; delete it'
-                )
-            found[split] = counts
+            found[split] = []
+            for i, (result, content) in enumerate(zip(results, contents, strict=True)):
+                if (counts := result.parse_counts(content)) is None:
+                    raise LmError(f'{self.path}: {split}/{i:06d}.json among its parts is damaged; delete it')
+                found[split].append(counts)
         return found
 
     def explain_missing(self, missing: list[int]) -> str:
@@ -175,7 +175,7 @@ class PartedPreparation:
         for split, counts in self.counts.items():
             dtype = self.job.tokenizer().dtype.name
             describe_split(self.config, split, counts)
-            check_bad_records(self.config, [record for c in counts for record in c['bad']])
+            check_bad_records(self.config, [record for c in counts for record in c.bad])
             pieces += cut_pieces(split, counts, dtype)
         return pieces
 
@@ -195,7 +195,7 @@ class PartedPreparation:
         for split, counts in self.counts.items():
             digest = self.folder.read(StorePiece(split, DIGEST, 0, 0, '').marker) or b''
             splits[split] = describe_split(self.config, split, counts) | {'sha256': digest.decode()}
-            bad += [record for c in counts for record in c['bad']]
+            bad += [record for c in counts for record in c.bad]
         tokenizer = self.job.tokenizer()
         info = finish_store(self.config, self.path, self.shards, self.settings, tokenizer, splits, bad)
         delete_parts(self.path)

@@ -5,11 +5,12 @@ Any machine makes any piece, in any order and any number of times. A marker show
 
 import dataclasses
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lm.data import store
+from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.shards import Result
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.errors import LmError
@@ -57,9 +58,10 @@ class StorePiece:
         return sum(span.stop - span.start for span in self.spans) * np.dtype(self.dtype).itemsize
 
 
-def cut_pieces(split: str, counts: list[dict[str, Any]], dtype: str) -> list[StorePiece]:
+def cut_pieces(split: str, counts: list[ShardCounts], dtype: str) -> list[StorePiece]:
     """Returns the pieces of a split from the counts of its shards. The digest, which takes longest, comes first."""
-    tokens, documents = (np.array([c[key] for c in counts], np.int64) for key in ('tokens', 'documents'))
+    tokens = np.array([c.tokens for c in counts], np.int64)
+    documents = np.array([c.documents for c in counts], np.int64)
     before = np.cumsum(tokens) - tokens
     return [
         StorePiece(split, DIGEST, 0, len(counts), dtype),

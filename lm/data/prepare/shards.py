@@ -19,6 +19,7 @@ import numpy as np
 
 from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
+from lm.data.prepare.counts import ShardCounts, decode_counts, encode_counts
 from lm.data.prepare.workspace import Workspace
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
@@ -77,7 +78,7 @@ class Preparation:
     def is_finished(self, shard: Shard, index: int) -> bool:
         """Returns whether the result is there. If strict, a result with bad records does not count."""
         counts = self.result(shard, index).counts()
-        return counts is not None and not (self.strict and counts['bad'])
+        return counts is not None and not (self.strict and counts.bad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +88,21 @@ class Result:
     folder: Workspace
     base: str
 
-    def counts(self) -> dict[str, Any] | None:
-        """Returns documents, bytes, words, tokens, bad records; None if the shard is not finished."""
+    def counts(self) -> ShardCounts | None:
+        """Returns None if the shard is not finished."""
         return self.parse_counts(self.folder.read(f'{self.base}.json'))
 
-    def parse_counts(self, content: bytes | None) -> dict[str, Any] | None:
+    def require_counts(self) -> ShardCounts:
+        """Raises LmError if the shard is not finished."""
+        if (counts := self.counts()) is None:
+            raise LmError(f'{self.base} of the intermediate files is missing or cut; run the same command again')
+        return counts
+
+    def parse_counts(self, content: bytes | None) -> ShardCounts | None:
         """Returns the same, of the contents of NAME.json."""
         try:
-            counts = json.loads(content or b'')
-            is_whole = all(self.folder.is_whole(self.base + suffix, size) for suffix, size in counts['sizes'].items())
+            counts = decode_counts(content or b'')
+            is_whole = all(self.folder.is_whole(self.base + suffix, size) for suffix, size in counts.sizes.items())
         except (OSError, ValueError):
             return None
         return counts if is_whole else None
@@ -115,12 +122,12 @@ class Result:
             raise LmError(f'{self.base}{suffix} of the intermediate files is missing; run the same command again')
         return np.frombuffer(content, dtype)
 
-    def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: dict[str, Any]) -> None:
+    def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: ShardCounts) -> None:
         sizes = {
             '.tokens': self.folder.write(f'{self.base}.tokens', tokens),
             '.lengths': self.folder.write(f'{self.base}.lengths', lengths),
         }
-        self.folder.write(f'{self.base}.json', json.dumps(counts | {'sizes': sizes}).encode())
+        self.folder.write(f'{self.base}.json', encode_counts(dataclasses.replace(counts, sizes=sizes)))
 
 
 def initialize(progress: Any) -> None:
@@ -146,28 +153,27 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
         return
     tokenizer = _tokenizers.get(job.folder) or job.tokenizer()
     _tokenizers[job.folder] = tokenizer
-    tokens, lengths = [], []
-    counts = {'documents': 0, 'bytes': 0, 'words': 0, 'tokens': 0, 'bad': [], 'decoded': 0, 'unchanged': 0}
+    tokens, lengths, counts = [], [], ShardCounts()
     for batch, bad in _batches(job, shard):
-        counts['bad'] += bad
+        counts.bad += bad
         if not batch:
             continue
         texts, batch_tokens, batch_lengths = encode(tokenizer, batch, job.source.holds_tokens)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
-        if not counts['decoded']:
-            n = counts['decoded'] = 1 + int(np.searchsorted(np.cumsum([len(t) for t in texts[1:]]), COMPARED_BYTES))
+        if not counts.decoded:
+            n = counts.decoded = 1 + int(np.searchsorted(np.cumsum([len(t) for t in texts[1:]]), COMPARED_BYTES))
             some = texts[:n], batch_tokens[: batch_lengths[:n].sum()], batch_lengths[:n]
-            counts['unchanged'] = count_unchanged(tokenizer, *some, job.source.holds_tokens)
+            counts.unchanged = count_unchanged(tokenizer, *some, job.source.holds_tokens)
         if tokenizer.holds_text:
             encoded = [text.encode() for text in texts]
             size = sum(map(len, encoded))
-            counts['words'] += sum(map(count_words, texts, encoded))
+            counts.words += sum(map(count_words, texts, encoded))
         else:
             size = len(batch_tokens) - len(texts)
-        counts['documents'] += len(texts)
-        counts['bytes'] += size
-        counts['tokens'] += len(batch_tokens)
+        counts.documents += len(texts)
+        counts.bytes += size
+        counts.tokens += len(batch_tokens)
         if _progress is not None:
             with _progress.get_lock():
                 _progress[0] += size
@@ -202,8 +208,10 @@ def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
 
 
 def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Texts, token ids and lengths of documents, the latter two as of `Tokenizer.encode_documents`; the text of ready
-    tokens is what they decode to. Raises MismatchError for ids that the tokenizer does not have."""
+    """Returns the texts of documents, and token ids and lengths as `Tokenizer.encode_documents` returns them.
+
+    The text of ready tokens is what they decode to. Raises MismatchError for ids that the tokenizer does not have.
+    """
     if not holds_tokens:
         texts = [document.text for document in batch]
         return texts, *tokenizer.encode_documents(texts)

@@ -251,9 +251,9 @@ def assemble(
     splits, bad = {}, []
     for name, own in shards.items():
         results = [job.result(shard, i) for i, shard in enumerate(own)]
-        counts = [result.counts() or {} for result in results]
+        counts = [result.require_counts() for result in results]
         split = describe_split(config, name, counts)
-        bad += [record for c in counts for record in c['bad']]
+        bad += [record for c in counts for record in c.bad]
         digest = hashlib.sha256()
         with Meter(console, f'writing {name}', split['tokens'] * tokenizer.dtype.itemsize) as meter:
             blocks = _digest_blocks((result.tokens(tokenizer.dtype) for result in results), digest, meter)

@@ -62,8 +62,9 @@ class Align(Distillation):
 
         If only new parameters learn, it is True for what the teacher has too.
         """
-        copied = find_copied(teacher, student)
-        same = find_same_layers(teacher, student)
+        source = self.find_source(teacher)
+        copied = find_copied(source, student)
+        same = find_same_layers(source, student)
 
         def is_frozen(path, declaration, is_copied):
             if declaration.part not in ('attention', 'mechanism') or (path[0].key == BLOCKS and path[1].key in same):
@@ -72,9 +73,13 @@ class Align(Distillation):
 
         return jax.tree_util.tree_map_with_path(is_frozen, student.declared, copied)
 
+    @classmethod
+    def name_loss(cls, values: Mapping[str, Any]) -> str:
+        return 'squared error of attention, summed over the layers'
+
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
         """Returns the operations of the teacher's layers, and of a forward and a backward pass of the student's
         attention."""
         logits = 2 * teacher.d_model * teacher.vocab_size
-        outside = 2 * (student.n_layers * student.glu_products + student.d_model * student.vocab_size)
+        outside = 2 * (student.feed_forward_products + student.d_model * student.vocab_size)
         return teacher.flops_per_token(length) / 3 - logits + student.flops_per_token(length) - 3 * outside

@@ -33,6 +33,7 @@ class Distill(Distillation):
     )
 
     def check(self, student: ModelFunctions, teacher: ModelFunctions) -> None:
+        super().check(student, teacher)
         ours, theirs = student.config.vocab_size, teacher.config.vocab_size
         if ours != theirs:
             raise ConfigError(f'model.vocab_size = {ours}: the teacher has {theirs}; set it to {theirs}')
@@ -58,6 +59,14 @@ class Distill(Distillation):
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         return dict.fromkeys(MEASURES, jnp.zeros(()))
+
+    @classmethod
+    def name_loss(cls, values: Mapping[str, Any]) -> str:
+        share = values.get('cross_entropy') or 0
+        if share == 1:
+            return 'cross-entropy (nats per token)'
+        mixed = f' and {share:.0%} cross-entropy' if share else ''
+        return f'divergence{mixed} (nats per token)'
 
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
         return student.flops_per_token(length) + teacher.flops_per_token(length) / 3

@@ -14,8 +14,10 @@ import jax
 
 from lm.config.configurable import field
 from lm.data.dataset import Store
+from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions, Weights, over_windows
+from lm.model.key_heads import clone_key_heads, unshare_key_heads
 from lm.ops.documents import Documents
 from lm.training.objectives.base import Objective
 
@@ -67,6 +69,10 @@ class Distillation(Objective):
         default=None, minimum=0, resume=True, help="the teacher's checkpoint; None: the newest"
     )
 
+    clone_key_heads: bool = field(
+        default=False, help="the student has a key head per query head: copies of those that the teacher's heads share"
+    )
+
     looks_ahead = False
     remedy = '{}, and a student is compared with its teacher from left to right; set that to True'
 
@@ -98,9 +104,36 @@ class Distillation(Objective):
         """Returns True for each parameter of the student that stays as it is, a nested dict like the parameters."""
         return jax.tree.map(lambda declaration: False, student.declared)
 
+    @classmethod
+    @abc.abstractmethod
+    def name_loss(cls, values: Mapping[str, Any]) -> str:
+        """Names what a run minimizes, for people. `values` has the fields of its configuration."""
+
     @abc.abstractmethod
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
         """Returns the floating-point operations per token of a step of both models at context `length`."""
 
     def check(self, student: ModelFunctions, teacher: ModelFunctions) -> None:
-        """Raises ConfigError if the two models cannot be compared."""
+        """Raises ConfigError if the two models cannot be compared, or the student cannot take the teacher's heads."""
+        for ours, theirs in zip(student.config.layers, teacher.config.layers, strict=True):
+            heads, own = student.config.resolve(ours).heads, teacher.config.resolve(theirs).heads
+            taken = own.queries if self.clone_key_heads else own.keys
+            if (heads.queries, heads.keys) == (own.queries, taken):
+                continue
+            remedy = f'set model.n_heads = {own.queries} and model.n_kv_heads = {own.keys}'
+            if heads.queries == heads.keys == own.queries:
+                remedy += f', or {self.gin_name}.clone_key_heads = True'
+            elif self.clone_key_heads:
+                remedy = f'set model.n_heads = {own.queries} and model.n_kv_heads = None'
+            raise ConfigError(
+                f'model.n_heads = {heads.queries}, model.n_kv_heads = {heads.keys}: the teacher has {own.queries} '
+                f'heads of queries and {own.keys} of keys; {remedy}'
+            )
+
+    def find_source(self, teacher: ModelFunctions) -> ModelFunctions:
+        """Returns the functions of the model from which the student starts, which computes what the teacher does."""
+        return unshare_key_heads(teacher) if self.clone_key_heads else teacher
+
+    def make_source(self, teacher: ModelFunctions, weights: Weights) -> Weights:
+        """Returns the weights of this model."""
+        return clone_key_heads(teacher, weights) if self.clone_key_heads else weights
