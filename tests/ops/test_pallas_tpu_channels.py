@@ -12,7 +12,8 @@ from test_pallas_tpu_delta import both, of_arrays, outputs_and_gradients
 
 from lm.ops import platform, sequence
 from lm.ops.delta_rule import DeltaCall, reference
-from lm.ops.delta_rule.tpu import channels, parts, plan, rule
+from lm.ops.delta_rule.tpu import parts, rule
+from lm.ops.tpu import channel_pairs, chunks
 
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate', 'dchannels')
@@ -42,7 +43,7 @@ def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
 def test_any_order_of_heads_on_two_cores(monkeypatch):
     """Each head is a grid step of its own; the interpreter shuffles them, and spreads them over two cores."""
     arrays = draw_channels(130)
-    monkeypatch.setattr(plan, 'MOST_HEADS', 1)
+    monkeypatch.setattr(chunks, 'MOST_HEADS', 1)
     with interpret_kernels():
         got = jax.jit(functools.partial(both, of_arrays(rule)))(*arrays)
     assert_near(got, recurrence(*arrays), 3e-5)
@@ -69,13 +70,13 @@ def test_later_and_forgotten_tokens_change_nothing():
 
 
 def test_gradients_of_sums_of_logs(monkeypatch):
-    monkeypatch.setattr(channels, '_roll', lambda x, by: jnp.roll(x, by, 1))
+    monkeypatch.setattr(channel_pairs, '_roll', lambda x, by: jnp.roll(x, by, 1))
     log = -jax.random.gamma(jax.random.key(0), 0.5, (8, 16))
-    sums, pull = jax.vjp(channels.sum_levels, log)
+    sums, pull = jax.vjp(channel_pairs.sum_levels, log)
     np.testing.assert_allclose(sums.since, np.cumsum(log, axis=1), rtol=1e-5)
     np.testing.assert_allclose(sums.until, np.cumsum(log[:, ::-1], axis=1)[:, ::-1] - log, rtol=1e-4, atol=1e-5)
     gradients = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), sums)
-    np.testing.assert_allclose(channels.differentiate_sums(gradients), pull(gradients)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(channel_pairs.differentiate_sums(gradients), pull(gradients)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_parts_of_a_window():

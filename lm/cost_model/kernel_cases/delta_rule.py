@@ -9,7 +9,8 @@ from lm.attention import HeadDims
 from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
 from lm.ops.delta_rule import DeltaCall, compute
 from lm.ops.delta_rule.parts import extend
-from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaSizes, make_plan
+from lm.ops.delta_rule.tpu.plan import DeltaSizes, make_plan
+from lm.ops.tpu.chunks import CHUNK
 
 
 def cases() -> dict[str, Case]:

@@ -9,8 +9,10 @@ from flax import nnx
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
 from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
-from lm.ops.linear_attention import LinearCall, compute
+from lm.ops.linear_attention import LinearCall, Options, compute
+from lm.ops.linear_attention.tpu.channels import plan as channel_plan
 from lm.ops.linear_attention.tpu.plan import Sizes, make_plan
+from lm.ops.tpu.chunks import CHUNK
 
 N_FEATURES = 256
 
@@ -19,7 +21,7 @@ def cases() -> dict[str, Case]:
     linear = [mechanism for mechanism in mechanisms().values() if issubclass(mechanism, LinearAttention)]
     forms = {name: form for mechanism in linear for name, form in mechanism.kernel_forms().items()}
     found: dict[str, Case] = {name: functools.partial(mechanism_call, form) for name, form in forms.items()}
-    return found | {f'features {N_FEATURES}': features_call}
+    return found | {f'features {N_FEATURES}': features_call, 'gated_linear channel': channel_call}
 
 
 def mechanism_call(attention: LinearAttention, dims: HeadDims, length: int) -> KernelCall:
@@ -38,6 +40,25 @@ def features_call(dims: HeadDims, length: int) -> KernelCall:
     """Returns a call whose features are arrays in memory."""
     x, v = (jax.ShapeDtypeStruct((1, length, dims.n_heads, n), jnp.bfloat16) for n in (N_FEATURES, dims.head_dim))
     return operation_call(jax.eval_shape(LinearCall, x, x, v))
+
+
+def channel_call(dims: HeadDims, length: int) -> KernelCall:
+    """Returns a call in which each key channel has a factor of its own, in bfloat16."""
+
+    def function(call):
+        return compute(call, 'pallas_tpu').o_BxLxHxD
+
+    q, k = (jax.ShapeDtypeStruct((1, length, n, dims.head_dim), jnp.bfloat16) for n in (dims.n_heads, dims.n_kv_heads))
+    log_decay = jax.ShapeDtypeStruct(k.shape, jnp.float32)
+    make_call = functools.partial(LinearCall, options=Options(normalize=False))
+    call = jax.eval_shape(make_call, q, k, k, channel_log_decay_BxLxKxE=log_decay)
+    tokens = (
+        channel_plan.make_plan(channel_plan.ChannelSizes.of_call(call)).heads
+        * (dims.n_heads // dims.n_kv_heads)
+        * CHUNK
+    )
+    steps: Steps = {(kernel, f'channel_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
+    return KernelCall(function, (call,), steps, part_steps=steps)
 
 
 def operation_call(call: LinearCall) -> KernelCall:

@@ -16,6 +16,7 @@ choices that e gets times the number of experts, and P_e the mean of s_e, divide
 get equally much. Losses that are reported leave it out.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -89,6 +90,9 @@ class Experts(FeedForward):
         routed = self.top_k * shape.count_products(self.expert_dim(shape))
         shared = shape.count_products(self.dense_dim(shape)) + (shape.d_model if self.shared_gate else 0)
         return routed + shared + shape.d_model * self.n_experts
+
+    def settle(self, shape: FeedForwardShape) -> 'Experts':
+        return dataclasses.replace(self, hidden_dim=self.expert_dim(shape), balance=0.0)
 
     def count_idle(self, shape: FeedForwardShape) -> int:
         return (self.n_experts - self.top_k) * shape.count_products(self.expert_dim(shape))

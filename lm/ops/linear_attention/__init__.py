@@ -144,6 +144,8 @@ def compute(call: LinearCall, implementation: str | None = None) -> LinearResult
     if platform.sequence_shards() > 1:
         _check_part(call)
         implementations = PARTS
+    elif call.channel_log_decay_BxLxKxE is not None:
+        implementation = implementation or platform.choose_for_short(call.k_BxLxKxE.shape[1])
     return implementations.choose(implementation, call).linear_attention(call)
 
 

@@ -10,6 +10,7 @@ S segments, N chunks of C tokens per segment, G queries per key head.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -49,28 +50,40 @@ class FadingPart(NamedTuple):
     log_factor_BxKxE: jax.Array
 
 
+Walk = Callable[[LinearCall, jax.Array], FadingResult]
+"""Takes a call and the state before its first token, [B, K, E, D] float32."""
+
+
 def attend(call: LinearCall) -> LinearResult:
     """Computes the outputs of a call, and its state."""
+    return attend_whole(walk, call)
+
+
+def attend_whole(walk: Walk, call: LinearCall) -> LinearResult:
+    """Computes the outputs of a call, and its state, by an implementation's `walk`."""
     state = call.initial_state
     if state is None:
-        batch, _, heads, size = call.k_BxLxKxE.shape
-        totals = (jnp.zeros((batch, heads, size), jnp.float32),)
-        state = State(jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32), totals)
-    found = _attend(call, state.kv_BxKxRxD)
+        totals = (jnp.zeros(call.k_BxLxKxE.shape[:1] + call.k_BxLxKxE.shape[2:], jnp.float32),)
+        state = State(_make_empty(call), totals)
+    found = walk(call, state.kv_BxKxRxD)
     return LinearResult(found.o_BxLxHxD, State(found.state_BxKxExD, state.totals) if call.with_state else None)
 
 
-def attend_part(call: LinearCall) -> LinearResult:
+def attend_part(walk: Walk, call: LinearCall) -> LinearResult:
     """Computes the outputs of one part of a window that is split over devices (`lm.ops.sequence`)."""
     batch, length, heads, size = call.k_BxLxKxE.shape
-    empty = jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32)
-    own = _attend(call, empty)
+    own = walk(call, _make_empty(call))
     log_decay_BxLxKxE = call.all_log_decay_BxLxKxE
     before = _carry(FadingPart(own.state_BxKxExD, log_decay_BxLxKxE.sum(1)))
     since = jnp.exp(jnp.cumsum(log_decay_BxLxKxE, axis=1))
     q = call.q_BxLxHxE.reshape(batch, length, heads, -1, size) * since[:, :, :, None]
     read = dot('blkge,bked->blkgd', q, before.added_BxKxExD).reshape(own.o_BxLxHxD.shape)
     return LinearResult((own.o_BxLxHxD + read).astype(own.o_BxLxHxD.dtype), None)
+
+
+def _make_empty(call: LinearCall) -> jax.Array:
+    batch, _, heads, size = call.k_BxLxKxE.shape
+    return jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32)
 
 
 def _carry(part: FadingPart) -> FadingPart:
@@ -83,14 +96,15 @@ def _carry(part: FadingPart) -> FadingPart:
     return sequence.carried(part, compose)
 
 
-def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+def walk(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+    """Computes the outputs of a call from the state before its first token, and the state after its last token."""
     arrays = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE, state_BxKxExD
     if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
-        return _walk(*arrays)
-    return platform.per_device(_walk, (True,) * len(arrays))(*arrays)
+        return _walk_chunks(*arrays)
+    return platform.per_device(_walk_chunks, (True,) * len(arrays))(*arrays)
 
 
-def _walk(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> FadingResult:
+def _walk_chunks(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> FadingResult:
     batch, length, heads, size = q_BxLxHxE.shape
     chunk = min(channel_decay.round_up(length), CHUNK.get(platform.target_platform(), 128))
     chunks = math.ceil(length / chunk)

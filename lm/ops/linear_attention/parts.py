@@ -25,7 +25,7 @@ from lm.ops.linear_attention.types import Keys, LinearCall, LinearResult, Option
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the outputs of this part. It is no shorter than the window, and a multiple of the exact blocks."""
     if call.channel_log_decay_BxLxKxE is not None:
-        return channels.attend_part(call)
+        return channels.attend_part(channels.walk, call)
     options, length, keys, bounds = call.options, call.q_BxLxHxE.shape[1], call.keys, None
     if (window := options.window) is not None:
         keys = jax.tree.map(lambda x: jnp.concatenate([sequence.tokens_before(x, window), x], axis=1), keys)

@@ -70,7 +70,7 @@ def backward(
         out_shape=(results,),
         scratch_shapes=[pltpu.VMEM((plan.heads, *dafter_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
-        cost_estimate=plan.estimate_cost(9 + 7 * plan.groups, tokens, (inputs, results)),
+        cost_estimate=plan.estimate_cost(9 + 7 * plan.groups, tokens.k_NxExL.shape[0], (inputs, results)),
     )(*inputs)[0]
 
 

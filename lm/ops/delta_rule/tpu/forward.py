@@ -64,7 +64,7 @@ def forward(plan: DeltaPlan, save: bool, tokens: DeltaTokens, before_NxDxE: jax.
         out_shape=(results,),
         scratch_shapes=[pltpu.VMEM((plan.heads, *before_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
-        cost_estimate=plan.estimate_cost(4 + 3 * plan.groups, tokens, (tokens, before_NxDxE, results)),
+        cost_estimate=plan.estimate_cost(4 + 3 * plan.groups, n, (tokens, before_NxDxE, results)),
     )(tokens, before_NxDxE)[0]
 
 

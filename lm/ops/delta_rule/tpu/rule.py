@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.delta_rule.tpu.backward import backward
 from lm.ops.delta_rule.tpu.forward import forward
-from lm.ops.delta_rule.tpu.plan import CHUNK, DeltaPlan, DeltaSizes, DeltaTokens, estimate_vmem, make_plan
+from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaSizes, DeltaTokens, estimate_vmem, make_plan
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.residuals import save_residual
 from lm.ops.tpu import by_head, by_token
+from lm.ops.tpu.chunks import CHUNK
 from lm.ops.tpu.decay import arrange_log_decay, block_sums
 
 

@@ -2,6 +2,7 @@
 
 They support φ(x) = x ⊗ x (polysketch), quadratic series (Taylor), plain features, and feature maps φ(x) = f(W x, x)
 (Performer, LLoPS). Each works with or without an exact polynomial kernel inside each block, decay and denominators.
+Calls with a factor per key channel have kernels of their own (`channels`).
 Expansions, packed by symmetry, and the maps' features are formed in VMEM. Sums over earlier keys stay there across the
 blocks of a sequence. The forward kernel leaves a rounded copy per block for the backward sweep; with many features
 forming the sums again is better. Inside the kernels everything is feature by token ([N, F, L], N = batch · heads).
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.linear_attention.tpu.backward import backward
+from lm.ops.linear_attention.tpu.channels import attention as channels
 from lm.ops.linear_attention.tpu.fold import sum_before
 from lm.ops.linear_attention.tpu.forward import forward
 from lm.ops.linear_attention.tpu.gradients import BackwardInputs
@@ -45,6 +47,8 @@ DEGREES = (1, 2, 4, 8, 16)
 
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the call, which `unsupported` must not refuse."""
+    if call.channel_log_decay_BxLxKxE is not None:
+        return channels.linear_attention(call)
     return LinearResult(run_per_device(_attend_whole, call), None)
 
 
@@ -74,7 +78,7 @@ def refuse(call: LinearCall, part: bool) -> str | None:
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
     if call.channel_log_decay_BxLxKxE is not None:
-        return 'takes one factor per token and head, not one per key channel'
+        return channels.refuse(call)
     if not options.causal or not (options.normalize or call.log_decay_BxLxK is not None):
         return 'is causal and normalised only'
     if call.log_decay_BxLxK is not None and options.feature_map is not None:

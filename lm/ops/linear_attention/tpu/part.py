@@ -19,6 +19,7 @@ from lm.ops.linear_attention.parts import PartSums, carry_sums
 from lm.ops.linear_attention.tpu import attention
 from lm.ops.linear_attention.tpu.attention import KernelResiduals
 from lm.ops.linear_attention.tpu.backward import backward
+from lm.ops.linear_attention.tpu.channels import attention as channels
 from lm.ops.linear_attention.tpu.features import expand, make_moment_operand, make_state_operand
 from lm.ops.linear_attention.tpu.fold import FoldInputs, fold
 from lm.ops.linear_attention.tpu.forward import ForwardResults, forward
@@ -49,6 +50,8 @@ class PartFactors(NamedTuple):
 
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the outputs of this part of a call, which `unsupported` must not refuse."""
+    if call.channel_log_decay_BxLxKxE is not None:
+        return channels.linear_attention_on_part(call)
     return LinearResult(attention.run_per_device(_attend_part, call), None)
 
 
