@@ -31,7 +31,7 @@ RANKINGS = {
     'recall_per_loss': lambda effect: effect.score,
     'recall': lambda effect: effect.recall,
 }
-"""What the layers may be ranked by → the number of a layer; the largest come first."""
+"""Name of a ranking → its number for a layer; the largest come first."""
 LEAST_LOSS = 1e-3
 """Nats of plain text below which a difference counts as this much: the ratio would be noise."""
 
