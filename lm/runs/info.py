@@ -21,7 +21,7 @@ from etils import epath
 
 import lm
 from lm.errors import ConfigError, LmError
-from lm.files import GONE, parse_json, reaching
+from lm.files import GONE, parse_json, reaching, read_bytes
 from lm.text import make_all_visible
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
@@ -69,7 +69,7 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
     must not look like a new run."""
     try:
         with reaching(path):
-            content = path.read_bytes()
+            content = read_bytes(path)
         info = parse_json(content)
     except (*GONE, ValueError):
         return {}
