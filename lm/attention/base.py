@@ -79,6 +79,12 @@ class Attention(Configurable, abc.ABC):
     )
     head_dim: int | Literal['model'] = _option(minimum=2, even=True, help='size of a query and of a key')
     value_dim: int | Literal['model'] | None = _option(minimum=1, help='size of a value; None: as a key')
+    latent_rank: int | Literal['model'] | None = _option(
+        minimum=1, help='rank of keys and values, which are made of so many numbers per token; None: they have matrices'
+    )
+    shared_key_dim: int | Literal['model'] = _option(
+        minimum=0, help='channels of a key, the last ones, that all heads share; needs latent_rank'
+    )
     rotary_base: float | Literal['model'] | None = _option(
         above=1, help='of the wavelengths of rotary positions; None: no such'
     )

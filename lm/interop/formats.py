@@ -28,7 +28,7 @@ MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
 FORMULAS = pathlib.Path(__file__).parent / 'formulas'
 ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
-SHARED = ('tokens', 'base', 'units')
+SHARED = ('tokens', 'base', 'latent', 'units')
 """The formula files with the shared parts."""
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
 """The names of the files that an export has beside its weights."""
@@ -56,7 +56,16 @@ FIELDS = {
 OTHER_FIELDS = {
     *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'feed_forward', 'dtype', 'remat', 'unroll'),
     *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
-    *('output_gate', 'output_gate_form', 'output_gate_inputs', 'output_gate_rank', 'n_value_heads', 'value_dim'),
+    *(
+        'latent_rank',
+        'shared_key_dim',
+        'output_gate',
+        'output_gate_form',
+        'output_gate_inputs',
+        'output_gate_rank',
+        'n_value_heads',
+        'value_dim',
+    ),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
 
@@ -175,6 +184,7 @@ def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
         'projected_heads': [options.heads.queries, options.heads.keys, options.heads.values],
         'head_dim': dims.head_dim,
         'value_dim': dims.value_size,
+        'latent': None if options.latent is None else dataclasses.asdict(options.latent),
         'rotary': None if options.rotary is None else describe_rotation(options.rotary),
         'key_offset': options.key_offset,
         'convolution': options.convolution,

@@ -18,6 +18,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, rms_norm
+from lm.interop.formulas.latent import LmLatentKeys
 from lm.interop.formulas.tokens import LayerTokens
 from lm.interop.formulas.units import ACTIVATIONS, LmExperts, activate
 
@@ -158,7 +159,7 @@ class LmBlock(nn.Module):
         queries, keys, values = layer['projected_heads']
         self.sizes = queries * size, keys * size, values * layer['value_dim']
         self.layer = layer
-        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
+        self.form = ACTIVATIONS[config.activation], config.gated
         lacking = {
             'attention_norm': 'after',
             'glu_norm': 'after',
@@ -175,7 +176,11 @@ class LmBlock(nn.Module):
             for n in (queries, keys)
         )
         channels, biased = sum(self.sizes), config.biases or config.qkv_biases
-        self.qkv = nn.Linear(config.hidden_size, channels, bias=biased)
+        latent = layer['latent']
+        self.qkv = nn.Linear(config.hidden_size, self.sizes[0] if latent else channels, bias=biased)
+        self.latent = None
+        if latent:
+            self.latent = LmLatentKeys(config.hidden_size, keys, size, layer['value_dim'], **latent)
         width = layer['convolution']
         self.convolution = Convolution(channels, width) if width else None
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
@@ -203,7 +208,7 @@ class LmBlock(nn.Module):
         normed_BxLxD = self.glu_norm(x_BxLxD)
         dense_BxLxD = None
         if self.glu_in is not None and self.glu_out is not None:
-            dense_BxLxD = self.glu_out(activate(self.glu_in(normed_BxLxD), self.activation, self.gated))
+            dense_BxLxD = self.glu_out(activate(self.glu_in(normed_BxLxD), *self.form))
         y_BxLxD = dense_BxLxD if self.experts is None else self.experts(normed_BxLxD, dense_BxLxD)
         return x_BxLxD + self.glu_out_norm(y_BxLxD)
 
@@ -212,6 +217,8 @@ class LmBlock(nn.Module):
         layer = self.layer
         size = layer['head_dim']
         qkv = self.qkv(normed_BxLxD)
+        if self.latent is not None:
+            qkv = torch.cat([qkv, *self.latent(normed_BxLxD)], dim=-1)
         qkv = (qkv if self.convolution is None else self.convolution(qkv, tokens)).split(self.sizes, dim=-1)
         q, k, v = (x.unflatten(-1, (-1, n)) for x, n in zip(qkv, (size, size, layer['value_dim']), strict=True))
         if self.layer['key_offset']:

@@ -9,6 +9,7 @@ in an environment with PyTorch:
 
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import zlib
@@ -49,6 +50,11 @@ FORMS = {
         num_hidden_layers=4, head_dim=8, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=8,
         linear_value_head_dim=8, num_experts=0, tie_word_embeddings=True,
         rope_parameters=dict(rope_type='default', rope_theta=1e3, partial_rotary_factor=0.5),
+    )),
+    'kimi_linear': ('kimi_linear', dict(
+        num_hidden_layers=5, linear_num_heads=4, linear_head_dim=8, kv_lora_rank=12, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=16, n_group=4, topk_group=2,
     )),
     'olmo2': ('olmo2', {}),
     'gemma': ('gemma', dict(head_dim=12)),
@@ -178,7 +184,9 @@ def rewrite(model, recorded: dict):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         path = pathlib.Path(folder) / 'model.safetensors'
-        recorded['tensors'] = {name: list(x.shape) for name, x in load_file(path).items()}
+        # transformers writes dense layers as parts of a mixture too; the published files do not.
+        names = {name: re.sub(r'block_sparse_moe\.(\w+_proj)', r'mlp.\1', name) for name in load_file(path)}
+        recorded['tensors'] = {names[name]: list(x.shape) for name, x in load_file(path).items()}
         save_file(make_tensors(recorded), path, {'format': 'pt'})
         options = {'attn_implementation': 'eager', 'experts_implementation': 'eager'}
         return type(model).from_pretrained(folder, **options).eval()

@@ -126,12 +126,28 @@ def old_form(config: dict) -> dict:
     return config
 
 
-@pytest.mark.parametrize('form', [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision')])
+@pytest.mark.parametrize(
+    'form', [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision', 'kimi_linear')]
+)
 def test_files_of_older_versions_say_the_same(form, tmp_path):
     config = checkpoints.load(form)['config']
     family = FAMILIES[config['model_type']]
     assert family.model(tmp_path, old_form(config)) == family.model(tmp_path, config)
     assert family.differences(old_form(config)) == []
+
+
+def test_published_files_of_kimi_linear_say_the_same(tmp_path):
+    """Their config.json counts layers from 1, and has a section for Kimi delta attention."""
+    config = dict(checkpoints.load('kimi_linear')['config'])
+    family = FAMILIES['kimi_linear']
+    published = {name: value for name, value in config.items() if not name.startswith(('linear_', 'layer_', 'mlp_'))}
+    published['linear_attn_config'] = {
+        'full_attn_layers': [5], 'kda_layers': [1, 2, 3, 4], 'num_heads': 4, 'head_dim': 8, 'short_conv_kernel_size': 4
+    }  # fmt: skip
+    published |= {'first_k_dense_replace': 1, 'mla_use_nope': True, 'moe_router_activation_func': 'sigmoid'}
+    assert family.differences(published) == []
+    assert family.model(tmp_path, published) == family.model(tmp_path, config)
+    assert family.context_length(published) == 64
 
 
 def test_defaults_are_those_of_transformers(tmp_path):
@@ -143,7 +159,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
         small = {name: config[name] for name in kept if name in config}
         if 'hidden_size' in small:
             model = family.model(tmp_path, small | {'head_dim': 8})
-            epsilon = 1e-5 if config['model_type'].startswith('olmo') else 1e-6
+            epsilon = 1e-5 if config['model_type'].startswith(('olmo', 'kimi')) else 1e-6
             assert model.norm_epsilon == epsilon, form
             assert model.tied == config['model_type'].startswith(('gemma', 'smol')), form
     assert RotaryEntry({}, 500.0).base == 500.0
@@ -216,6 +232,11 @@ REFUSED = [
     ('llama', {'quantization_config': {}}, 'quantized weights'),
     ('qwen3', {'layer_types': ['linear_attention'] * 2}, 'layers of type linear_attention'),
     ('gemma', {'use_bidirectional_attention': True}, 'tokens that see later ones'),
+    ('qwen3_next', {'layer_types': ['sliding_attention'] * 4}, 'layers of type sliding_attention'),
+    ('kimi_linear', {'q_lora_rank': 8}, 'queries of low rank'),
+    ('kimi_linear', {'mla_use_nope': False}, 'rotary positions'),
+    ('kimi_linear', {'moe_router_activation_func': 'softmax'}, 'softmax in the router'),
+    ('kimi_linear', {'num_key_value_heads': 2}, 'fewer keys than queries'),
 ]
 
 
@@ -261,7 +282,7 @@ def test_an_imported_model_goes_out_as_it_came_in(form, tmp_path):
     family = choose(config, tmp_path / 'out')
     found = family.model(tmp_path, config)
     assert dataclasses.replace(found, embedding_scale=None) == dataclasses.replace(model.config, embedding_scale=None)
-    assert config['max_position_embeddings'] == run.experiment.train.context_length
+    assert family.context_length(config) == run.experiment.train.context_length
 
 
 def test_a_hybrid_of_our_own_goes_out_as_qwen3_next(tmp_path):

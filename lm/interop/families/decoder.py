@@ -108,7 +108,7 @@ class Decoder(Family):
 
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         rotary, heads, layers = self.rotary(config), config['num_attention_heads'], config['num_hidden_layers']
-        further: dict[str, Any] = {'embedding_scale': 1.0, **self.options(config)}
+        further: dict[str, Any] = {'embedding_scale': 1.0, 'rotary_base': rotary.base, **self.options(config)}
         return ModelConfig(
             vocab_size=config['vocab_size'],
             n_layers=layers,
@@ -122,7 +122,6 @@ class Decoder(Family):
             norm_epsilon=float(config.get('rms_norm_eps', self.epsilon)),
             activation=self.ACTIVATIONS[self.find_activation(config)],
             sinusoids=False,
-            rotary_base=rotary.base,
             rotary_scaling=rotary.scaling,
             tied=self.is_tied(config),
             **further,

@@ -60,7 +60,10 @@ class Experts(FeedForward):
         default=False, help='a fixed number per expert is added to its score for the choice (DeepSeek-V3), 0 at first'
     )
     balance: float = field(
-        default=0.0, minimum=0, help='coefficient of the balance loss of each layer (usual is 0.001 to 0.01); 0: none'
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        help='coefficient of the balance loss of each layer (usual is 0.001 to 0.01); 0: none',
     )
 
     def __post_init__(self) -> None:
