@@ -16,6 +16,7 @@ import faults_of_data as data
 import faults_of_runs as runs
 from attacks import ATTACKS
 from draws import FAULTS, Results, random_battery
+from restarts import many_restarts
 from tally import Tally, table
 from workshop import Workshop
 
@@ -61,6 +62,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument('names', nargs='*', choices=[[], *BATTERY])
     parser.add_argument('--random', type=int, metavar='N')
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--restarts', type=int, metavar='N')
     parser.add_argument('--attacks', action='store_true')
     parser.add_argument('--only', type=int, metavar='I')
     parser.add_argument('--jobs', type=int, default=2, metavar='N')
@@ -76,7 +78,9 @@ def main(arguments: list[str]) -> int:
         def say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
-        if options.random is not None or options.only is not None:
+        if options.restarts is not None:
+            rows = [many_restarts(shop, options.restarts, options.seed, say, options.results)]
+        elif options.random is not None or options.only is not None:
             numbers = [options.only] if options.only is not None else list(range(options.random))
             kinds = FAULTS | ATTACKS if options.attacks else FAULTS
             rows = random_battery(shop, Results(options.seed, options.results, kinds), numbers, say, options.jobs)

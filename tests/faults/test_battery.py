@@ -43,6 +43,12 @@ def test_six_random_draws_lose_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_restarts_lose_nothing():
+    battery('--restarts', '40', timeout=1800)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_each_attack_loses_nothing():
     battery('--random', str(len(FAULTS | ATTACKS)), '--attacks', timeout=7200)
