@@ -69,8 +69,8 @@ student() {
   esac
 }
 
-# hybrid NAME BASE LAYER [flags]: stage 2 of BASE with layer LAYER full. `recall` and `ratio` are the layers that
-# lm distill ranks first by what recall loses, and by that for what plain text loses.
+# hybrid NAME BASE LAYER [flags]: stage 2 of BASE with layer LAYER full. `recall` is the layer whose swap costs recall
+# most, `ratio` the layer whose swap costs it most per loss of plain text.
 hybrid() {
   local name=$1 base=$2 layer=$3
   shift 3
