@@ -10,11 +10,13 @@ import os
 import pathlib
 import re
 import threading
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from etils import epath
 from fsspec.config import conf as fsspec_conf
+from fsspec.core import url_to_fs
 
 from lm.errors import ConfigError, LmError, MissingPackageError
 
@@ -139,7 +141,7 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
         with reaching(path):
             return epath.Path(path).write_bytes(b''.join(bytes(part) for part in parts))
     path = pathlib.Path(path)
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp')  # machines share disks
     try:
         with open(temporary, 'wb') as file:
             for part in parts:
@@ -193,6 +195,19 @@ def is_damage(error: Exception | str) -> bool:
         status = re.match(r'([A-Z]+(?:_[A-Z]+)*): ', str(error))  # INVALID_ARGUMENT is often left out
         return status is None or status[1] in DAMAGE
     return isinstance(error, GONE)
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """Reads a whole file that another process may replace meanwhile, in a bucket by one request.
+
+    The open files of gcsfs and s3fs ask for the size first. If the file is another one by then, gcsfs cuts the new one
+    off at the old size, and s3fs raises an error.
+    """
+    package = PACKAGES.get(os.fspath(path).partition('://')[0])
+    if package is None or not importlib.util.find_spec(package):
+        return path.read_bytes()
+    system, name = url_to_fs(os.fspath(path))
+    return system.cat_file(name)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,9 @@ STYLES = {
     'retention': 6,
     'taylor': 5,
     'llops': 6,
+    'window of 64, layer 1': 0,
+    'window': 2,
+    'hedgehog': 1,
 }
 """The beginning of a curve's name → its colour and marker, which are the same in all panels of a picture."""
 
@@ -43,7 +46,9 @@ def draw_lines(panel: dict, ax) -> None:
         scaled = [panel.get('factor', 1) * value for value in values]
         ax.plot(panel['x'], scaled, label=name, linestyle=dashes, **style_of(name))
     ax.set(xscale='log', yscale='log')
-    ax.set_xticks(panel['x'], [f'{n >> 20}M' if n >= 1 << 20 else f'{n >> 10}k' for n in panel['x']])
+    names = [f'{n >> 20}M' if n >= 1 << 20 else f'{n >> 10}k' if n >= 1 << 10 else str(n) for n in panel['x']]
+    ax.set_xticks(panel['x'], names)
+    ax.set_ylim(bottom=panel.get('bottom'))
     low, high = ax.get_ylim()
     ticks = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
     if high > 200 * low:

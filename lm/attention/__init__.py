@@ -11,6 +11,12 @@ def mechanisms() -> dict[str, type[Attention]]:
     return {name: cls for name, cls in REGISTRY.items() if issubclass(cls, Attention)}
 
 
+def find_layer_type(layer_type: str) -> type[Attention]:
+    """Returns the mechanism of a type of layers in published hybrids (`Attention.layer_type`)."""
+    (found,) = (cls for cls in mechanisms().values() if cls.layer_type == layer_type)
+    return found
+
+
 (DEFAULT,) = (cls for cls in mechanisms().values() if cls.is_default)
 
-__all__ = ['DEFAULT', 'Attention', 'AttentionModule', 'HeadDims', 'mechanisms']
+__all__ = ['DEFAULT', 'Attention', 'AttentionModule', 'HeadDims', 'find_layer_type', 'mechanisms']

@@ -64,6 +64,9 @@ class Attention(Configurable, abc.ABC):
 
     is_default: ClassVar[bool] = False
     """Models have this mechanism where nothing else is configured. Exactly one mechanism sets it."""
+    layer_type: ClassVar[str | None] = None
+    """The type of layers with this mechanism in `layer_types` of the config.json of published hybrids; None: it has
+    none."""
     redraw_every = None
     """Training steps after which the random projections are drawn anew; None: never."""
     causal = True
@@ -76,6 +79,12 @@ class Attention(Configurable, abc.ABC):
     )
     head_dim: int | Literal['model'] = _option(minimum=2, even=True, help='size of a query and of a key')
     value_dim: int | Literal['model'] | None = _option(minimum=1, help='size of a value; None: as a key')
+    latent_rank: int | Literal['model'] | None = _option(
+        minimum=1, help='rank of keys and values, which are made of so many numbers per token; None: they have matrices'
+    )
+    shared_key_dim: int | Literal['model'] = _option(
+        minimum=0, help='channels of a key, the last ones, that all heads share; needs latent_rank'
+    )
     rotary_base: float | Literal['model'] | None = _option(
         above=1, help='of the wavelengths of rotary positions; None: no such'
     )

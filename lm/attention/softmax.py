@@ -32,6 +32,7 @@ class Softmax(Gated):
     Σ_{j < m ≤ i} log a_m to the scores, as in the forgetting transformer (Lin et al. 2025)."""
 
     is_default = True
+    layer_type = 'full_attention'
 
     scale: float | None = field(default=None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
     window: int | None = field(default=None, minimum=1, help='tokens that a query sees, itself included; None sees all')

@@ -44,6 +44,8 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         row('  arguments', f'{memory.arguments_gib:.2f} GiB: parameters, optimizer state, batch')
         row('  outputs', f'{memory.outputs_gib:.2f} GiB, {memory.aliased_gib:.2f} of it in place of the arguments')
         row('  temporaries', f'{memory.temporaries_gib:.2f} GiB: gradients, activations')
+    if memory.replay_gib is not None:
+        row('  replay', f'{memory.replay_gib:.2f} GiB with the state, before each `train.replay_every`-th step')
     if check.roofline is not None and check.fits:
         print_times(check, check.roofline, budget, price)
     if check.advice is not None:  # its table is about another step, so it comes last

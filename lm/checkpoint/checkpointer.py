@@ -20,6 +20,7 @@ from lm.checkpoint.config import CheckpointConfig
 from lm.checkpoint.folder import agree_on_steps, remove_failed, remove_unfinished, set_aside
 from lm.checkpoint.log_filter import WriteErrorFilter
 from lm.checkpoint.losses import Losses
+from lm.checkpoint.shared_memory import SharedMemory
 from lm.checkpoint.snapshot import (
     Damaged,
     Snapshot,
@@ -30,7 +31,7 @@ from lm.checkpoint.snapshot import (
     list_last,
     make_record,
 )
-from lm.errors import ConfigError, LmError, MismatchError
+from lm.errors import ConfigError, Diverged, LmError, MismatchError, WrongResults
 from lm.files import is_remote, settle
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read: its state, its step, and the metadata that were given to `save`."""
+    """A state that was read, its step, and the metadata that were given to `save` or `keep`."""
 
     state: Any
     step: int
@@ -59,6 +60,10 @@ class Checkpointer:
         fingerprints: name → value that a checkpoint depends on (data, tokenizer, …); compared by name on restore.
         on_saved: called with each step that has become complete on disk, in all processes.
         measure: describes the evaluation; losses of another measure do not compete for checkpoint.keep_best.
+        memory: keeps every `checkpoint.memory_every`-th state in memory too; None: nothing does.
+
+    Attributes:
+        stored: the newest step in the directory up to the step that was restored; a state from memory may be newer.
     """
 
     def __init__(
@@ -68,12 +73,15 @@ class Checkpointer:
         fingerprints: Mapping[str, str] | None = None,
         on_saved: Callable[[int], None] | None = None,
         measure: str = '',
+        memory: SharedMemory | None = None,
     ):
         path = epath.Path(directory)
         self.directory = path if is_remote(path) else path.expanduser().absolute()
         self.config = config or CheckpointConfig()
         self.fingerprints = dict(fingerprints or {})
         self._on_saved = on_saved
+        self._memory = memory
+        self.stored: int | None = None
         self._log_filter = WriteErrorFilter()
         self._lazy_manager: 'Writer | None' = None
         self._pending: int | None = None
@@ -89,6 +97,16 @@ class Checkpointer:
         every = (self.config.save_every_steps, self.config.keep_every)
         due = any(n is not None and step % n == 0 for n in every)
         return self._clock.is_due(step) or due
+
+    def should_keep(self, step: int) -> bool:
+        """Returns whether the state after `step` is to be kept in memory."""
+        return self._memory is not None and step % (self.config.memory_every or step + 1) == 0
+
+    def keep(self, step: int, state: Any, metadata: dict) -> None:
+        """Keeps `state` in the memory of the hosts, and returns when it has left the devices. Of steps for which
+        `should_keep` is true, `save` keeps the state as well."""
+        arrays = flatten(state)
+        self._write_memory(arrays, make_record(step, arrays, self.fingerprints, {}, metadata))
 
     def is_among_best(self, loss: float) -> bool:
         """Returns whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
@@ -136,6 +154,8 @@ class Checkpointer:
                 self._losses.add(step, metrics['loss'])
             self._ours.add(step)
             self._pending = step
+            if self.should_keep(step):
+                self._write_memory(arrays, record)
             manager.write(step, arrays, record)
         except Exception as error:
             self._pending = None
@@ -183,13 +203,15 @@ class Checkpointer:
     def __exit__(self, kind, error, traceback) -> None:
         try:
             self.close()
+            self._release_memory(error)
         except Exception as second:
             if error is None:
                 raise
             log.warning('%s', second)  # the first error is the one to report
 
     def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored | None:
-        """Reads the newest sound checkpoint, or exactly `step`.
+        """Reads the newest sound checkpoint, or exactly `step`. A newer or equal state in memory is preferred to the
+        newest checkpoint.
 
         Args:
             abstract_state: arrays or jax.ShapeDtypeStructs with the shardings that the result shall have, on any
@@ -213,7 +235,15 @@ class Checkpointer:
                 f'checkpoint step {step}: not in {self.directory}, which has {list_last(known)}; choose one of these'
             )
         tried: set[int] = set()
-        while left := {step} if step is not None else set(known) - tried:
+        held = self._memory.find_steps() if self._memory and step is None else []
+        while True:
+            left = {step} if step is not None else set(known) - tried
+            if held and held[0] >= max(left, default=0):
+                if found := self._restore_from_memory(abstract_state, held.pop(0), max(left, default=None)):
+                    return found
+                continue
+            if not left:
+                break
             candidate = max(left)
             try:
                 snapshot = Snapshot(self.directory, candidate)
@@ -227,7 +257,7 @@ class Checkpointer:
                 # A run that goes on may have deleted it while it was read, and has newer ones then.
                 known = sorted({*tried, *agree_on_steps(self.directory)})
             else:
-                self._restored = candidate
+                self._restored = self.stored = candidate
                 self._ours.add(candidate)
                 return Restored(state, candidate, record['metadata'])
         if known:
@@ -240,6 +270,8 @@ class Checkpointer:
     def rewind(self, step: int) -> None:
         """Moves the checkpoints after `step` aside, so that a run that is stopped now goes on from `step`."""
         self._restored = step
+        if self._memory:
+            self._memory.delete()
         self._tidy()
 
     def verify(self, step: int) -> None:
@@ -262,6 +294,29 @@ class Checkpointer:
         """Returns the JSON record of a step (`lm.checkpoint.snapshot`). Raises MismatchError if it is damaged."""
         with _refuse_damage(step):
             return Snapshot(self.directory, step).record()
+
+    def _restore_from_memory(self, abstract_state: Any, step: int, stored: int | None) -> Restored | None:
+        """Returns the state of `step` from memory; None, after a warning, if it is damaged."""
+        assert self._memory is not None
+        try:
+            state, record = self._memory.restore(abstract_state, step, self.fingerprints)
+        except Damaged as damage:
+            log.warning('the state of step %d in memory is not used: %s', step, damage)
+            return None
+        self._restored, self.stored = step, stored
+        return Restored(state, step, record['metadata'])
+
+    def _write_memory(self, arrays: Mapping[str, jax.Array], record: dict) -> None:
+        if self._memory:
+            self._memory.write(arrays, record)
+
+    def _release_memory(self, error: BaseException | None) -> None:
+        """Gives the memory back unless it may be needed: after a failure, where it holds more than the directory."""
+        if self._memory is None:
+            return
+        is_doubtful = isinstance(error, Diverged | WrongResults)
+        if is_doubtful or (self.latest_step() or -1) >= self._memory.newest():
+            self._memory.delete()
 
     def _manager(self) -> 'Writer':
         if self._lazy_manager is None:

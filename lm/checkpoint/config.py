@@ -22,6 +22,12 @@ class CheckpointConfig(Configurable):
         minimum=0,
         help='checkpoints with the lowest evaluation loss that stay; where evaluations change, of each',
     )
+    memory_every: int | None = field(
+        default=None,
+        minimum=1,
+        help='after each so-manieth step, each host keeps the state in its memory (/dev/shm) too: a run goes on from '
+        'there after the death of a process; None: never',
+    )
     compare_copies: bool = field(
         default=True, help='compare the copies that devices hold before each save; a difference ends with 45'
     )

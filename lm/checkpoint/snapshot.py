@@ -91,7 +91,7 @@ class Snapshot:
             MismatchError: it is in order but belongs to something else.
             LmError: the storage or this machine has failed; the step may be sound.
         """
-        with _Agreement(self.step):
+        with Agreement(self.step):
             record = self.record()
             if partial:
                 abstract_state = _intersect(abstract_state, record['leaves'])
@@ -115,7 +115,7 @@ class Snapshot:
                     raise _out_of_reach(f'{name} in {self.path / "state"}', error) from error
                 raise Damaged(f'{name} in {self.path / "state"} cannot be read ({describe_error(error)})') from None
 
-        with _Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
+        with Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
             arrays = dict(zip(abstract, pool.map(read_one, abstract), strict=True))
         give_back_memory()
         wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
@@ -255,7 +255,7 @@ def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:
     return kept
 
 
-class _Agreement:
+class Agreement:
     """A block that fails either in all processes, with the same exit code, or in none."""
 
     def __init__(self, step: int):

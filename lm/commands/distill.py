@@ -38,6 +38,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         'write the pattern in which K layers keep it',
     )
     parser.add_argument(
+        '--rank_by',
+        choices=('recall_per_loss', 'recall'),
+        help='of --choose: what decides; default: recall_per_loss, for what plain text loses (HALO)',
+    )
+    parser.add_argument(
         '--run_dir', required=True, metavar='DIR', help='the run of this stage: a new folder, or one to resume'
     )
     parser.add_argument(
@@ -61,7 +66,10 @@ def make_call(arguments: argparse.Namespace) -> Call:
             raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
         from lm.inference.layer_choice import choose_layers
 
-        return functools.partial(choose_layers, arguments.run_dir, arguments.teacher, arguments.choose)
+        ranking = {} if arguments.rank_by is None else {'ranking': arguments.rank_by}
+        return functools.partial(choose_layers, arguments.run_dir, arguments.teacher, arguments.choose, **ranking)
+    if arguments.rank_by is not None:
+        raise ConfigError(f'--rank_by {arguments.rank_by}: is of --choose; add it')
 
     from lm.experiment import load
     from lm.runs.paths import check_name, check_path

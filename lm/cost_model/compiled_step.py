@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lm.compilation.compiler import CompiledProgram
 from lm.compilation.memory import ProgramMemory
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
@@ -21,6 +22,7 @@ from lm.experiment import Experiment
 from lm.hardware import Target, Topology, describe_devices, parse
 from lm.plan import StepPlan, plan_step
 from lm.training.program import StepTooLarge, compile_described
+from lm.training.replay import lower_replay
 
 GIB = 2**30
 MARGIN = 0.03
@@ -59,6 +61,7 @@ class Memory:
         outputs_gib: the new state.
         aliased_gib: the outputs that replace the arguments in place.
         temporaries_gib: gradients, and the arrays that the forward pass keeps for the backward pass.
+        replay_gib: at the peak of a replay, which runs beside the state; None without `train.replay_every`.
     """
 
     limit_gib: float
@@ -67,6 +70,7 @@ class Memory:
     outputs_gib: float | None = None
     aliased_gib: float | None = None
     temporaries_gib: float | None = None
+    replay_gib: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +135,8 @@ def compute_budget(plan: StepPlan) -> Budget:
 
 
 def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[str, Any] | None = None) -> Check:
-    """Compiles the training step for `topology` and reads its costs.
+    """Compiles the training step for `topology` and reads its costs; with `train.replay_every` also a replay, whose
+    memory counts if it needs more.
 
     Args:
         experiment: the configuration.
@@ -147,7 +152,11 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     experiment = apply_bindings(experiment, bindings)
     devices, start = describe_devices(topology), time.perf_counter()
     plan = plan_step(experiment, Target.of_devices(devices))
-    compiled = compile_described(plan.program, plan.mesh.arrange(devices), topology)
+    mesh = plan.mesh.arrange(devices)
+    compiled = compile_described(plan.program, mesh, topology)
+    replayed = None
+    if experiment.train.replay_every and not isinstance(compiled, StepTooLarge):
+        replayed = compile_described(plan.program, mesh, topology, lower_replay)
     limit = topology.chip.limits.hbm_gib
     refused = Check(
         topology=topology.name,
@@ -164,6 +173,8 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
     assert compiled.memory is not None, 'compilers for TPUs describe the memory'
     memory, text = _make_memory(compiled.memory, limit), compiled.text
+    if replayed is not None:
+        memory = _add_replay(memory, replayed)
     layers = [(attention, experiment.model.resolve(attention).dims) for attention in experiment.model.pattern]
     undeclared = [(attention, dims) for attention, dims in layers if not attention.kernels_declare_cost(dims)]
     costs = [attention.flops_per_token(dims, experiment.train.context_length) for attention, dims in undeclared]
@@ -195,6 +206,17 @@ def apply_bindings(experiment: Experiment, bindings: Mapping[str, Any]) -> Exper
 def _make_memory(found: ProgramMemory, limit: float) -> Memory:
     parts = (found.peak, found.arguments, found.outputs, found.aliased, found.temporaries)
     return Memory(limit, *(part / GIB for part in parts))
+
+
+def _add_replay(memory: Memory, replayed: CompiledProgram | StepTooLarge) -> Memory:
+    """Adds the memory of a replay, which takes no arrays from the state: all of it stays beside the temporaries."""
+    if isinstance(replayed, StepTooLarge):
+        needed = replayed.needed_gib
+    else:
+        assert replayed.memory is not None, 'compilers for TPUs describe the memory'
+        given, found = memory.arguments_gib or 0.0, replayed.memory
+        needed = given + (found.outputs + found.temporaries) / GIB
+    return dataclasses.replace(memory, replay_gib=needed, needed_gib=max(memory.needed_gib, needed))
 
 
 def _compute_speed(experiment: Experiment, seconds: float, topology: Topology) -> Speed:

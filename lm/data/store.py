@@ -272,14 +272,19 @@ def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], 
 def write_array_file(path: str, split: str, name: str, number: int, elements: np.ndarray, count: int) -> None:
     """Writes one file of an array of `count` elements: `elements` are all of file `number`, which begins at SHARD times
     it. Any processes may write the files, in any order and several times. The files of `write_array` are the same."""
-    # It is encoded in memory: TensorStore would keep what lies in the file already, behind the end of the array.
-    spec = _new_array(path, split, name, count, elements.dtype.name) | {'kvstore': {'driver': 'memory'}}
-    array = ts.open(spec, create=True, context=ts.Context()).result()
-    array[number * SHARD : number * SHARD + len(elements)].write(elements).result()
-    target, made = open_kvstore(path), array.kvstore
-    assert made is not None
-    for key in ('zarr.json', f'c/{number}'):
-        target.write(f'{split}/{name}/{key}', made.read(key).result().value).result()
+    spec, start, target = _new_array(path, split, name, count, elements.dtype.name), number * SHARD, open_kvstore(path)
+    array = ts.open(spec | {'kvstore': {'driver': 'memory'}}, create=True, context=ts.Context()).result()
+    assert array.kvstore is not None
+    names = ['zarr.json']
+    if len(elements) == SHARD:
+        whole = ts.open(spec, open=True, assume_metadata=True, context=ts.Context()).result()
+        whole[start : start + SHARD].write(elements, can_reference_source_data_indefinitely=True).result()
+    else:
+        # It is encoded in memory: TensorStore would keep what lies in the file already, behind the end of the array.
+        array[start : start + len(elements)].write(elements).result()
+        names.append(f'c/{number}')
+    for key in names:
+        target.write(f'{split}/{name}/{key}', array.kvstore.read(key).result().value).result()
 
 
 def find_missing_files(path: str, split: str, name: str, count: int) -> list[int]:

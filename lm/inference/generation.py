@@ -24,6 +24,7 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
+from lm.model.transformer import separate_layers, separate_state
 from lm.ops.platform import target_platform
 from lm.training.mesh import JobAddress, initialize_distributed
 
@@ -32,6 +33,11 @@ CHUNK = 16
 SLOW = 2**26
 """Bytes of weights that a CPU reads in several milliseconds. The host's work per dispatch is less than one. So each
 token of a larger model is a dispatch of its own, and is shown at once."""
+COPIED = 25e9
+"""Bytes per second of the copies that a loop over layers makes of their weights on a CPU. The copies of the 425 MB of
+SmolLM2-135M took 9 to 25 ms per token, the longer the more other processes used the memory."""
+UNROLLED = 0.11
+"""Seconds of processor time that a program without this loop takes longer to make, per layer: 3 to 5 s for 30."""
 PIECE = 4096
 """Tokens of each prompt that are read at a time. The remainder of the length is a shorter piece, the first one."""
 END = 1000
@@ -103,9 +109,11 @@ def generate_tokens(
         return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
 
     chunk = choose_chunk(model)
+    decoder = separate_layers(model) if pays_to_separate(model, total - common) else model
 
     # Weights and prompts are arguments: captured arrays would be compiled into the programs as constants.
     graph, weights = nnx.split(model)
+    decoder_graph, decoder_weights = nnx.split(decoder)
     given = jnp.asarray(forced_BxL), jnp.asarray(lengths)
 
     def read(weights, state, tokens_BxT, position, key, given):
@@ -116,7 +124,7 @@ def generate_tokens(
         return state, choose(logits_BxV, position + tokens_BxT.shape[1], key, given)
 
     def advance(weights, state, token_B, position, key, given):
-        model = nnx.merge(graph, weights)
+        model = nnx.merge(decoder_graph, weights)
 
         def one(carry, position):
             state, token_B = carry
@@ -134,8 +142,10 @@ def generate_tokens(
         state, token_B = read(weights, state, forced_BxL[:, start:end], jnp.int32(start), key, given)
         start = end
     yield np.concatenate([forced_BxL[:, 1:common], token_B[:, None]], axis=1)
+    if decoder is not model:
+        state = jax.jit(functools.partial(separate_state, model.config))(state)
     for position in range(common, total - 1, chunk):
-        state, token_B, tokens = advance(weights, state, token_B, jnp.int32(position), key, given)
+        state, token_B, tokens = advance(decoder_weights, state, token_B, jnp.int32(position), key, given)
         yield np.asarray(tokens)[:, : total - 1 - position]
 
 
@@ -191,8 +201,24 @@ def generate(
 
 def choose_chunk(model: Transformer) -> int:
     """Returns the number of tokens per dispatch."""
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
-    return 1 if target_platform() == 'cpu' and size > SLOW else CHUNK
+    return 1 if target_platform() == 'cpu' and _count_bytes(model) > SLOW else CHUNK
+
+
+def pays_to_separate(model: Transformer, tokens: int) -> bool:
+    """Returns whether so many decoded tokens repay the longer compilation of a program without a loop over layers.
+
+    It pays on one CPU alone. An accelerator reads a layer's weights in their place, and its programs compile longer.
+    """
+    leaves = jax.tree.leaves(nnx.state(model))
+    is_alone = all(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1 for leaf in leaves)
+    layers = model.config.n_layers
+    if target_platform() != 'cpu' or not is_alone or len(model.config.stacks) == layers:
+        return False
+    return tokens * _count_bytes(model.blocks) / COPIED > layers * UNROLLED
+
+
+def _count_bytes(module: nnx.Module) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module)))
 
 
 def find_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> dict[int, str]:

@@ -2,7 +2,8 @@
 
 Each layer in turn gets the student's attention while all others stay the teacher's. Two losses answer: of plain text,
 and of passages that stand in the text a second time, which a model predicts by recalling the first. The layers that
-recall needs most, for what plain text needs of them, keep their attention (HALO, 2026, eq. 8).
+recall needs most, for what plain text needs of them, keep their attention (HALO, 2026, eq. 8). Where one layer carries
+most of both losses, the ratio hides it, and recall alone ranks better (docs/results.md).
 """
 
 import dataclasses
@@ -26,6 +27,11 @@ ROWS = 8
 """Windows in one call of the program."""
 PASSAGE, CUE = 16, 4
 """Tokens of a repeated passage, and how many of them are given before recall counts."""
+RANKINGS = {
+    'recall_per_loss': lambda effect: effect.score,
+    'recall': lambda effect: effect.recall,
+}
+"""Name of a ranking → its number for a layer; the largest come first."""
 LEAST_LOSS = 1e-3
 """Nats of plain text below which a difference counts as this much: the ratio would be noise."""
 
@@ -115,9 +121,10 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     return effects
 
 
-def rank_layers(effects: Sequence[LayerEffect]) -> list[LayerEffect]:
-    """Returns the layers from the one that recall needs most."""
-    return sorted(effects, key=lambda effect: (-effect.score, effect.layer))
+def rank_layers(effects: Sequence[LayerEffect], ranking: str = 'recall_per_loss') -> list[LayerEffect]:
+    """Returns the layers from the one that recall needs most; `ranking` is one of RANKINGS."""
+    number = RANKINGS[ranking]
+    return sorted(effects, key=lambda effect: (-number(effect), effect.layer))
 
 
 def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -> str:
@@ -134,8 +141,14 @@ def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -
     return '\n'.join(kept) + '\n'
 
 
-def choose_layers(run_dir: str, teacher_dir: str, count: int) -> None:
+def choose_layers(run_dir: str, teacher_dir: str, count: int, ranking: str = 'recall_per_loss') -> None:
     """Prints which layers of an aligned student keep the teacher's attention, and writes their pattern to the run.
+
+    Args:
+        run_dir: the student.
+        teacher_dir: its teacher.
+        count: the number of layers that stay full.
+        ranking: one of RANKINGS.
 
     Raises ConfigError if there are fewer layers to choose from.
     """
@@ -143,7 +156,7 @@ def choose_layers(run_dir: str, teacher_dir: str, count: int) -> None:
     effects = measure_layers(student, teacher)
     if count > len(effects):
         raise ConfigError(f'--choose {count}: the student differs from the teacher in {len(effects)} layers only')
-    ranked = rank_layers(effects)
+    ranked = rank_layers(effects, ranking)
     full = sorted(effect.layer for effect in ranked[:count])
     print(f'{"layer":>5}  {"loss":>8}  {"recall":>8}  {"score":>8}')
     for effect in ranked:

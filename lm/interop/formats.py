@@ -18,7 +18,7 @@ from lm.interop.card import CARD
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WeightFiles, is_weights
 from lm.model import ModelConfig
-from lm.model.options import LayerOptions, RotaryOptions
+from lm.model.options import RotaryOptions
 from lm.model.positions import rotary_frequencies
 
 MODEL_TYPE = 'lm_tpu'
@@ -28,7 +28,7 @@ MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
 FORMULAS = pathlib.Path(__file__).parent / 'formulas'
 ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
-SHARED = ('tokens', 'base')
+SHARED = ('tokens', 'base', 'latent', 'units')
 """The formula files with the shared parts."""
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
 """The names of the files that an export has beside its weights."""
@@ -54,9 +54,18 @@ FIELDS = {
 }
 """Field of `ModelConfig` → key of config.json."""
 OTHER_FIELDS = {
-    *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'dtype', 'remat', 'unroll'),
+    *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'feed_forward', 'dtype', 'remat', 'unroll'),
     *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
-    *('output_gate', 'output_gate_form', 'output_gate_inputs', 'output_gate_rank', 'n_value_heads', 'value_dim'),
+    *(
+        'latent_rank',
+        'shared_key_dim',
+        'output_gate',
+        'output_gate_form',
+        'output_gate_inputs',
+        'output_gate_rank',
+        'n_value_heads',
+        'value_dim',
+    ),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
 
@@ -145,7 +154,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
             {'name': attention.gin_name, **attention.portable(model.resolve(attention).dims)}
             for attention in model.pattern
         ],
-        'layers': [describe_layer(model.resolve(attention)) for attention in model.pattern],
+        'layers': [describe_layer(model, i) for i in range(len(model.pattern))],
         'max_position_embeddings': train.context_length,
         'bos_token_id': eod,
         'eos_token_id': eod,
@@ -165,8 +174,9 @@ def describe_generation(run: LoadedRun) -> dict[str, bytes]:
     return {GENERATION_CONFIG: (json.dumps(facts) + '\n').encode()}
 
 
-def describe_layer(options: LayerOptions) -> dict[str, Any]:
+def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
     """Returns what a layer does around its mechanism, for config.json."""
+    options = model.resolve(model.layers[layer])
     dims, gate = options.dims, options.gate
     return {
         'num_attention_heads': dims.n_heads,
@@ -174,6 +184,7 @@ def describe_layer(options: LayerOptions) -> dict[str, Any]:
         'projected_heads': [options.heads.queries, options.heads.keys, options.heads.values],
         'head_dim': dims.head_dim,
         'value_dim': dims.value_size,
+        'latent': None if options.latent is None else dataclasses.asdict(options.latent),
         'rotary': None if options.rotary is None else describe_rotation(options.rotary),
         'key_offset': options.key_offset,
         'convolution': options.convolution,
@@ -181,6 +192,7 @@ def describe_layer(options: LayerOptions) -> dict[str, Any]:
         'output_norm': options.output_norm,
         'output_gate': None if gate is None else dataclasses.asdict(gate),
         'inputs': options.projections,
+        'units': model.find_feed_forward(layer).portable(model.feed_forward_shape),
     }
 
 

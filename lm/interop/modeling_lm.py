@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, gelu, rms_norm
+from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, rms_norm
+from lm.interop.formulas.latent import LmLatentKeys
 from lm.interop.formulas.tokens import LayerTokens
+from lm.interop.formulas.units import ACTIVATIONS, LmExperts, activate
 
 
 class LmConfig(PretrainedConfig):
@@ -133,7 +135,6 @@ class Convolution(nn.Module):
         return F.silu(sum(self.weight[:, s] * padded[:, width - 1 - s :][:, :length] for s in range(width)))
 
 
-ACTIVATIONS = {'gelu': gelu, 'silu': F.silu}
 GATES = {'silu': F.silu, 'sigmoid': torch.sigmoid}
 
 
@@ -158,7 +159,7 @@ class LmBlock(nn.Module):
         queries, keys, values = layer['projected_heads']
         self.sizes = queries * size, keys * size, values * layer['value_dim']
         self.layer = layer
-        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
+        self.form = ACTIVATIONS[config.activation], config.gated
         lacking = {
             'attention_norm': 'after',
             'glu_norm': 'after',
@@ -175,7 +176,11 @@ class LmBlock(nn.Module):
             for n in (queries, keys)
         )
         channels, biased = sum(self.sizes), config.biases or config.qkv_biases
-        self.qkv = nn.Linear(config.hidden_size, channels, bias=biased)
+        latent = layer['latent']
+        self.qkv = nn.Linear(config.hidden_size, self.sizes[0] if latent else channels, bias=biased)
+        self.latent = None
+        if latent:
+            self.latent = LmLatentKeys(config.hidden_size, keys, size, layer['value_dim'], **latent)
         width = layer['convolution']
         self.convolution = Convolution(channels, width) if width else None
         self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
@@ -189,26 +194,31 @@ class LmBlock(nn.Module):
             whole = nn.Linear(inputs, width, bias=config.biases) if rank is None else None
             self.output_gate = whole or LowRankLinear(inputs, rank, width, config.biases)
         self.attention_out = nn.Linear(heads * layer['value_dim'], config.hidden_size, bias=config.biases)
-        n_hidden = (1 + config.gated) * config.intermediate_size
-        self.glu_in = nn.Linear(config.hidden_size, n_hidden, bias=config.biases)
-        self.glu_out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.biases)
+        units = layer['units']
+        hidden = units['dense_dim']
+        self.glu_in = self.glu_out = None
+        if hidden:
+            self.glu_in = nn.Linear(config.hidden_size, (1 + config.gated) * hidden, bias=config.biases)
+            self.glu_out = nn.Linear(hidden, config.hidden_size, bias=config.biases)
+        self.experts = LmExperts(config, units) if 'n_experts' in units else None
 
     def forward(self, x_BxLxD, tokens):
         normed_BxLxD = self.attention_norm(x_BxLxD)
         x_BxLxD = x_BxLxD + self.attention_out_norm(self.attention_out(self.attend(normed_BxLxD, tokens)))
-        hidden = self.glu_in(self.glu_norm(x_BxLxD))
-        if self.gated:
-            value, gate = hidden.chunk(2, dim=-1)
-            hidden = value * self.activation(gate)
-        else:
-            hidden = self.activation(hidden)
-        return x_BxLxD + self.glu_out_norm(self.glu_out(hidden))
+        normed_BxLxD = self.glu_norm(x_BxLxD)
+        dense_BxLxD = None
+        if self.glu_in is not None and self.glu_out is not None:
+            dense_BxLxD = self.glu_out(activate(self.glu_in(normed_BxLxD), *self.form))
+        y_BxLxD = dense_BxLxD if self.experts is None else self.experts(normed_BxLxD, dense_BxLxD)
+        return x_BxLxD + self.glu_out_norm(y_BxLxD)
 
     def attend(self, normed_BxLxD, tokens):
         """Returns what the mechanism gives, times the output gate, [B, L, H·V]."""
         layer = self.layer
         size = layer['head_dim']
         qkv = self.qkv(normed_BxLxD)
+        if self.latent is not None:
+            qkv = torch.cat([qkv, *self.latent(normed_BxLxD)], dim=-1)
         qkv = (qkv if self.convolution is None else self.convolution(qkv, tokens)).split(self.sizes, dim=-1)
         q, k, v = (x.unflatten(-1, (-1, n)) for x, n in zip(qkv, (size, size, layer['value_dim']), strict=True))
         if self.layer['key_offset']:

@@ -75,6 +75,7 @@ def _facts(model: ModelConfig) -> dict[str, str]:
     for i, one in enumerate(model.layers):
         options = model.resolve(one)
         facts[f'layer {i}: attention'] = f'@{one.gin_name}() with {one.portable(options.dims)}'
+        facts[f'layer {i}: feed_forward'] = repr(model.find_feed_forward(i).settle(model.feed_forward_shape))
         facts |= {
             f'layer {i}: {field.name}': repr(getattr(options, field.name)) for field in dataclasses.fields(options)
         }

@@ -21,6 +21,7 @@ from lm.model.dense import Dense, LowRank
 from lm.model.feed_forward import FeedForward
 from lm.model.feed_forward.base import ACTIVATIONS, FeedForwardShape
 from lm.model.key_offset import offset_keys, select_channels
+from lm.model.latent import LatentKeys
 from lm.ops.rotary import Rotation, rotate
 from lm.ops.tpu import lone_windows, tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
@@ -123,7 +124,7 @@ class Block(FeedForwardUnits):
         is_before, is_after = config.norm_placement != 'after', config.norm_placement != 'before'
         self.attention_norm = norm(is_before)
         biased = config.biases or config.qkv_biases
-        self.qkv = linear(config.d_model, own.qkv_sizes, 'embed', 'all_heads', part='attention', biased=biased)
+        self.qkv = linear(config.d_model, own.projected_sizes, 'embed', 'all_heads', part='attention', biased=biased)
         self.attention = attention.build(dims, rngs)
         width = (config.d_model,)
         self.attention_out = linear(own.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
@@ -134,6 +135,7 @@ class Block(FeedForwardUnits):
 
         self.make_units(feed_forward, config.feed_forward_shape, unit, rngs, dtype)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
+        self.latent = None if own.latent is None else self._make_latent(config, linear, rngs)
         if own.projections:
             self.mechanism_in = linear(config.d_model, own.widths, 'embed', 'all_heads', part='mechanism')
         reach = own.convolution  # assigned once: an attribute that began as None could hold no module
@@ -158,6 +160,14 @@ class Block(FeedForwardUnits):
             self.output_norm = None
         self.attention_out_norm = norm(is_after)
         self.glu_out_norm = norm(is_after)
+
+    def _make_latent(self, config: ModelConfig, linear: Callable, rngs: nnx.Rngs) -> LatentKeys:
+        """Makes the maps of latent keys and values."""
+        own = self.options
+        assert own.latent is not None
+        down = linear(config.d_model, own.latent.down_sizes, 'embed', 'logits', part='attention')
+        up = linear(own.latent.rank, own.latent_sizes, 'logits', 'all_heads', part='attention')
+        return LatentKeys(own, down, up, rngs)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
@@ -231,7 +241,12 @@ class Block(FeedForwardUnits):
         own, C = self.options, self.options.dims.head_dim
         queries, keys, values = own.qkv_sizes
         is_joined = rotation is not None or self.attention.norms is not None
-        products = self.qkv.pieces(normed_BxLxD, [queries + keys, values] if is_joined else [queries, keys, values])
+        if self.latent is None:
+            products = self.qkv.pieces(normed_BxLxD, [queries + keys, values] if is_joined else [queries, keys, values])
+        else:
+            products = [self.qkv(normed_BxLxD), *self.latent(normed_BxLxD)]
+            if is_joined:
+                products = [jnp.concatenate(products[:2], axis=-1), products[2]]
         convolved, key = kept
         if self.convolution:
             products, convolved = self.convolution(products, convolved, starts_BxL)

@@ -1,6 +1,7 @@
 """The model section of a configuration."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.feed_forward import DenseLayer, FeedForward, FeedForwardShape
 from lm.model.feed_forward.base import ACTIVATIONS
-from lm.model.options import LayerOptions, OutputGate, ProjectedHeads, RotaryOptions
+from lm.model.options import LatentOptions, LayerOptions, OutputGate, ProjectedHeads, RotaryOptions
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 
@@ -72,6 +73,19 @@ class ModelConfig(Configurable):
     head_dim: int = field(default=64, minimum=2, even=True, help='size of a head')
     value_dim: int | None = field(
         default=None, minimum=1, help='size of a value, where it differs from keys; None: head_dim'
+    )
+    latent_rank: int | None = field(
+        default=None,
+        minimum=1,
+        omit_default=True,
+        help='rank of keys and values, which are made of so many numbers per token, normalized (multi-head latent '
+        'attention, Kimi Linear); None: they have matrices of their own',
+    )
+    shared_key_dim: int = field(
+        default=0,
+        minimum=0,
+        omit_default=True,
+        help='channels of a key, the last ones, that all heads share; needs latent_rank',
     )
     hidden_dim: int | None = field(
         default=None,
@@ -271,6 +285,7 @@ class ModelConfig(Configurable):
         return LayerOptions(
             dims=dims,
             heads=heads,
+            latent=self._choose_latent(attention),
             rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
             key_offset=self._choose(attention, 'key_offset'),
             convolution=self._choose(attention, 'convolution'),
@@ -284,19 +299,24 @@ class ModelConfig(Configurable):
         value = getattr(attention, name)
         return getattr(self, name) if value == MODEL else value
 
+    def _choose_latent(self, attention: Attention) -> LatentOptions | None:
+        rank = self._choose(attention, 'latent_rank')
+        return None if rank is None else LatentOptions(rank, self._choose(attention, 'shared_key_dim'))
+
     def _count_heads(self, attention: Attention) -> ProjectedHeads:
         queries = self._choose(attention, 'n_heads')
         keys = self._choose(attention, 'n_kv_heads') or queries
         return ProjectedHeads(queries, keys, self._choose(attention, 'n_value_heads') or keys)
 
     def _check_heads(self, attention: Attention) -> None:
-        """Raises ConfigError for numbers of heads of which none divides the other."""
+        """Raises ConfigError for numbers of heads of which none divides the other, and for impossible latent keys."""
         heads = self._count_heads(attention)
 
-        def named(name: str, value: int) -> str:
+        def named(name: str, value: Any) -> str:
             owner = 'model' if getattr(attention, name) == MODEL else attention.gin_name
             return f'{owner}.{name} = {value}'
 
+        self._check_latent(attention, named)
         queries, keys = named('n_heads', heads.queries), named('n_kv_heads', heads.keys)
         values = named('n_value_heads', heads.values)
         if heads.queries % heads.keys:
@@ -305,6 +325,23 @@ class ModelConfig(Configurable):
             raise ConfigError(f'{values}: must be a multiple of {keys}')
         if heads.values % heads.queries and heads.queries % heads.values:
             raise ConfigError(f'{values}: must divide {queries}, or be a multiple of it')
+
+    def _check_latent(self, attention: Attention, named: Callable[[str, Any], str]) -> None:
+        heads, latent = self._count_heads(attention), self._choose_latent(attention)
+        shared, size = self._choose(attention, 'shared_key_dim'), self._choose(attention, 'head_dim')
+        if shared and latent is None:
+            raise ConfigError(f'{named("shared_key_dim", shared)}: keys are not latent; set latent_rank')
+        if latent is None:
+            return
+        if shared >= size:
+            raise ConfigError(f'{named("shared_key_dim", shared)}: must be less than {named("head_dim", size)}')
+        if not heads.queries == heads.keys == heads.values:
+            raise ConfigError(
+                f'{named("latent_rank", latent.rank)}: each head has a key and a value of its own; set n_kv_heads and '
+                'n_value_heads to None'
+            )
+        if self.biases or self.qkv_biases:
+            raise ConfigError(f'{named("latent_rank", latent.rank)}: latent keys have no biases; set them to False')
 
     @property
     def looks_ahead(self) -> str | None:

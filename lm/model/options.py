@@ -43,12 +43,27 @@ class ProjectedHeads:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentOptions:
+    """The numbers per token that keys and values are made of (`lm.model.latent`), and the channels of a key that all
+    heads share."""
+
+    rank: int
+    shared: int = 0
+
+    @property
+    def down_sizes(self) -> tuple[int, ...]:
+        """The columns of the matrix that makes these numbers."""
+        return (self.rank, self.shared) if self.shared else (self.rank,)
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerOptions:
     """The options of one layer.
 
     Attributes:
         dims: the heads, as the mechanism sees them.
         heads: the heads, as the layer projects them.
+        latent: None: keys and values have matrices of their own.
         rotary: None: queries and keys are not rotated.
         key_offset: the share of each key's channels that come from the token before.
         convolution: the tokens of the convolution of queries, keys and values; None: no such.
@@ -60,6 +75,7 @@ class LayerOptions:
 
     dims: HeadDims
     heads: ProjectedHeads
+    latent: LatentOptions | None
     rotary: RotaryOptions | None
     key_offset: float
     convolution: int | None
@@ -80,6 +96,17 @@ class LayerOptions:
         return heads.queries * dims.head_dim, heads.keys * dims.head_dim, heads.values * dims.value_size
 
     @property
+    def projected_sizes(self) -> tuple[int, ...]:
+        """The columns of the matrix of queries, keys and values; of queries alone where the others are latent."""
+        return self.qkv_sizes if self.latent is None else self.qkv_sizes[:1]
+
+    @property
+    def latent_sizes(self) -> tuple[int, int]:
+        """The columns of the matrix that makes keys and values of the latent numbers."""
+        _, keys, values = self.qkv_sizes
+        return keys - self.heads.keys * (self.latent.shared if self.latent else 0), values
+
+    @property
     def width(self) -> int:
         """The numbers per token that attention returns."""
         return self.dims.n_heads * self.dims.value_size
@@ -92,4 +119,7 @@ class LayerOptions:
     def count_products(self, d_model: int) -> int:
         """Returns the sizes of the layer's matrices around the mechanism, together."""
         gate = self.gate.count_products(self.width) if self.gate else 0
-        return d_model * (sum(self.qkv_sizes) + self.width + sum(self.widths)) + gate
+        latent = 0
+        if self.latent is not None:
+            latent = d_model * sum(self.latent.down_sizes) + self.latent.rank * sum(self.latent_sizes)
+        return d_model * (sum(self.projected_sizes) + self.width + sum(self.widths)) + gate + latent

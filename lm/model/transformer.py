@@ -9,12 +9,14 @@ gated = False, biases = True, learned_positions = 1024, sinusoids = False, rotar
 B batch, L length, D model width, H query heads, K key/value heads, C head size, V vocabulary, R repeats of the pattern.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -322,6 +324,34 @@ def build(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32) -> Tra
     """Returns the model with its initial parameters, a function of (config, seed) alone; it computes in `dtype`."""
     key = make_seed_key(seed)
     return Transformer(config, nnx.Rngs(params=key, projections=jax.random.fold_in(key, 1)), dtype)
+
+
+def separate_layers(model: Transformer) -> Transformer:
+    """Returns the same model with a stack of its own for each layer, so that its programs have no loop over layers.
+
+    XLA copies the weights of a layer before each turn of such a loop. On a CPU the new weights are views of the old
+    ones, where those are aligned: nothing is copied here.
+    """
+    config = dataclasses.replace(model.config, attention=model.config.layers)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: build(config, 0, model.dtype)))
+    weights = nnx.to_pure_dict(nnx.state(model))
+    blocks = weights['blocks']
+    return nnx.merge(graph, weights | {'blocks': dict(enumerate(_take_layers(model.config, blocks, _view)))})
+
+
+def separate_state(config: ModelConfig, state: Sequence[Any]) -> list[Any]:
+    """Returns the decoding state of a model as `separate_layers` has it."""
+    return _take_layers(config, state, lambda leaf, place: leaf[place : place + 1])
+
+
+def _take_layers(config: ModelConfig, stacks: Any, take: Callable[[jax.Array, int], jax.Array]) -> list[Any]:
+    """Returns for each layer its part of the arrays of its stack, whose leading axis is then 1."""
+    places = map(config.find_layer, range(config.n_layers))
+    return [jax.tree.map(lambda leaf, at=place: take(leaf, at), stacks[stack]) for stack, place in places]
+
+
+def _view(leaf: jax.Array, place: int) -> jax.Array:
+    return jax.device_put(np.asarray(leaf)[place : place + 1], leaf.sharding, may_alias=True)
 
 
 def make_seed_key(seed: int) -> jax.Array:

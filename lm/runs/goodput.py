@@ -114,6 +114,7 @@ class Goodput:
             lost = max(0.0, self.seconds['step'] - step_seconds)
             self.seconds['step'] -= lost
             self.seconds['lost'] += lost
+            self._before['step'] -= lost  # they are not of this process
 
     def record(self, finished: bool = False) -> dict[str, Any]:
         """Returns the ledger at this moment as JSON; `finished` is True after the last step."""

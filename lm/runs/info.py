@@ -21,7 +21,7 @@ from etils import epath
 
 import lm
 from lm.errors import ConfigError, LmError
-from lm.files import GONE, parse_json, reaching
+from lm.files import GONE, parse_json, reaching, read_bytes
 from lm.text import make_all_visible
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
@@ -69,7 +69,7 @@ def read_raw(path: epath.Path) -> dict[str, Any]:
     must not look like a new run."""
     try:
         with reaching(path):
-            content = path.read_bytes()
+            content = read_bytes(path)
         info = parse_json(content)
     except (*GONE, ValueError):
         return {}
@@ -113,7 +113,8 @@ def make_info(
     Args:
         old: the contents before; {} for a new run.
         first_step: step that the run goes on from.
-        facts: parameters, fingerprints, …, and `branch` (`lm.runs.branch`) of a run that has no checkpoint of its own.
+        facts: parameters, fingerprints, …, `branch` (`lm.runs.branch`) of a run that has no checkpoint of its own, and
+            `saved_step` if that is not `first_step`.
         rewind: (newest step before, changes of the configuration) where the run was rewound to `first_step`.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
@@ -140,7 +141,7 @@ def make_info(
         **{name: old[name] for name in ('branch', 'goodput', 'differences') if name in old},
         **facts,
         # A branch goes on from a checkpoint of another run.
-        'saved_step': None if 'branch' in facts else first_step or None,
+        'saved_step': facts.get('saved_step', None if 'branch' in facts else first_step or None),
         'rewinds': rewinds,
         'starts': starts,
         **({'starts_left_out': left_out} if left_out else {}),

@@ -30,7 +30,7 @@ import tensorstore as ts
 from etils import epath
 
 from lm.errors import ConfigError, LmError, last_act
-from lm.files import folder_spec, is_remote, parse_json, reaching, waiting_for
+from lm.files import folder_spec, is_remote, parse_json, reaching, read_bytes, waiting_for
 from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
 from lm.text import make_visible
 
@@ -107,7 +107,7 @@ class RunLock:
         end = time.monotonic() + SEES
         while uuid != self._owner['uuid']:
             with contextlib.suppress(OSError):
-                if _parse((self.directory / NAME).read_bytes()).get('uuid') == uuid:
+                if _parse(read_bytes(self.directory / NAME)).get('uuid') == uuid:
                     break
             if time.monotonic() > end:
                 return (
@@ -219,7 +219,7 @@ def is_occupied(directory: epath.Path) -> bool | None:
     host."""
     try:
         with reaching(directory):
-            data = (directory / NAME).read_bytes()
+            data = read_bytes(directory / NAME)
     except OSError:
         return False
     return _is_alive(_parse(data), directory)
@@ -232,7 +232,7 @@ def read_silence(directory: epath.Path) -> float | None:
     """
     try:
         with reaching(directory):
-            owner = _parse((directory / NAME).read_bytes())
+            owner = _parse(read_bytes(directory / NAME))
     except OSError:
         return None
     return max(0.0, time.time() - owner['renewed']) if 'renewed' in owner else None

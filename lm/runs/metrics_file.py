@@ -18,7 +18,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from lm.errors import writing
-from lm.files import is_remote, parse_json, write_atomically
+from lm.files import is_remote, parse_json, read_bytes, write_atomically
 from lm.trackers.base import Trackers
 
 REMOTE_SECONDS = 60.0
@@ -161,7 +161,7 @@ class MetricsFile:
 
 def read_lines(path: epath.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Yields each line with its record: an object with a `kind` and a `step`; None for any other line."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
     return [(line, _parse(line)) for line in lines]
 
 

@@ -6,7 +6,7 @@ import re
 from etils import epath
 
 from lm.errors import ConfigError
-from lm.files import AnyPath, is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path, read_bytes
 
 SWEEP = 'sweep.json'
 """The file that makes a folder the folder of a sweep (`lm.runs.sweep_file`), which is no run itself."""
@@ -58,6 +58,6 @@ def check_path(path: epath.PathLike) -> AnyPath:
 def read_text(path: epath.Path) -> str:
     """Returns the text of a file, or '' where the file is missing or not UTF-8."""
     try:
-        return path.read_bytes().decode()
+        return read_bytes(path).decode()
     except (OSError, ValueError):
         return ''

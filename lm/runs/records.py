@@ -21,7 +21,7 @@ from lm.checkpoint.snapshot import Snapshot
 from lm.config.names import is_omitted
 from lm.config.text import format_value
 from lm.errors import ConfigError
-from lm.files import is_remote, open_path, parse_json
+from lm.files import is_remote, open_path, parse_json, read_bytes
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
@@ -228,7 +228,7 @@ def _expand(pattern: str) -> list[epath.Path]:
 def read_json(path: epath.Path) -> Any:
     """Reads a JSON file. Returns None where it is missing or unreadable."""
     try:
-        return _restore_numbers(parse_json(path.read_text()))
+        return _restore_numbers(parse_json(read_bytes(path)))
     except (OSError, ValueError):
         return None
 

@@ -29,7 +29,7 @@ from lm.runs.info import make_info, read_raw, to_text
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.paths import RunPaths, read_text
-from lm.runs.process_zero import check_same, run_on_process_zero
+from lm.runs.process_zero import broadcast_text, check_same, run_on_process_zero
 from lm.trackers.base import RunFacts, Tracker, Trackers
 from lm.trackers.tensorboard import CluSummaries
 
@@ -100,6 +100,10 @@ class RunDir(RunPaths):
     def has_checkpoint(self) -> bool:
         """Returns whether there is a checkpoint to go on from. It may still turn out to be damaged."""
         return bool(find_committed_steps(self.checkpoints))
+
+    def read_id(self) -> str:
+        """Returns a text that no other run has had in this directory; empty before the first start."""
+        return broadcast_text(str(read_raw(self.info).get('started', '')) if jax.process_index() == 0 else '')
 
     def record_saved(self, step: int) -> None:
         """Notes in run.json that the checkpoint of `step` is complete. A failure is only a warning."""

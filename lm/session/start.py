@@ -56,12 +56,19 @@ class Origin:
 class Start:
     """The state with which a session begins, after `step` steps.
 
-    `saved` is the metadata of its checkpoint; None if there was none.
+    `saved` is the metadata of its checkpoint; None if there was none. `stored` is the newest step in the run directory
+    up to there: it is another one if the state comes from memory.
     """
 
     state: State
     step: int
     saved: dict[str, Any] | None
+    stored: int | None = None
+
+    @property
+    def is_from_memory(self) -> bool:
+        """The state comes from the memory of the hosts."""
+        return self.saved is not None and self.stored != self.step
 
 
 def print_plan(plan: RunPlan, mesh: Mesh) -> None:
@@ -132,7 +139,7 @@ def restore_or_init(
     with goodput.charge('initialize' if is_new else 'restore'):
         restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
         if restored:
-            start = Start(*restored)
+            start = Start(*restored, source.stored)
             plan.windows.resume(start.step, restored[2].get('skipped_batches'))
         else:
             start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, None)
@@ -187,11 +194,13 @@ def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights |
     return weights, f'{line}; these not: {", ".join(left)}' if left else line
 
 
-def write_start(run: RunDir, plan: RunPlan, origin: Origin, step: int) -> None:
+def write_start(run: RunDir, plan: RunPlan, origin: Origin, start: Start) -> None:
     """Writes config.gin and run.json; for a branch, also the metrics of its parent up to the step."""
     facts: dict[str, Any] = {'parameters': plan.parameters, **plan.fingerprints}
     if origin.branch:
         facts['branch'] = origin.branch.record(plan.text)
-    run.create_or_resume(plan.text, facts, step, origin.rewind_to is not None)
+    if start.is_from_memory:
+        facts['saved_step'] = start.stored
+    run.create_or_resume(plan.text, facts, start.step, origin.rewind_to is not None)
     if origin.branch:
         origin.branch.copy_metrics()

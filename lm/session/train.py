@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.shared_memory import SharedMemory
 from lm.compilation.cache import CompileCache
 from lm.data.batches import Batches
 from lm.evaluation.evaluator import make_evaluator
@@ -108,7 +109,8 @@ def open_session(
             print_plan(plan, mesh)
         lock = stack.enter_context(run.lock())
         kept = plan.fingerprints, run.record_saved, evaluator.measure
-        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept))
+        memory = SharedMemory(run.path, run.read_id()) if experiment.checkpoint.memory_every else None
+        checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept, memory))
         origin = find_origin(run, request, plan)
         source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
         if source.latest_step() is None:
@@ -133,7 +135,9 @@ def open_session(
 
         if origin.rewind_to is not None:
             checkpointer.rewind(start.step)
-        write_start(run, plan, origin, start.step)
+        write_start(run, plan, origin, start)
+        if memory:
+            memory.run = run.read_id()
         programs.publish()
         records = stack.enter_context(open_records(run, plan, origin, start, mesh.size))
         profiled = experiment.train.profile if jax.process_index() == 0 else None
@@ -148,7 +152,8 @@ def open_session(
             state=start.state,
             start=start.step,
             kept=(start.saved or {}).get('kept_numbers', 0),
-            is_save_due=bool(origin.branch),
+            # The last step must be in the directory in the end.
+            is_save_due=bool(origin.branch) or (start.is_from_memory and start.step == experiment.train.steps),
         )
 
 
@@ -165,7 +170,8 @@ def open_records(run: RunDir, plan: RunPlan, origin: Origin, start: Start, devic
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)
             metrics_file.warn_of_loss(start.saved.get('metrics_lines'))
-            progress.note(f'resumed from step {start.step} of {origin.directory}')
+            place = 'the memory of the hosts' if start.is_from_memory else origin.directory
+            progress.note(f'resumed from step {start.step} of {place}')
         yield Records(
             run=run,
             text=plan.text,

@@ -156,7 +156,8 @@ class Trainer:
             services.watchdog.step(step + 1)
             self.is_save_due |= checkpointer.should_save(step)
             is_evaluating = self.is_evaluation_due(step)
-            if self.is_save_due or is_evaluating:
+            is_kept = checkpointer.should_keep(step)
+            if self.is_save_due or is_evaluating or is_kept:
                 # Metrics that a checkpoint covers are on disk before the checkpoint is.
                 self.log_pending()
             loss = self.evaluate(step) if is_evaluating else None
@@ -164,6 +165,8 @@ class Trainer:
             # While steps are not finite the model learns nothing new, and a save would replace a good checkpoint.
             if step == config.steps or (is_wanted and not self.bad_steps):
                 self.save(step, loss)
+            elif is_kept and not self.bad_steps:
+                self.keep(step)
         self.complete_save(config.steps)
 
     def replay(self, replay: Replay, step: int, batch: jax.Array) -> None:
@@ -266,11 +269,27 @@ class Trainer:
 
         Raises WrongResults if copies of the state differ.
         """
+        metadata = self.prepare_save(step)
+        metrics = {} if loss is None else {'loss': loss}
+        with self.pause('checkpoint'):
+            self.checkpointer.save(step, self.state, metadata=metadata, metrics=metrics)
+            self.record_goodput()
+            self.services.programs.publish()
+        self.is_save_due = False
+
+    def keep(self, step: int) -> None:
+        """Keeps the state in the memory of the hosts. Raises WrongResults if copies of it differ."""
+        metadata = self.prepare_save(step)
+        with self.pause('checkpoint'):
+            self.checkpointer.keep(step, self.state, metadata)
+
+    def prepare_save(self, step: int) -> dict[str, Any]:
+        """Makes all metrics permanent, compares the copies of the state, and returns the metadata of a checkpoint."""
         self.services.lock.check()
         self.records.metrics_file.flush()
         if (compare := self.computation.compare_copies) and (found := compare(self.state)):
             self.refuse(found, step)
-        metadata = {
+        return {
             'seconds': self.records.throughput.seconds,
             'step_seconds': self.services.goodput.total('step'),
             'config': self.records.text,
@@ -278,12 +297,6 @@ class Trainer:
             'metrics_lines': self.records.metrics_file.count,
             **({'kept_numbers': self.kept} if self.kept else {}),
         }
-        metrics = {} if loss is None else {'loss': loss}
-        with self.pause('checkpoint'):
-            self.checkpointer.save(step, self.state, metadata=metadata, metrics=metrics)
-            self.record_goodput()
-            self.services.programs.publish()
-        self.is_save_due = False
 
     def complete_save(self, step: int) -> None:
         """Waits until the save of `step` is complete.

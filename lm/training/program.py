@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -108,15 +109,20 @@ class StepTooLarge(NamedTuple):
     needed_gib: float
 
 
-def compile_described(program: StepProgram, mesh: Mesh, topology: Topology) -> CompiledProgram | StepTooLarge:
-    """Compiles the step (see `lower_step`) for the described devices of `topology`.
+def compile_described(
+    program: StepProgram,
+    mesh: Mesh,
+    topology: Topology,
+    lower: Callable[[StepProgram, Mesh], jax.stages.Lowered] = lower_step,
+) -> CompiledProgram | StepTooLarge:
+    """Compiles the step, or what else `lower` traces, for the described devices of `topology`.
 
     Raises:
         ConfigError: the compiler refuses it for another reason than memory.
     """
     try:
         with jax.set_mesh(mesh):
-            return compile_with_text(lower_step(program, mesh))
+            return compile_with_text(lower(program, mesh))
     except jax.errors.JaxRuntimeError as error:
         if (needed := find_memory_needed(str(error))) is not None:
             return StepTooLarge(needed)

@@ -76,6 +76,11 @@ class Replay:
         return self.program.step.name_replayed()
 
 
+def lower_replay(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
+    """Traces a replay for the devices of a mesh, which need not exist here."""
+    return Replay(program, mesh).lower()
+
+
 def describe_replay(every: int | None, groups: int | None, size: int) -> dict[str, Any]:
     """Describes what replays see, for the plan of a run; {} without replays.
 

@@ -415,6 +415,21 @@ def test_kernels_that_declare_nothing_count_as_their_own_layers(on_cpus, monkeyp
     assert not declares(Softmax(implementation='splash'), dims)
 
 
+def test_a_replay_counts_if_it_needs_more_memory_than_a_step(on_cpus, monkeypatch, capsys):
+    plain = check.check(SMALL, 'v5e:2x2')
+    experiment = dataclasses.replace(SMALL, train=dataclasses.replace(SMALL.train, replay_every=100))
+    found = check.check(experiment, 'v5e:2x2').memory
+    assert plain.memory.replay_gib is None
+    assert plain.memory.arguments_gib < found.replay_gib
+    assert found.needed_gib == max(found.replay_gib, plain.memory.needed_gib)
+    compiled = check.compile_described
+    monkeypatch.setattr(check, 'compile_described', lambda *a: check.StepTooLarge(99.0) if a[3:] else compiled(*a))
+    large = check.check(experiment, 'v5e:2x2')
+    assert (large.memory.replay_gib, large.memory.needed_gib, large.fits) == (99.0, 99.0, False)
+    tables.print_check(large, check.compute_budget(plan_step(SMALL)))
+    assert '99.00 GiB with the state, before each' in capsys.readouterr().out
+
+
 @pytest.mark.smoke  # newer versions of JAX print their programs differently
 @needs_libtpu
 def test_the_command_compiles_for_a_pod(capsys):

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.folder import agree_on_steps
-from lm.checkpoint.snapshot import Damaged, Snapshot, _Agreement, describe_error, flatten, list_last, make_record
+from lm.checkpoint.snapshot import Agreement, Damaged, Snapshot, describe_error, flatten, list_last, make_record
 from lm.errors import ConfigError, LmError, MismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -518,7 +518,7 @@ def test_processes_fail_together(monkeypatch, mine, others, told, expected):
     """Each process sends 0, 1 (damaged) or 1000 and its exit code; the worst value counts for all processes."""
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'process_allgather', lambda x: [int(x), others] if x == told else 9)
-    with contextlib.nullcontext() if expected is None else pytest.raises(expected) as error, _Agreement(7):
+    with contextlib.nullcontext() if expected is None else pytest.raises(expected) as error, Agreement(7):
         if mine:
             raise mine('my own')
     if expected:

@@ -19,12 +19,20 @@ ABSURD = {
 ZERO = {
     'the first seed': ('seed',),
     'the first token, or the initial weights': ('mask_id', 'eod', 'teacher_step'),
-    'none of them': ('keep_best', 'warmup_steps', 'distractors'),
+    'none of them': ('keep_best', 'warmup_steps', 'distractors', 'shared_key_dim'),
     'a mean of the newest gradient alone': ('b1', 'b2', 'momentum'),
-    'the part is left out': ('weight_decay', 'z_loss', 'cross_entropy', 'mask_share', 'random_share', 'turn'),
+    'the part is left out': (
+        'weight_decay',
+        'z_loss',
+        'cross_entropy',
+        'mask_share',
+        'random_share',
+        'turn',
+        'balance',
+    ),
     'the rate ends at zero': ('final_fraction',),
     'these parameters stay as they are': ('embedding_rate', 'head_rate', 'gain_rate'),
-    'nothing is added': ('key_offset', 'offset', 'stabilizer', 'kernel_epsilon'),
+    'nothing is added': ('key_offset', 'offset', 'stabilizer', 'kernel_epsilon', 'balance'),
 }
 """Why zero is a value that a run can compute with → the names of the fields that take it."""
 

@@ -14,7 +14,9 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import faults_of_data as data
 import faults_of_runs as runs
-from draws import Results, random_battery
+from attacks import ATTACKS
+from draws import FAULTS, Results, random_battery
+from restarts import many_restarts
 from tally import Tally, table
 from workshop import Workshop
 
@@ -60,6 +62,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument('names', nargs='*', choices=[[], *BATTERY])
     parser.add_argument('--random', type=int, metavar='N')
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--restarts', type=int, metavar='N')
+    parser.add_argument('--attacks', action='store_true')
     parser.add_argument('--only', type=int, metavar='I')
     parser.add_argument('--jobs', type=int, default=2, metavar='N')
     parser.add_argument('--results', type=pathlib.Path, metavar='FILE')
@@ -74,9 +78,12 @@ def main(arguments: list[str]) -> int:
         def say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
-        if options.random is not None or options.only is not None:
+        if options.restarts is not None:
+            rows = [many_restarts(shop, options.restarts, options.seed, say, options.results)]
+        elif options.random is not None or options.only is not None:
             numbers = [options.only] if options.only is not None else list(range(options.random))
-            rows = random_battery(shop, Results(options.seed, options.results), numbers, say, options.jobs)
+            kinds = FAULTS | ATTACKS if options.attacks else FAULTS
+            rows = random_battery(shop, Results(options.seed, options.results, kinds), numbers, say, options.jobs)
         else:
             rows = fixed_battery(shop, options.names or list(BATTERY), say)
             if not options.names:

@@ -29,8 +29,9 @@ SMALL |= {'llops': {'n_features': 16}, 'taylor': {'feature_dim': 4}, 'hybrid': {
 """Fields of mechanisms whose defaults are too large for a tiny model."""
 
 
-def draw_shape(seed: int, number: int) -> Shape:
-    draw = random.Random(f'shape {seed} {number // len(FAULTS)}')
+def draw_shape(seed: int, number: int, kinds: int | None = None) -> Shape:
+    """Returns the shape that as many draws in a row share as there are kinds of faults."""
+    draw = random.Random(f'shape {seed} {number // (kinds or len(FAULTS))}')
     attention = draw.choice(sorted(mechanisms()))
     processes, devices = draw.choice([(1, 1), (1, 1), (1, 2), (1, 4), (2, 1), (2, 1), (2, 2)])
     bindings = {f'{attention}.{name}': value for name, value in SMALL.get(attention, {}).items()}
@@ -49,13 +50,13 @@ class Draw:
         recoveries: (fault, repeated steps, seconds to the first step or None) of each restart.
     """
 
-    def __init__(self, shop: Workshop, seed: int, number: int):
-        self.shop, self.number = shop, number
-        self.shape = draw_shape(seed, number)
+    def __init__(self, shop: Workshop, seed: int, number: int, kinds: 'Kinds | None' = None):
+        self.shop, self.number, self.kinds = shop, number, kinds or FAULTS
+        self.shape = draw_shape(seed, number, len(self.kinds))
         self.draw = random.Random(f'draw {seed} {number}')
-        in_turn = random.Random(f'faults {seed} {number // len(FAULTS)}').sample(list(FAULTS), len(FAULTS))
-        more = self.draw.choices(list(FAULTS), k=self.draw.choice([0, 0, 0, 1, 2]))
-        self.faults = [in_turn[number % len(FAULTS)], *more]
+        in_turn = random.Random(f'faults {seed} {number // len(self.kinds)}').sample(list(self.kinds), len(self.kinds))
+        more = self.draw.choices(list(self.kinds), k=self.draw.choice([0, 0, 0, 1, 2]))
+        self.faults = [in_turn[number % len(self.kinds)], *more]
         self.fault = self.faults[0]
         self.recoveries: list[tuple[str, int, float | None]] = []
 
@@ -68,7 +69,7 @@ class Draw:
         previous = None
         for fault in self.faults:
             self.fault = fault
-            session = FAULTS[fault](self)
+            session = self.kinds[fault](self)
             if previous and session.first('step ') is not None:
                 self.note(previous, session, self.before)
             previous = fault
@@ -276,7 +277,8 @@ def lost_checkpoints(d: Draw) -> Session:
     return d.refused(44, 'mount or restore that folder', put_back)
 
 
-FAULTS: dict[str, Callable[[Draw], Session]] = {
+Kinds = dict[str, Callable[[Draw], Session]]
+FAULTS: Kinds = {
     'SIGKILL': kill,
     'SIGTERM': terminate,
     'Ctrl-C': ctrl_c,
@@ -296,11 +298,11 @@ class Results:
     """The results of the draws of a seed.
 
     They go to the file `path`, if there is one, as a line of JSON each. The next battery then goes on where this one
-    stopped.
+    stopped. Draws from other `kinds` of faults do not count.
     """
 
-    def __init__(self, seed: int, path: pathlib.Path | None = None):
-        self.seed, self.path = seed, path
+    def __init__(self, seed: int, path: pathlib.Path | None = None, kinds: Kinds = FAULTS):
+        self.seed, self.path, self.kinds = seed, path, kinds
         self.of: dict[int, dict] = {}
         text = path.read_text() if path and path.exists() else ''
         if text and not text.endswith('\n'):
@@ -308,13 +310,14 @@ class Results:
         for line in text.splitlines():
             with contextlib.suppress(ValueError):  # the last line, if the battery was killed
                 result = json.loads(line)
-                if result['seed'] == seed:
+                if result['seed'] == seed and result.get('kinds', len(FAULTS)) == len(kinds):
                     self.of[result['draw']] = result
 
     def add(self, draw: Draw, failures: list[str], seconds: float) -> None:
         self.of[draw.number] = {
             'seed': self.seed,
             'draw': draw.number,
+            'kinds': len(self.kinds),
             'faults': draw.faults,
             'shape': str(draw.shape),
             'failed': draw.fault if failures else None,
@@ -328,7 +331,7 @@ class Results:
 
     def rows(self) -> list[Tally]:
         """Returns one row per fault; a draw counts for each of its faults."""
-        rows = {name: Tally(name) for name in FAULTS}
+        rows = {name: Tally(name) for name in self.kinds}
         for result in self.of.values():
             for name in set(result['faults']):
                 rows[name].tries += 1
@@ -346,7 +349,7 @@ def random_battery(
     """Runs the draws that have no result yet."""
 
     def one(number: int) -> None:
-        draw = Draw(shop, results.seed, number)
+        draw = Draw(shop, results.seed, number, results.kinds)
         begin = time.monotonic()
         result = Tally('draw')
         with result.attempt(f'--random --seed {results.seed} --only {number}: {draw}'):

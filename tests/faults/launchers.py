@@ -1,5 +1,7 @@
 """Starts `lm` with a fault inside: python launchers.py NAME ARGUMENT… -- train …
 
+miscompute N         the checksums of a replay are wrong in one group of devices, after N of them.
+spoil N              a bit of a parameter flips on one device, before the comparison of copies number N + 1.
 limit BYTES          no file may become longer, as on a full disk.
 poison BATCH…        the losses of these batches are not finite.
 record FILE          appends 'step checksum' of each batch that is read.
@@ -56,25 +58,69 @@ def poison(*numbers: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from lm.data.batches import Batches
+    import lm.session.train
     from lm.training.step import TrainStep
 
-    prepared, plain = Batches.__init__, TrainStep.weighted_loss
+    prepared, plain = lm.session.train.make_plan, TrainStep.weighted_loss
     bad = []
 
-    def __init__(self, store, split, windows, *rest):
-        prepared(self, store, split, windows, *rest)
-        starts = [windows.starts(int(batch))[0] for batch in numbers]
-        bad.append(jnp.asarray(store.read_many(split, starts, windows.context_length + 1)[:, :-1].astype('int32')))
+    def make_plan(*arguments, **options):
+        plan = prepared(*arguments, **options)
+        starts = [plan.windows.starts(int(batch))[0] for batch in numbers]
+        windows = plan.store.read_many(plan.split, starts, plan.windows.context_length + 1)
+        bad.append(jnp.asarray(windows[:, :-1].astype('int32')))
+        return plan
 
     def weighted_loss(self, weights, tokens_BxL, *rest):
         is_bad = (tokens_BxL[:, None] == bad[0][None]).all(-1).any()
         return jax.tree.map(lambda x: x * jnp.where(is_bad, jnp.nan, 1.0), plain(self, weights, tokens_BxL, *rest))
 
-    Batches.__init__, TrainStep.weighted_loss = __init__, weighted_loss
+    lm.session.train.make_plan, TrainStep.weighted_loss = make_plan, weighted_loss
 
 
-LAUNCHERS = {function.__name__: function for function in (limit, poison, record, without, slow)}
+def miscompute(number: str) -> None:
+    """A single group is wrong in every second replay, for it is compared with itself alone."""
+    import itertools
+
+    from lm.training.replay import Replay
+
+    plain, calls = Replay.compute, itertools.count()
+
+    def compute(self, *arguments):
+        sums, call = plain(self, *arguments).copy(), next(calls)
+        if call >= int(number) and (len(sums) > 1 or call % 2):
+            sums[-1, -1] ^= 1
+        return sums
+
+    Replay.compute = compute
+
+
+def spoil(number: str) -> None:
+    import itertools
+
+    import jax
+    import numpy as np
+
+    import lm.session.train
+
+    plain, calls = lm.session.train.compare_copies, itertools.count()
+
+    def flip(x):
+        parts = [np.array(shard.data) for shard in x.addressable_shards]
+        if jax.process_index() == 0:
+            parts[0].view(np.uint8).ravel()[1] ^= 16
+        placed = [jax.device_put(part, s.device) for part, s in zip(parts, x.addressable_shards, strict=True)]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
+
+    def compare(state):
+        if next(calls) >= int(number):
+            state = state | {'params': jax.tree.map(flip, state['params'])}
+        return plain(state)
+
+    lm.session.train.compare_copies = compare
+
+
+LAUNCHERS = {function.__name__: function for function in (limit, miscompute, poison, record, spoil, without, slow)}
 
 
 def main(program: list[str]) -> int:

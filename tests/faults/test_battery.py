@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import tiny
+from attacks import ATTACKS
 from battery import BATTERY
 from draws import FAULTS, Draw, Results, draw_shape, random_battery
 from tally import Tally, table
@@ -39,6 +40,18 @@ def test_six_random_draws_lose_nothing():
     """The draws share a shape: SIGKILL, SIGTERM, a second process, damaged metrics, a damaged shard, a changed
     configuration."""
     battery('--random', '6', '--seed', '398', timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_restarts_lose_nothing():
+    battery('--restarts', '40', timeout=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_each_attack_loses_nothing():
+    battery('--random', str(len(FAULTS | ATTACKS)), '--attacks', timeout=7200)
 
 
 @pytest.mark.timeout(900)
@@ -84,6 +97,17 @@ def test_a_draw_does_not_depend_on_earlier_draws():
         alike = [Draw(None, 3, number) for number in range(first, first + len(FAULTS))]
         assert {draw.faults[0] for draw in alike} == set(FAULTS)
         assert len({draw.shape for draw in alike}) == 1
+
+
+def test_attacks_are_drawn_beside_the_other_faults_and_change_no_other_draw(tmp_path):
+    kinds, path = FAULTS | ATTACKS, tmp_path / 'draws.jsonl'
+    for first in range(0, 5 * len(kinds), len(kinds)):
+        alike = [Draw(None, 3, number, kinds) for number in range(first, first + len(kinds))]
+        assert {draw.faults[0] for draw in alike} == set(kinds)
+        assert len({draw.shape for draw in alike}) == 1
+    Results(3, path, kinds).add(Draw(None, 3, 0, kinds), [], 1.0)
+    assert Results(3, path, kinds).of.keys() == {0}
+    assert not Results(3, path).of
 
 
 def test_the_battery_finds_losses(reference_run, tmp_path):

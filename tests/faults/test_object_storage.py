@@ -20,7 +20,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.snapshot import COMMITTED
 from lm.compilation.cache import CompileCache
 from lm.errors import ConfigError
-from lm.files import open_path
+from lm.files import open_path, read_bytes, write_atomically
 from lm.runs import lock
 from lm.runs.lock import RunLock
 
@@ -250,6 +250,29 @@ def test_kills_at_any_moment_lose_nothing_in_a_bucket(bucket, reference_run, tmp
         done = tiny.lm(*command)
         assert done.returncode == 0, done.stderr
         assert is_like(run, reference_run[0])
+
+
+@BOTH
+def test_a_file_that_is_replaced_all_the_time_can_be_read(bucket):
+    path, is_over = bucket / 'replaced' / 'run.json', threading.Event()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b'[0]')
+
+    def replace() -> None:
+        for number in range(100_000):
+            if is_over.is_set():
+                return
+            write_atomically(path, json.dumps([number] * (number % 7 + 1)))
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        found = [json.loads(read_bytes(path)) for _ in range(100)]
+    finally:
+        is_over.set()
+        writer.join()
+    assert len({tuple(numbers) for numbers in found}) > 1
+    assert all(numbers == [numbers[0]] * (numbers[0] % 7 + 1) for numbers in found)
 
 
 @BOTH

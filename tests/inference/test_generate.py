@@ -12,19 +12,31 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiny
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lm
 from lm import model as model_lib
 from lm.attention.polysketch import Polysketch
+from lm.attention.recurrent.delta import Delta
 from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.commands.generate import read_prompts
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.inference.generation import Continuations, Sampling, TextStream, generate_tokens, show_text, state_bytes
+from lm.inference import generation
+from lm.inference.generation import (
+    Continuations,
+    Sampling,
+    TextStream,
+    generate_tokens,
+    pays_to_separate,
+    show_text,
+    state_bytes,
+)
+from lm.model.transformer import separate_layers, separate_state
 
 GREEDY = Sampling(temperature=0)
 
@@ -255,6 +267,73 @@ def test_each_token_of_a_slow_model_is_shown_when_it_is_there(model, monkeypatch
     assert continued(model, [[1, 2], [3]], 20, Sampling(), 3).tolist() == expected[:, :22].tolist()
     parts = list(generate_tokens(model, [np.array([1, 2])], 20, Sampling(), 3))
     assert [part.shape[1] for part in parts] == [2] + [1] * 19
+
+
+@pytest.fixture(scope='module')
+def deep():
+    """A model of five layers: two repeats of two mechanisms, and a cut one."""
+    config = model_lib.ModelConfig(
+        vocab_size=50,
+        n_layers=5,
+        d_model=32,
+        n_heads=2,
+        head_dim=16,
+        hidden_dim=32,
+        attention=(Softmax(window=6), Delta()),
+        convolution=3,
+    )
+    return model_lib.build(config, 0)
+
+
+def test_a_model_of_separate_layers_is_the_same_model_without_a_copy(deep):
+    apart = separate_layers(deep)
+    kernels = [block.glu_in.kernel[...] for block in apart.blocks]
+    assert len(kernels) == 5
+    starts = [block.glu_in.kernel[...].unsafe_buffer_pointer() for block in deep.blocks]
+    for layer, kernel in enumerate(kernels):
+        stack, place = deep.config.find_layer(layer)
+        assert kernel.unsafe_buffer_pointer() == starts[stack] + place * kernel.nbytes, 'the weights are copied'
+    tokens = jax.random.randint(jax.random.key(0), (2, 24), 0, 50)
+    expected = nnx.jit(type(deep).__call__)(deep, tokens)
+    graph, weights = nnx.split(apart)
+
+    @jax.jit
+    def decode(weights, state, tokens):
+        def step(state, token_and_position):
+            token_B, position = token_and_position
+            state, logits = nnx.merge(graph, weights).decode_step(state, token_B[:, None], position)
+            return state, logits[:, 0]
+
+        return jax.lax.scan(step, state, (tokens.T, jnp.arange(24)))[1].swapaxes(0, 1)
+
+    found = decode(weights, separate_state(deep.config, deep.init_state(2, 24)), tokens)
+    assert jnp.abs(found - expected).max() < 1e-5 * jnp.abs(expected).max()
+
+
+def test_decoding_of_separate_layers_has_no_loop_and_gives_the_same_tokens(deep, monkeypatch):
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    assert not pays_to_separate(deep, 1000)
+    expected = continued(deep, prompts, 30)
+    made = []
+    monkeypatch.setattr(generation, 'separate_layers', lambda model: made.append(separate_layers(model)) or made[-1])
+    monkeypatch.setattr(generation, 'UNROLLED', 0.0)
+    assert pays_to_separate(deep, 1)
+    assert continued(deep, prompts, 30).tolist() == expected.tolist()
+    assert [len(model.blocks) for model in made] == [5]
+
+    def has_loop(model):
+        graph, weights = nnx.split(model)
+        state, token = model.init_state(1, 32), jnp.zeros((1, 1), jnp.int32)
+
+        def step(weights, state):
+            return nnx.merge(graph, weights).decode_step(state, token, jnp.int32(3))
+
+        return ' while(' in jax.jit(step).lower(weights, state).compile().as_text()
+
+    assert has_loop(deep)
+    assert not has_loop(made[0])
+    monkeypatch.setattr(generation, 'target_platform', lambda: 'tpu')
+    assert not pays_to_separate(deep, 1)
 
 
 def test_a_whole_file_is_one_prompt(tmp_path):

@@ -1,11 +1,14 @@
 """The choice of layers that keep their attention: repeated passages, and the effect of a swap."""
 
+from argparse import ArgumentParser as Parser
+
 import jax.numpy as jnp
 import numpy as np
 
 from lm.attention.hedgehog import Hedgehog
 from lm.attention.softmax import Softmax
-from lm.inference.layer_choice import CUE, PASSAGE, LayerEffect, plant_passages, rank_layers
+from lm.commands.distill import VERB
+from lm.inference.layer_choice import CUE, PASSAGE, RANKINGS, LayerEffect, plant_passages, rank_layers
 from lm.model import ModelConfig
 from lm.model.distillation import score_swapped
 from lm.model.functions import ModelFunctions, over_windows
@@ -50,3 +53,14 @@ def test_layers_are_ranked_by_recall_per_loss_of_plain_text():
     effects = [LayerEffect(0, 0.1, 0.2), LayerEffect(1, 0.01, 0.1), LayerEffect(2, -0.5, 0.0)]
     assert [effect.layer for effect in rank_layers(effects)] == [1, 0, 2]
     assert effects[2].score == 0.0
+
+
+def test_recall_alone_finds_the_layer_that_carries_both():
+    effects = [LayerEffect(0, 0.005, 0.008), LayerEffect(1, 0.18, 0.25), LayerEffect(2, 0.008, 0.012)]
+    assert [effect.layer for effect in rank_layers(effects)] == [0, 2, 1]
+    assert [effect.layer for effect in rank_layers(effects, 'recall')] == [1, 2, 0]
+    # The command names what the module knows; it imports the module only when it runs.
+    flags = Parser(prog='lm distill')
+    VERB.add_flags(flags)
+    (choices,) = (one.choices for one in flags._actions if one.dest == 'rank_by')
+    assert set(choices) == set(RANKINGS)

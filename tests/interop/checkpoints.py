@@ -9,11 +9,13 @@ in an environment with PyTorch:
 
 import json
 import pathlib
+import re
 import sys
+import tempfile
 import zlib
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'data' / 'checkpoints'
 SIZES = dict(
@@ -39,6 +41,21 @@ FORMS = {
     'qwen3_yarn': ('qwen3', dict(rope_parameters=dict(
         rope_type='yarn', rope_theta=1e4, factor=4.0, original_max_position_embeddings=16,
     ), head_dim=16)),
+    'qwen3_next': ('qwen3_next', dict(
+        num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=12, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, mlp_only_layers=[1],
+    )),
+    'qwen3_next_dense': ('qwen3_next', dict(
+        num_hidden_layers=4, head_dim=8, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=0, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type='default', rope_theta=1e3, partial_rotary_factor=0.5),
+    )),
+    'kimi_linear': ('kimi_linear', dict(
+        num_hidden_layers=5, linear_num_heads=4, linear_head_dim=8, kv_lora_rank=12, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=16, n_group=4, topk_group=2,
+    )),
     'olmo2': ('olmo2', {}),
     'gemma': ('gemma', dict(head_dim=12)),
     'gemma2': ('gemma2', dict(
@@ -71,6 +88,10 @@ FORMS = {
     'gpt2': ('gpt2', GPT2_SIZES | dict(layer_norm_epsilon=1e-3)),
 }  # fmt: skip
 """Form → `model_type`, and what differs from `SIZES`."""
+CENTRED = ('gemma', 'qwen3_next')
+"""Beginnings of the `model_type` of families with gains of 1 + w."""
+IN_OTHER_FORM = ('qwen3_next', 'kimi_linear')
+"""Families whose tensors in files have other names and shapes than in the model."""
 PROMPT, WRITTEN = 16, 8
 """The tokens of the prompt, and how many are written after it."""
 
@@ -92,9 +113,13 @@ def gains(name: str) -> bool:
 
 def make_tensors(recorded: dict) -> dict[str, np.ndarray]:
     """Returns the tensors of a recorded checkpoint."""
-    around = 0.0 if recorded['config']['model_type'].startswith('gemma') else 1.0
-    drawn = draw(recorded['tensors'])
-    return {name: (x + np.float32(around) if gains(name) else x) for name, x in drawn.items()}
+    kind, drawn = recorded['config']['model_type'], draw(recorded['tensors'])
+
+    def around(name: str) -> float:
+        plain = not kind.startswith(CENTRED) or name.endswith('linear_attn.norm.weight')
+        return float(plain and gains(name))
+
+    return {name: (x + np.float32(around(name)) if gains(name) else x) for name, x in drawn.items()}
 
 
 def load(form: str) -> dict:
@@ -124,6 +149,8 @@ def compute(form: str) -> dict:
     import torch
     import transformers
 
+    for package in ('fla', 'causal_conv1d'):  # transformers would take their kernels, which need a GPU
+        sys.modules.setdefault(package, None)  # pyright: ignore[reportArgumentType]
     kind, changes = FORMS[form]
     sizes = {} if kind in ('gpt2', 'gemma3') else SIZES
     config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
@@ -135,8 +162,11 @@ def compute(form: str) -> dict:
         'config': json.loads(config.to_json_string(use_diff=True)),
         'tensors': {name: list(x.shape) for name, x in state.items()},
     }
+    if kind in IN_OTHER_FORM:
+        model = rewrite(model, recorded)
+        state = {}
     with torch.no_grad():
-        for name, x in make_tensors(recorded).items():
+        for name, x in make_tensors(recorded).items() if state else ():
             state[name].copy_(torch.tensor(x))
         tokens = np.random.RandomState(1).randint(0, SIZES['vocab_size'], (1, PROMPT))
         written = model.generate(torch.tensor(tokens), max_new_tokens=WRITTEN, do_sample=False)
@@ -147,6 +177,19 @@ def compute(form: str) -> dict:
         'loss': found.loss.item(),
         'logits': [[float(f'{x:.8g}') for x in row] for row in found.logits[0].tolist()],
     }
+
+
+def rewrite(model, recorded: dict):
+    """Returns the model that `transformers` reads from files; records the names and shapes in them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        path = pathlib.Path(folder) / 'model.safetensors'
+        # transformers writes dense layers as parts of a mixture too; the published files do not.
+        names = {name: re.sub(r'block_sparse_moe\.(\w+_proj)', r'mlp.\1', name) for name in load_file(path)}
+        recorded['tensors'] = {names[name]: list(x.shape) for name, x in load_file(path).items()}
+        save_file(make_tensors(recorded), path, {'format': 'pt'})
+        options = {'attn_implementation': 'eager', 'experts_implementation': 'eager'}
+        return type(model).from_pretrained(folder, **options).eval()
 
 
 def dump(recorded: dict) -> str:

@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import lm
+from lm.attention import find_layer_type
 from lm.attention.hybrid import Hybrid
 from lm.attention.softmax import Softmax
 from lm.cli import main
@@ -29,6 +30,7 @@ from lm.interop.formats import FORMATS
 from lm.interop.import_run import describe_model, load_given, read_weights
 from lm.interop.names import from_tensors, to_tensors
 from lm.interop.native import NativeFormat
+from lm.model.feed_forward.experts import Experts
 from lm.model.functions import ModelFunctions, split
 
 
@@ -115,7 +117,8 @@ def old_form(config: dict) -> dict:
     if 'full_attention' in rope:
         config['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']
         rope = rope['full_attention']
-    config |= {'rope_theta': rope.pop('rope_theta'), 'torch_dtype': 'float32'}
+    config |= {name: rope.pop(name) for name in ('rope_theta', 'partial_rotary_factor') if name in rope}
+    config['torch_dtype'] = 'float32'
     kind = rope.pop('rope_type')
     config['rope_scaling'] = None if kind == 'default' else {'type': kind, **rope}
     if config['model_type'].startswith('qwen'):
@@ -123,12 +126,28 @@ def old_form(config: dict) -> dict:
     return config
 
 
-@pytest.mark.parametrize('form', [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision')])
+@pytest.mark.parametrize(
+    'form', [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision', 'kimi_linear')]
+)
 def test_files_of_older_versions_say_the_same(form, tmp_path):
     config = checkpoints.load(form)['config']
     family = FAMILIES[config['model_type']]
     assert family.model(tmp_path, old_form(config)) == family.model(tmp_path, config)
     assert family.differences(old_form(config)) == []
+
+
+def test_published_files_of_kimi_linear_say_the_same(tmp_path):
+    """Their config.json counts layers from 1, and has a section for Kimi delta attention."""
+    config = dict(checkpoints.load('kimi_linear')['config'])
+    family = FAMILIES['kimi_linear']
+    published = {name: value for name, value in config.items() if not name.startswith(('linear_', 'layer_', 'mlp_'))}
+    published['linear_attn_config'] = {
+        'full_attn_layers': [5], 'kda_layers': [1, 2, 3, 4], 'num_heads': 4, 'head_dim': 8, 'short_conv_kernel_size': 4
+    }  # fmt: skip
+    published |= {'first_k_dense_replace': 1, 'mla_use_nope': True, 'moe_router_activation_func': 'sigmoid'}
+    assert family.differences(published) == []
+    assert family.model(tmp_path, published) == family.model(tmp_path, config)
+    assert family.context_length(published) == 64
 
 
 def test_defaults_are_those_of_transformers(tmp_path):
@@ -140,7 +159,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
         small = {name: config[name] for name in kept if name in config}
         if 'hidden_size' in small:
             model = family.model(tmp_path, small | {'head_dim': 8})
-            epsilon = 1e-5 if config['model_type'].startswith('olmo') else 1e-6
+            epsilon = 1e-5 if config['model_type'].startswith(('olmo', 'kimi')) else 1e-6
             assert model.norm_epsilon == epsilon, form
             assert model.tied == config['model_type'].startswith(('gemma', 'smol')), form
     assert RotaryEntry({}, 500.0).base == 500.0
@@ -213,6 +232,11 @@ REFUSED = [
     ('llama', {'quantization_config': {}}, 'quantized weights'),
     ('qwen3', {'layer_types': ['linear_attention'] * 2}, 'layers of type linear_attention'),
     ('gemma', {'use_bidirectional_attention': True}, 'tokens that see later ones'),
+    ('qwen3_next', {'layer_types': ['sliding_attention'] * 4}, 'layers of type sliding_attention'),
+    ('kimi_linear', {'q_lora_rank': 8}, 'queries of low rank'),
+    ('kimi_linear', {'mla_use_nope': False}, 'rotary positions'),
+    ('kimi_linear', {'moe_router_activation_func': 'softmax'}, 'softmax in the router'),
+    ('kimi_linear', {'num_key_value_heads': 2}, 'fewer keys than queries'),
 ]
 
 
@@ -251,14 +275,38 @@ def test_an_imported_model_goes_out_as_it_came_in(form, tmp_path):
     NativeFormat().write(run, tmp_path / 'out')
     again = load_file(tmp_path / 'out' / 'model.safetensors')
     assert again.keys() == theirs.keys()
-    bits = 2e-7 if recorded['config']['model_type'].startswith('gemma') else 0.0  # gains of 1 + w
+    bits = 2e-7 if recorded['config']['model_type'].startswith(checkpoints.CENTRED) else 0.0  # gains of 1 + w
     for name, tensor in theirs.items():
         np.testing.assert_allclose(again[name], tensor, rtol=0, atol=bits, err_msg=name)
     config = open_checkpoint(tmp_path / 'out').config
     family = choose(config, tmp_path / 'out')
     found = family.model(tmp_path, config)
     assert dataclasses.replace(found, embedding_scale=None) == dataclasses.replace(model.config, embedding_scale=None)
-    assert config['max_position_embeddings'] == run.experiment.train.context_length
+    assert family.context_length(config) == run.experiment.train.context_length
+
+
+def test_a_hybrid_of_our_own_goes_out_as_qwen3_next(tmp_path):
+    """Three layers of Gated DeltaNet per layer of softmax, with options of the mechanisms and of the model."""
+    delta = find_layer_type('linear_attention')(gate=True, convolution=4, rotary_base=None, output_gate='silu')
+    pattern = (delta,) * 3 + (Softmax(qk_norm=True, output_gate='sigmoid', n_heads=2, n_kv_heads=1, head_dim=16),)
+    changes = shapes.LLAMA | {
+        'norm_epsilon': 1e-5,
+        'feed_forward': Experts(n_experts=4, shared_dim=8, shared_gate=True),
+    }
+    config = shapes.experiment(pattern, **changes | {'n_kv_heads': 4})
+    weights = shapes.random_weights(config)
+    NativeFormat().write(shapes.run_of(config, weights), tmp_path)
+    described = json.loads((tmp_path / 'config.json').read_text())
+    assert described['architectures'] == ['Qwen3NextForCausalLM']
+    assert (described['num_attention_heads'], described['linear_num_key_heads']) == (2, 4)
+    tokens = np.random.default_rng(1).integers(0, 97, (1, 24))
+    ours = shapes.our_logits(config, weights, tokens)
+    np.testing.assert_allclose(logits(read(tmp_path), tokens), ours, rtol=0, atol=1e-5 * np.abs(ours).max())
+    plain = dataclasses.replace(config.model, feed_forward=Experts(n_experts=4))  # without a shared expert
+    with pytest.raises(
+        ConfigError, match=r'layer 0: feed_forward = Experts\(n_experts=4, .*: no class of transformers'
+    ):
+        NativeFormat().check(plain)
 
 
 @pytest.mark.parametrize('tied', [False, True])

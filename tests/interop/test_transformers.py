@@ -24,6 +24,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
 from lm.inference.generation import Sampling, generate_tokens
+from lm.interop.families import FAMILIES
 from lm.interop.formats import FORMATS
 from lm.interop.native import NativeFormat
 from lm.model.functions import ModelFunctions
@@ -245,7 +246,8 @@ def test_families_come_in_and_go_out(form, tmp_path):
     model.save_pretrained(tmp_path / 'saved')  # transformers writes it again, and it comes back
     saved = test_families.read(tmp_path / 'saved')
     check_equal(expected, np.asarray(test_families.logits(saved, tokens))[0])
-    assert json.loads((tmp_path / 'saved' / 'config.json').read_text())['max_position_embeddings'] == 32
+    described = json.loads((tmp_path / 'saved' / 'config.json').read_text())
+    assert FAMILIES[described['model_type']].context_length(described) == 32
 
 
 @pytest.mark.parametrize('tied', [False, True])

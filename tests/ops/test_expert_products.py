@@ -27,7 +27,7 @@ def activate(x):
 def outputs_and_gradients(function, x, chosen, weights, into, out):
     def loss(x, weights, into, out):
         y = function(x, chosen, weights, into, out, activate)
-        return (y.astype(jnp.float32) * jnp.cos(jnp.arange(WIDTH))).sum(), y
+        return (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.shape[-1]))).sum(), y
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(x, weights, into, out)
 

@@ -159,6 +159,14 @@ def arguments_of(name: str):
             return [o, *vjp(do)]
 
         return jax.jit(functools.partial(outputs_and_gradients, do=do)), inputs
+    if name == 'sketch networks':
+        arrays = sketches.example(**next(iter(LONG_NETWORKS.values())), dtype=jnp.bfloat16)
+        return functools.partial(sketches.outputs_and_gradients, gpu_networks.sketch_networks), arrays
+    if name in EXACT:
+        function, options = EXACT[name]
+        shapes = ((2, 4501, n, 64) for n in (4, 2, 2))
+        arrays = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+        return jax.jit(lambda *a: jax.vjp(functools.partial(function, **options), *a)[1](a[0])), arrays
     if name in RECURRENT:
         return jax.jit(recurrent.outputs_and_gradients(RECURRENT[name], 'pallas_gpu_recurrent')), recurrent.example(
             RECURRENT[name]
@@ -166,7 +174,7 @@ def arguments_of(name: str):
     return jax.jit(delta.results('pallas_gpu')), delta.example(**DELTA[name])
 
 
-@pytest.mark.parametrize('name', ['polysketch', *RECURRENT, *DELTA])
+@pytest.mark.parametrize('name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA])
 def test_kernels_give_the_same_bits(name):
     function, arguments = arguments_of(name)
     first = jax.device_get(jax.tree.leaves(function(*arguments)))

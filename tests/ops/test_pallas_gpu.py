@@ -80,6 +80,16 @@ def test_outputs_and_gradients(case):
     assert all(error <= 2e-2 for error in found.values()), found
 
 
+@pytest.mark.smoke
+@interpreter
+def test_repeated_calls_give_the_same_bits():
+    """On a GPU `test_gpu.py` calls each kernel twenty times."""
+    settings, sizes = CASES['local']
+    *inputs, do = example(**sizes, dtype=jnp.bfloat16)
+    first, second = (by_kernels(Options(powers=SQUARE, **settings), *inputs, do=do) for _ in range(2))
+    assert [np.asarray(x).tobytes() for x in first] == [np.asarray(x).tobytes() for x in second]
+
+
 @interpreter
 def test_sums_of_a_long_block():
     """Six tiles of tokens pass through four places in shared memory."""

@@ -65,6 +65,10 @@ def test_the_times_of_a_start_exclude_earlier_starts():
     with ledger.charge('compile'):
         time.sleep(0.2)
     assert ledger.describe_start() == '3.2s: imports 3.0s, compile 0.2s'
+    ledger.seconds['step'] += 50.0
+    ledger._before['step'] += 50.0
+    ledger.count_lost(20.0)
+    assert ledger.describe_start() == '3.2s: imports 3.0s, compile 0.2s', 'lost steps are of earlier starts'
 
 
 def test_the_start_of_a_process_is_read():

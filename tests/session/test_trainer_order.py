@@ -43,11 +43,18 @@ class Checkpoints:
 
     def __init__(self, diary, every, steps, fails, is_best):
         self.diary, self.every, self.steps, self.fails, self.is_best = diary, every, steps, fails, is_best
-        self.saved = {}
+        self.saved, self.keeps = {}, ()
         self.asked = []
 
     def should_save(self, step):
         return bool(self.every) and step % self.every == 0
+
+    def should_keep(self, step):
+        return step in self.keeps
+
+    def keep(self, step, state, metadata):
+        assert state['params'] == step
+        self.diary.append(f'keep {step}')
 
     def is_among_best(self, loss):
         self.asked.append(loss)
@@ -373,6 +380,18 @@ def test_numbers_that_keep_their_value_are_counted_across_sessions():
     session.trainer.run()
     assert [r.get('kept_numbers') for r in session.metrics.records if r['kind'] == 'train'] == [None, 3, 3, 3, 6, 6]
     assert [saved.metadata.get('kept_numbers') for saved in session.checkpoints.saved.values()] == [3, 6]
+
+
+def test_states_are_kept_in_memory_unless_they_are_saved_or_not_finite():
+    session = Session(every=3, bad=(4,))
+    session.checkpoints.keeps = (2, 3, 4, 5)
+    session.trainer.run()
+    assert [entry for entry in session.diary if entry.split()[0] in ('keep', 'save')] == [
+        *('keep 2', 'save 3', 'keep 5', 'save 6')
+    ]
+    at = session.diary.index('keep 2')
+    assert session.diary[at - 2 : at] == ['lock', 'flush']
+    assert 'train 2' in session.diary[:at]
 
 
 def test_a_run_ends_with_its_last_step_on_disk_or_with_an_error():

@@ -80,6 +80,12 @@ def test_perplexity_by_position_is_that_of_the_table():
         assert values == [as_numbers(cell)[0] for cell in rows[name][0][:7]], name
 
 
+def test_nats_behind_are_those_of_the_table():
+    rows = read_table('Students at a context of 1,024', 'nats behind at positions')
+    for name, values in read_panels('conversion')[0]['curves'].items():
+        assert values == [as_numbers(cell)[0] for cell in rows[name][0][1:]], name
+
+
 def test_states_are_those_of_the_models():
     panel = next(p for p in read_panels('step_and_state') if 'states.py' in p['command'])
     states = importlib.import_module('states')

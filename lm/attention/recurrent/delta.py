@@ -34,6 +34,8 @@ COUNTED_CHUNK = 64
 class Delta(Attention):
     """Each key unlearns what it held before it learns anew; each head's output is normalized."""
 
+    layer_type = 'linear_attention'
+
     gate: bool | str = field(
         default=False,
         choices=(False, True, 'channel'),

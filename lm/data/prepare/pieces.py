@@ -93,25 +93,37 @@ def make_piece(folder: SharedFolder, path: str, piece: StorePiece) -> None:
     if piece.name == DIGEST:
         content = _digest(folder, piece).encode()
     else:
-        elements = np.concatenate([_read(folder, piece, span) for span in piece.spans])
+        elements = _read_tokens(folder, piece) if piece.name == 'tokens' else _compute_ends(folder, piece)
         store.write_array_file(path, piece.split, piece.name, piece.number, elements, piece.count)
         content = b'made'
     folder.write(piece.marker, content)
 
 
-def _read(folder: SharedFolder, piece: StorePiece, span: Span) -> np.ndarray:
-    result = Result(folder, f'{piece.split}/{span.index:06d}')
-    if piece.name == 'tokens':
-        return result.tokens(np.dtype(piece.dtype), span.start, span.stop)
-    return span.before + np.cumsum(result.lengths(0, span.stop))[span.start :]
+def _read_tokens(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
+    tokens, start = np.empty(sum(span.stop - span.start for span in piece.spans), piece.dtype), 0
+    for span in piece.spans:
+        name, count = f'{piece.split}/{span.index:06d}.tokens', span.stop - span.start
+        if not folder.fill(name, span.start * tokens.itemsize, tokens[start : start + count]):
+            raise _explain_missing(name)
+        start += count
+    return tokens
+
+
+def _compute_ends(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
+    """Returns the document ends of a piece, in tokens from the beginning of the split."""
+    ends = []
+    for span in piece.spans:
+        result = Result(folder, f'{piece.split}/{span.index:06d}')
+        ends.append(span.before + np.cumsum(result.lengths(0, span.stop))[span.start :])
+    return np.concatenate(ends)
 
 
 def _digest(folder: SharedFolder, piece: StorePiece) -> str:
     """Computes the SHA-256 of a split as `store.digest_split` defines it. It reads the shards in their order."""
     digest = hashlib.sha256()
     names = [f'{piece.split}/{index:06d}' for index in range(piece.count)]
-    for name, content in zip(names, folder.read_many([f'{name}.tokens' for name in names], AHEAD), strict=True):
-        digest.update(_require(content, name))
+    for block in folder.read_in_blocks([f'{name}.tokens' for name in names], AHEAD):
+        digest.update(_require(block, f'{piece.split}/….tokens'))
     total = 0
     for name, content in zip(names, folder.read_many([f'{name}.lengths' for name in names], AHEAD), strict=True):
         lengths = np.frombuffer(_require(content, name), np.int64)
@@ -120,7 +132,11 @@ def _digest(folder: SharedFolder, piece: StorePiece) -> str:
     return digest.hexdigest()
 
 
-def _require(content: bytes | None, name: str) -> bytes:
+def _require(content: bytes | memoryview | None, name: str) -> bytes | memoryview:
     if content is None:
-        raise LmError(f'{name} of the intermediate files is missing; run the same command again')
+        raise _explain_missing(name)
     return content
+
+
+def _explain_missing(name: str) -> LmError:
+    return LmError(f'{name} of the intermediate files is missing; run the same command again')

@@ -4,19 +4,22 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
+import pathlib
 import shutil
 import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tensorstore as ts
 
 from lm.data import store
 from lm.data.prepare.workspace import Content, Workspace
-from lm.files import is_remote, local_path
+from lm.files import is_remote, local_path, write_atomically
 
 AHEAD = 64
 """Reads of small files that are under way together."""
@@ -24,6 +27,8 @@ RENEWED = 10.0
 """Seconds between two renewals of a claim."""
 EXPIRES = 60.0
 """Seconds without a renewal after which a claim counts for nothing."""
+BLOCK = 2**20
+"""Bytes that are read together where nothing needs the whole file: the cache of a processor holds them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +41,45 @@ class SharedFolder(Workspace):
     def kvstore(self) -> ts.KvStore:
         return _open(self.address)
 
+    @functools.cached_property
+    def _local(self) -> pathlib.Path | None:
+        """The folder, if it is one of this machine; None: it is in a bucket.
+
+        Large files of a folder are read and written past TensorStore, which copies them twice more.
+        """
+        return None if is_remote(self.address) else local_path(self.address)
+
     def read(self, name: str, span: slice | None = None) -> bytes | None:
         return _value(self.kvstore.read(name, byte_range=span).result())
+
+    def fill(self, name: str, start: int, target: np.ndarray) -> bool:
+        """Fills an array with the bytes of a file from `start` on. Returns whether the file has them."""
+        if self._local is None:
+            content = self.read(name, slice(start, start + target.nbytes)) or b''
+            if is_whole := len(content) == target.nbytes:
+                target.view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+            return is_whole
+        try:
+            with open(self._local / name, 'rb', buffering=0) as file:
+                file.seek(start)
+                return _fill(file, target.view(np.uint8).data)
+        except FileNotFoundError:
+            return False
+
+    def read_in_blocks(self, names: Sequence[str], ahead: int) -> Iterator[bytes | memoryview | None]:
+        """Yields the contents of files one after the other, in blocks that last until the next one; None for a file
+        that is missing. `ahead`: reads from a bucket that are under way together."""
+        if self._local is None:
+            yield from self.read_many(names, ahead)
+            return
+        block = bytearray(BLOCK)
+        for name in names:
+            try:
+                with open(self._local / name, 'rb', buffering=0) as file:
+                    while count := file.readinto(block):
+                        yield memoryview(block)[:count]
+            except FileNotFoundError:
+                yield None
 
     def read_many(self, names: Sequence[str], ahead: int = AHEAD) -> Iterator[bytes | None]:
         """Yields the contents of files in the order of their names; so many reads are under way together."""
@@ -50,7 +92,10 @@ class SharedFolder(Workspace):
             yield _value(under_way.popleft().result())
 
     def write(self, name: str, content: Content) -> int:
-        content = content if isinstance(content, bytes) else b''.join(part.tobytes() for part in content)
+        if self._local is not None:
+            (self._local / name).parent.mkdir(parents=True, exist_ok=True)
+            return write_atomically(self._local / name, content)
+        content = content if isinstance(content, bytes) else b''.join(part.data for part in content)
         self.kvstore.write(name, content).result()
         return len(content)
 
@@ -125,6 +170,13 @@ class Claim:
 @functools.cache
 def _open(address: str) -> ts.KvStore:
     return store.open_kvstore(address)
+
+
+def _fill(file: io.RawIOBase, target: memoryview) -> bool:
+    """Reads until the target is full. Returns whether the file had so much."""
+    while len(target) and (count := file.readinto(target)):
+        target = target[count:]
+    return not len(target)
 
 
 def _value(result: ts.KvStore.ReadResult) -> bytes | None:

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from lm.interop.families.base import Family, Tensors
 from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
 from lm.model import ModelConfig
 
+T = TypeVar('T')
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 KINDS = {FULL, SLIDING}
 """Types of layers."""
@@ -33,6 +34,9 @@ class Decoder(Family):
         rotary_base: the base where config.json states none, and so are `epsilon`, `tied` and `activation`.
         norms: our name of each normalization → their name.
         gain: added to their gains.
+        kinds: the types of layers.
+        turns_parts: rotary positions may turn a part of the channels of a head.
+        without: beginnings of the names of tensors that `transformers` does not read either.
     """
 
     ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
@@ -46,6 +50,9 @@ class Decoder(Family):
         'glu_norm': 'post_attention_layernorm',
     }
     gain: ClassVar[float] = 0.0
+    kinds: ClassVar[Collection[str]] = KINDS
+    turns_parts: ClassVar[bool] = False
+    without: ClassVar[tuple[str, ...]] = ()
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns further fields of the model."""
@@ -86,12 +93,14 @@ class Decoder(Family):
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         activation = self.find_activation(config)
         types = {FULL, *self.layer_types(config)}
-        rotary = dict.fromkeys(what for kind in sorted(types) for what in self.rotary(config, kind).differences())
+        rotary = dict.fromkeys(
+            what for kind in sorted(types) for what in self.rotary(config, kind).differences(self.turns_parts)
+        )
         found = {
             f'hidden_act = {activation!r}': activation not in self.ACTIVATIONS,
             'biases in attention': bool(config.get('attention_bias')),
             'biases in the linear units': bool(config.get('mlp_bias')),
-            f'layers of type {", ".join(sorted(types - KINDS))}': bool(types - KINDS),
+            f'layers of type {", ".join(sorted(types - {*self.kinds}))}': bool(types - {*self.kinds}),
             'tokens that see later ones': bool(config.get('use_bidirectional_attention')),
             'quantized weights': config.get('quantization_config') is not None,
         }
@@ -99,7 +108,7 @@ class Decoder(Family):
 
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         rotary, heads, layers = self.rotary(config), config['num_attention_heads'], config['num_hidden_layers']
-        further: dict[str, Any] = {'embedding_scale': 1.0, **self.options(config)}
+        further: dict[str, Any] = {'embedding_scale': 1.0, 'rotary_base': rotary.base, **self.options(config)}
         return ModelConfig(
             vocab_size=config['vocab_size'],
             n_layers=layers,
@@ -113,15 +122,15 @@ class Decoder(Family):
             norm_epsilon=float(config.get('rms_norm_eps', self.epsilon)),
             activation=self.ACTIVATIONS[self.find_activation(config)],
             sinusoids=False,
-            rotary_base=rotary.base,
             rotary_scaling=rotary.scaling,
             tied=self.is_tied(config),
             **further,
         )
 
     def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
-        for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq')]:
-            del theirs[name]  # old files keep it, but the configuration determines it
+        # Old files keep the frequencies, but the configuration determines them.
+        for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq') or name.startswith(self.without)]:
+            del theirs[name]
         ours = {
             'embedding.weight': theirs.pop('model.embed_tokens.weight'),
             'final_norm.weight': theirs.pop('model.norm.weight') + np.float32(self.gain),
@@ -131,21 +140,29 @@ class Decoder(Family):
         else:
             ours['head.weight'] = theirs.pop('lm_head.weight')
         for i in range(config['num_hidden_layers']):
-            ours |= {f'layers.{i}.{name}': tensor for name, tensor in self.layer(theirs, f'model.layers.{i}.').items()}
+            found = self.layer(LayerTensors(theirs, f'model.layers.{i}.'), config, i)
+            ours |= {f'layers.{i}.{name}': tensor for name, tensor in found.items()}
         return ours
 
-    def layer(self, theirs: Tensors, begin: str) -> Tensors:
-        """Returns the tensors of one layer, whose names begin with `begin` in `theirs`."""
-        found = {
-            f'{our}.weight': np.concatenate([theirs.pop(f'{begin}{name}.weight') for name in names])
-            for our, names in MAPS.items()
+    def layer(self, theirs: 'LayerTensors', config: Mapping[str, Any], layer: int) -> Tensors:
+        """Returns the tensors of one layer under our names."""
+        norms = {f'{our}.weight': theirs.take(f'{their}.weight') for our, their in self.norms.items()}
+        return {
+            **self.attention_tensors(theirs, config, layer),
+            **self.unit_tensors(theirs, config, layer),
+            **{name: tensor + np.float32(self.gain) for name, tensor in norms.items()},
         }
-        biases = [f'{begin}{name}.bias' for name in MAPS['qkv']]
-        if biases[0] in theirs:
-            found['qkv.bias'] = np.concatenate([theirs.pop(name) for name in biases])
-        for our, their in self.norms.items():
-            found[f'{our}.weight'] = theirs.pop(f'{begin}{their}.weight') + np.float32(self.gain)
+
+    def attention_tensors(self, theirs: 'LayerTensors', config: Mapping[str, Any], layer: int) -> Tensors:
+        """Returns the tensors of attention under our names."""
+        found = {f'{our}.weight': theirs.join(MAPS[our]) for our in ('qkv', 'attention_out')}
+        if theirs.has(f'{MAPS["qkv"][0]}.bias'):
+            found['qkv.bias'] = theirs.join(MAPS['qkv'], 'bias')
         return found
+
+    def unit_tensors(self, theirs: 'LayerTensors', config: Mapping[str, Any], layer: int) -> Tensors:
+        """Returns the tensors of the feed-forward layer under our names."""
+        return {f'{our}.weight': theirs.join(MAPS[our]) for our in ('glu_in', 'glu_out')}
 
     def describe(self, model: ModelConfig) -> dict[str, Any]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
@@ -180,18 +197,34 @@ class Decoder(Family):
         theirs['model.norm.weight'] = (gains / scale if model.tied else gains) - np.float32(self.gain)
         if not model.tied:
             theirs['lm_head.weight'] = ours['head.weight']
-        queries, keys, _ = model.resolve(model.pattern[0]).qkv_sizes
         for i in range(model.n_layers):
-            for our, names in MAPS.items():
-                cuts = {'qkv': [queries, queries + keys], 'glu_in': [model.glu_dim]}.get(our, [])
-                for part in ('weight', 'bias'):
-                    if (whole := ours.get(f'layers.{i}.{our}.{part}')) is not None:
-                        for name, tensor in zip(names, np.split(whole, cuts), strict=True):
-                            theirs[f'model.layers.{i}.{name}.{part}'] = np.ascontiguousarray(tensor)
-            for our, their in self.norms.items():
-                tensor = ours[f'layers.{i}.{our}.weight'] - np.float32(self.gain)
-                theirs[f'model.layers.{i}.{their}.weight'] = tensor
+            begin = f'layers.{i}.'
+            layer = {name.removeprefix(begin): ours[name] for name in ours if name.startswith(begin)}
+            found = self.layer_back(layer, model, i)
+            theirs |= {f'model.layers.{i}.{name}': np.ascontiguousarray(tensor) for name, tensor in found.items()}
         return theirs
+
+    def layer_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        """Returns the tensors of one layer under their names."""
+        norms = {f'{their}.weight': ours[f'{our}.weight'] for our, their in self.norms.items()}
+        return {
+            **self.attention_back(ours, model, layer),
+            **self.unit_back(ours, model, layer),
+            **{name: tensor - np.float32(self.gain) for name, tensor in norms.items()},
+        }
+
+    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        """Returns the tensors of attention under their names."""
+        queries, keys, _ = model.resolve(model.layers[layer]).qkv_sizes
+        found = cut(ours['qkv.weight'], MAPS['qkv'], [queries, keys])
+        if 'qkv.bias' in ours:
+            found |= cut(ours['qkv.bias'], MAPS['qkv'], [queries, keys], 'bias')
+        return found | cut(ours['attention_out.weight'], MAPS['attention_out'])
+
+    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        """Returns the tensors of the feed-forward layer under their names."""
+        found = cut(ours['glu_in.weight'], MAPS['glu_in'], [model.glu_dim])
+        return found | cut(ours['glu_out.weight'], MAPS['glu_out'])
 
     def scale_of(self, model: ModelConfig) -> float:
         """Returns the factor of the embeddings of this family: the model's over its own."""
@@ -200,8 +233,33 @@ class Decoder(Family):
         return (root if model.embedding_scale is None else model.embedding_scale) / (root if own is None else own)
 
 
-def find_pattern(layers: Sequence[Attention]) -> Attention | tuple[Attention, ...]:
-    """Returns the shortest list that gives the mechanisms of all layers if it is repeated, the last time in part."""
+class LayerTensors(NamedTuple):
+    """Their tensors, and the beginning of the names of one layer. Tensors that are taken are removed."""
+
+    tensors: Tensors
+    begin: str
+
+    def has(self, name: str) -> bool:
+        """Tells whether the layer has a tensor."""
+        return self.begin + name in self.tensors
+
+    def take(self, name: str) -> np.ndarray:
+        """Returns a tensor. Raises KeyError if there is none."""
+        return self.tensors.pop(self.begin + name)
+
+    def join(self, names: Sequence[str], part: str = 'weight') -> np.ndarray:
+        """Returns the matrices or biases of several maps, one below the other."""
+        return np.concatenate([self.take(f'{name}.{part}') for name in names])
+
+
+def cut(whole: np.ndarray, names: Sequence[str], sizes: Sequence[int] = (), part: str = 'weight') -> Tensors:
+    """Returns name → tensor of maps that stand one below the other; `sizes` are the rows of all but the last."""
+    pieces = np.split(whole, np.cumsum(sizes).astype(int))
+    return {f'{name}.{part}': piece for name, piece in zip(names, pieces, strict=True)}
+
+
+def find_pattern(layers: Sequence[T]) -> T | tuple[T, ...]:
+    """Returns the shortest list that gives all layers if it is repeated, the last time in part."""
     for size in range(1, len(layers) + 1):
         if all(one == layers[i % size] for i, one in enumerate(layers)):
             return layers[0] if size == 1 else tuple(layers[:size])

@@ -32,11 +32,11 @@ class RotaryEntry:
         self.fraction = float(self.numbers.get('partial_rotary_factor', 1.0))
         self.kind = str(self.numbers.get('rope_type', 'default'))
 
-    def differences(self) -> list[str]:
-        """Returns in words what no model here computes."""
+    def differences(self, parts: bool = False) -> list[str]:
+        """Returns in words what no model here computes; `parts`: the family turns a part of the channels of a head."""
         found = {
             f'rotary positions scaled by {self.kind!r}': self.kind not in SCALINGS,
-            'rotary positions on a part of a head': self.fraction != 1,
+            'rotary positions on a part of a head': self.fraction != 1 and not parts,
             'rotary positions with mscale': bool(self.numbers.get('mscale') or self.numbers.get('mscale_all_dim')),
         }
         return [what for what, differs in found.items() if differs]

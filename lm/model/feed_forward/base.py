@@ -7,6 +7,7 @@ Each has a dense part, linear units that all tokens pass, or a routed part, or b
 
 import abc
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,14 @@ class FeedForward(Configurable, abc.ABC):
     @abc.abstractmethod
     def count_products(self, shape: FeedForwardShape) -> int:
         """Returns the sizes of the matrices that a token is multiplied with, together."""
+
+    def settle(self, shape: FeedForwardShape) -> 'FeedForward':
+        """Returns the layer with all sizes stated, and without what only training reads."""
+        return self
+
+    def portable(self, shape: FeedForwardShape) -> dict[str, Any]:
+        """Returns its fields as plain values, and `dense_dim`, for programs that do not read gin."""
+        return {**dataclasses.asdict(self.settle(shape)), 'dense_dim': self.dense_dim(shape)}
 
     def count_idle(self, shape: FeedForwardShape) -> int:
         """Returns the number of parameters that a token does not use."""

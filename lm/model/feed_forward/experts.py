@@ -16,6 +16,7 @@ choices that e gets times the number of experts, and P_e the mean of s_e, divide
 get equally much. Losses that are reported leave it out.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -59,7 +60,10 @@ class Experts(FeedForward):
         default=False, help='a fixed number per expert is added to its score for the choice (DeepSeek-V3), 0 at first'
     )
     balance: float = field(
-        default=0.0, minimum=0, help='coefficient of the balance loss of each layer (usual is 0.001 to 0.01); 0: none'
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        help='coefficient of the balance loss of each layer (usual is 0.001 to 0.01); 0: none',
     )
 
     def __post_init__(self) -> None:
@@ -89,6 +93,9 @@ class Experts(FeedForward):
         routed = self.top_k * shape.count_products(self.expert_dim(shape))
         shared = shape.count_products(self.dense_dim(shape)) + (shape.d_model if self.shared_gate else 0)
         return routed + shared + shape.d_model * self.n_experts
+
+    def settle(self, shape: FeedForwardShape) -> 'Experts':
+        return dataclasses.replace(self, hidden_dim=self.expert_dim(shape), balance=0.0)
 
     def count_idle(self, shape: FeedForwardShape) -> int:
         return (self.n_experts - self.top_k) * shape.count_products(self.expert_dim(shape))

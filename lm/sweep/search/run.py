@@ -67,7 +67,8 @@ class SearchRunner(Runner):
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked, self._has_ended = time.monotonic(), self.search.has_ended()
-        self.search.note_facts()
+        if self._has_ended:
+            self.search.note_facts()  # of trials of other machines, too
         busy = {job.point.name for job in self.running}
         self.waiting = [point for point in self.search.refresh() if point.name not in busy]
         for point in self.sweep.points[self._written :]:  # `lm sweep --index` needs all of them
@@ -86,6 +87,7 @@ class SearchRunner(Runner):
 
     def end(self, job: RunningPoint) -> None:
         verdict = self.search.judge(job.point)
+        self.search.note_facts()
         if verdict and verdict.pruned_at is not None and job.process.returncode != 0:
             self.free(job)
             self.sweep.record_pruned(job.point, verdict.pruned_at)

@@ -1,0 +1,244 @@
+"""The newest states of a run in the memory of its hosts, for a restart after the death of a process.
+
+Files in /dev/shm outlive the process that writes them, and not the machine. Each process writes its parts of the state
+into one of two files in turn, so that a kill leaves the other file whole:
+
+    /dev/shm/lm-<user>-<run>/<process>.<0 or 1>
+        64 bytes      magic, place and size of the description, its SHA-256; zero while the file is written
+        parts         the bytes of each part of each array
+        description   JSON: run, step, process, processes, the record of the step (`lm.checkpoint.snapshot`), the parts
+
+Two files suffice: a process begins the next state when all processes have ended the one before, because the steps
+between need all of them. The checksums of a record tell any damage of the parts.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import shutil
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lm.checkpoint.checksum import checksums
+from lm.checkpoint.memory import give_back_memory
+from lm.checkpoint.snapshot import Agreement, Damaged, describe_error, flatten
+from lm.files import parse_json
+
+FOLDER = pathlib.Path('/dev/shm')
+"""Where Linux keeps files in memory."""
+HEAD = struct.Struct('<8sQQ32s8x')
+MAGIC = b'lmstate1'
+ROOM = 2**26
+"""Bytes of memory that stay free besides both files."""
+
+log = logging.getLogger(__name__)
+
+
+class MemoryState(NamedTuple):
+    """A state that was read from memory, and its record (`lm.checkpoint.snapshot`)."""
+
+    state: Any
+    record: dict[str, Any]
+
+
+class SharedMemory:
+    """The two newest states of this process of a run. All processes call `find_steps` and `restore` together.
+
+    Args:
+        directory: the run directory, which tells runs on one host apart.
+        run: changes when a new run begins in the same directory; empty: the run is new, and there is nothing to find.
+    """
+
+    def __init__(self, directory: Any, run: str):
+        self.run = run
+        key = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+        self.folder = FOLDER / f'lm-{os.getuid()}-{key}'
+        self._is_off = False
+
+    def find_steps(self) -> list[int]:
+        """Returns the steps that all processes hold in memory, the newest first."""
+        mine = sorted({found['step'] for _, found in self._list()}, reverse=True)[:2]
+        if jax.process_count() == 1:
+            return mine
+        all_PxN = multihost_utils.process_allgather(np.array([*mine, -1, -1][:2], np.int32))
+        return sorted(set.intersection(*({*row} for row in all_PxN.tolist())) - {-1}, reverse=True)
+
+    def newest(self) -> int:
+        """Returns the newest step that this process holds; -1: none."""
+        return max((found['step'] for _, found in self._list()), default=-1)
+
+    def restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> MemoryState:
+        """Returns the state of a step that `find_steps` lists, with the shardings of `abstract_state`.
+
+        Raises:
+            Damaged: the bytes are not those that were written, or they are of other arrays, layouts or inputs.
+        """
+        abstract = flatten(abstract_state)
+        with Agreement(step):
+            try:
+                path, found = next((path, found) for path, found in self._list() if found['step'] == step)
+                record, parts = found['record'], {tuple(part[:2]): tuple(part[2:]) for part in found['parts']}
+                _compare(record, abstract, fingerprints)
+                with _open(path) as file:
+                    arrays = {name: _read(file, name, leaf, parts) for name, leaf in abstract.items()}
+            except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+                raise Damaged(f'{self.folder}: {describe_error(error)}') from None
+        give_back_memory()
+        wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
+        if wrong:
+            raise Damaged(f'{self.folder}: the checksum of {wrong[0]} does not match')
+        return MemoryState(jax.tree.unflatten(jax.tree.structure(abstract_state), list(arrays.values())), record)
+
+    def write(self, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
+        """Writes the parts of this process over the older of its two files. A failure is a warning, and the last."""
+        parts = [(name, index, data) for name, x in arrays.items() for index, data in _distinct(x).items()]
+        size = sum(data.nbytes for *_, data in parts)
+        try:
+            if not self._is_off and self._has_room(size):
+                self._write(parts, size, record)
+        except OSError as error:
+            self._give_up(describe_error(error))
+
+    def delete(self) -> None:
+        """Gives the memory of this process back, and the memory of processes that the run no longer has."""
+        known = {f'{process}.{number}' for process in range(jax.process_count()) for number in (0, 1)}
+        mine = {self._path(number).name for number in (0, 1)}
+        with contextlib.suppress(OSError):
+            for path in [path for path in self.folder.iterdir() if path.name in mine or path.name not in known]:
+                path.unlink()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # the last process of the host removes it
+
+    def _write(self, parts: list[tuple[str, str, jax.Array]], size: int, record: Mapping[str, Any]) -> None:
+        steps = {path: found['step'] for path, found in self._list()}
+        path = min((self._path(number) for number in (0, 1)), key=lambda path: steps.get(path, -1))
+        places, offset = [], HEAD.size
+        for name, index, data in parts:
+            places.append([name, index, offset, data.nbytes])
+            offset += data.nbytes
+        facts = {'run': self.run, 'step': record['step'], **_this_process(), 'record': dict(record), 'parts': places}
+        text = json.dumps(facts).encode()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, 'r+b', buffering=0) as file:
+            os.pwrite(descriptor, bytes(HEAD.size), 0)
+            os.posix_fallocate(descriptor, 0, HEAD.size + size + len(text))  # what is missing is known at once
+            file.seek(HEAD.size)
+            for *_, data in parts:
+                _write_all(file, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+            _write_all(file, memoryview(text))
+            os.ftruncate(descriptor, file.tell())
+            os.pwrite(descriptor, HEAD.pack(MAGIC, offset, len(text), hashlib.sha256(text).digest()), 0)
+
+    def _has_room(self, size: int) -> bool:
+        """Tells whether both files fit into memory; if not, warns once. The folder is then there, and is ours."""
+        if not FOLDER.is_dir():
+            self._give_up(f'{FOLDER} is missing')
+            return False
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        facts = os.lstat(self.folder)
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+            self._give_up(f'{self.folder} is not a folder that this user alone can write')
+            return False
+        held = sum(path.stat().st_size for number in (0, 1) if (path := self._path(number)).exists())
+        needed = 2 * size - held + ROOM if held < 2 * size else 0
+        free = min(shutil.disk_usage(FOLDER).free, _available_bytes())
+        if needed > free:
+            self._give_up(f'two states need {needed / 2**20:,.0f} MiB in {FOLDER}, and {free / 2**20:,.0f} are free')
+            return False
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self._is_off = True
+        self.delete()
+        log.warning(
+            'checkpoint.memory_every: no state is kept in memory (%s); make room, or set it to None; '
+            'checkpoints in the run directory are written as before',
+            why,
+        )
+
+    def _path(self, number: int) -> pathlib.Path:
+        return self.folder / f'{jax.process_index()}.{number}'
+
+    def _list(self) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
+        """Yields the whole files of this process and run, with their descriptions."""
+        for path in map(self._path, (0, 1)):
+            found = _read_description(path) if self.run else None
+            if found and found.get('run') == self.run and found | _this_process() == found:
+                yield path, found
+
+
+def _this_process() -> dict[str, int]:
+    return {'process': jax.process_index(), 'processes': jax.process_count()}
+
+
+def _distinct(x: jax.Array) -> dict[str, jax.Array]:
+    """Returns the place in x → the part of it that a device of this process holds."""
+    return {str(shard.index): shard.data for shard in x.addressable_shards if shard.data is not None}
+
+
+def _read_description(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the description at the end of a file; None if the file is missing or was not completed."""
+    with contextlib.suppress(OSError, ValueError, struct.error), _open(path) as file:
+        magic, offset, size, digest = HEAD.unpack(file.read(HEAD.size))
+        if magic == MAGIC and offset + size == os.fstat(file.fileno()).st_size:
+            file.seek(offset)
+            text = file.read(size)
+            if hashlib.sha256(text).digest() == digest:
+                return parse_json(text)
+    return None
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    """Opens a file of this user. Raises OSError for another user's file, and for a link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    if os.fstat(descriptor).st_uid != os.getuid():
+        os.close(descriptor)
+        raise PermissionError(f'{path} belongs to another user')
+    return open(descriptor, 'rb', buffering=0)
+
+
+def _compare(record: Mapping[str, Any], abstract: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Raises ValueError unless fingerprints, names, shapes and dtypes match this run."""
+    saved = {name: (leaf['dtype'], tuple(leaf['shape'])) for name, leaf in record['leaves'].items()}
+    if saved != {name: (jax.numpy.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in abstract.items()}:
+        raise ValueError('the arrays are others')
+    if record['fingerprints'] != dict(fingerprints):
+        raise ValueError('the data or the tokenizer are others')
+
+
+def _read(file: BinaryIO, name: str, target: Any, parts: Mapping[tuple, tuple]) -> jax.Array:
+    """Reads the parts of an array that this process's devices need. Raises ValueError if there are others."""
+    shape, dtype = tuple(target.shape), jax.numpy.dtype(target.dtype)
+    sharding = getattr(target, 'sharding', None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    read: dict[str, np.ndarray] = {}
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        if (key := str(index)) not in read:
+            if (name, key) not in parts:
+                raise ValueError('the parts of the devices are others')
+            offset, size = parts[name, key]
+            file.seek(offset)
+            data = np.fromfile(file, np.uint8, size)
+            read[key] = data.view(dtype).reshape(sharding.shard_shape(shape))
+        shards.append(jax.device_put(read[key], device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _available_bytes() -> int:
+    """Returns the memory that the system can still give."""
+    lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable:'))

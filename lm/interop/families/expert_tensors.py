@@ -1,0 +1,33 @@
+"""The tensors of experts: their files have three matrices for each expert, ours one array for all of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import LayerTensors
+
+
+def stack_experts(theirs: LayerTensors, begin: str, names: Sequence[str], count: int) -> Tensors:
+    """Returns glu_in [E, D, 2F], values before gates, and glu_out [E, F, D].
+
+    Args:
+        theirs: the tensors of the layer.
+        begin: what stands before the number of an expert.
+        names: the maps of values, of gates and of the output.
+        count: the number of experts.
+    """
+    values, gates, outs = (
+        np.stack([theirs.take(f'{begin}{expert}.{name}.weight').T for expert in range(count)]) for name in names
+    )
+    return {'experts.glu_in': np.concatenate([values, gates], axis=-1), 'experts.glu_out': outs}
+
+
+def unstack_experts(ours: Tensors, begin: str, names: Sequence[str]) -> Tensors:
+    """Undoes `stack_experts`."""
+    arrays = [*np.split(ours['experts.glu_in'], 2, axis=-1), ours['experts.glu_out']]
+    return {
+        f'{begin}{expert}.{name}.weight': matrix.T
+        for name, array in zip(names, arrays, strict=True)
+        for expert, matrix in enumerate(array)
+    }

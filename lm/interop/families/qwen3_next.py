@@ -1,0 +1,258 @@
+"""Qwen3-Next."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lm.attention import Attention, find_layer_type
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import FULL, Decoder, LayerTensors, cut, find_pattern
+from lm.interop.families.expert_tensors import stack_experts, unstack_experts
+from lm.interop.families.rotary_entry import RotaryEntry
+from lm.model import ModelConfig
+from lm.model.feed_forward import DenseLayer, FeedForward
+from lm.model.feed_forward.experts import Experts
+from lm.model.options import LayerOptions
+
+LINEAR = 'linear_attention'
+"""The type of layers of Gated DeltaNet."""
+EXPERT = ('up_proj', 'gate_proj', 'down_proj')
+"""Their maps of an expert: values, gates, output."""
+
+
+class Qwen3Next(Decoder):
+    """Three layers of Gated DeltaNet per layer of softmax, whose positions turn a quarter of each head; experts with a
+    shared one; gates of the outputs; gains of 1 + w."""
+
+    model_types = ('qwen3_next',)
+    architecture = 'Qwen3NextForCausalLM'
+    gain = 1.0
+    kinds = (FULL, LINEAR)
+    turns_parts = True
+    without = ('mtp.',)
+    delta: ClassVar[Mapping[str, int]] = {
+        'linear_num_key_heads': 16,
+        'linear_num_value_heads': 32,
+        'linear_key_head_dim': 128,
+        'linear_value_head_dim': 128,
+        'linear_conv_kernel_dim': 4,
+    }
+    """The sizes of Gated DeltaNet where config.json states none, and so are `expert`."""
+    expert: ClassVar[Mapping[str, Any]] = {
+        'num_experts': 512,
+        'num_experts_per_tok': 10,
+        'moe_intermediate_size': 512,
+        'shared_expert_intermediate_size': 512,
+        'norm_topk_prob': True,
+    }
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        layers = [self.feed_forward(config, i) for i in range(config['num_hidden_layers'])]
+        is_dense = all(isinstance(one, DenseLayer) for one in layers)
+        return {
+            'rotary_fraction': self.rotary(config).fraction,
+            'feed_forward': None if is_dense else find_pattern(layers),
+        }
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        return config.get('head_dim', 256)
+
+    def rotary(self, config: Mapping[str, Any], layer_type: str = FULL) -> RotaryEntry:
+        return RotaryEntry({'partial_rotary_factor': 0.25, **config}, self.rotary_base)
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
+        every = config.get('full_attention_interval', 4)
+        types = [FULL if (i + 1) % every == 0 else LINEAR for i in range(config['num_hidden_layers'])]
+        return config.get('layer_types') or types
+
+    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+        kind = self.layer_types(config)[layer]
+        options: dict[str, Any] = {'qk_norm': True, 'output_gate': 'sigmoid'}
+        if kind == LINEAR:
+            sizes = {**self.delta, **config}
+            options = {
+                'gate': True,
+                'n_heads': sizes['linear_num_key_heads'],
+                'n_kv_heads': sizes['linear_num_key_heads'],
+                'n_value_heads': sizes['linear_num_value_heads'],
+                'head_dim': sizes['linear_key_head_dim'],
+                'value_dim': sizes['linear_value_head_dim'],
+                'convolution': sizes['linear_conv_kernel_dim'],
+                'rotary_base': None,
+                'output_gate': 'silu',
+                'norm_epsilon': float(config.get('rms_norm_eps', self.epsilon)),
+            }
+        return find_layer_type(kind)(**options)
+
+    def feed_forward(self, config: Mapping[str, Any], layer: int) -> FeedForward:
+        """Returns the feed-forward layer of a layer."""
+        found = {**self.expert, **config}
+        is_dense = layer in (config.get('mlp_only_layers') or ()) or found['num_experts'] == 0
+        if is_dense or (layer + 1) % config.get('decoder_sparse_step', 1):
+            return DenseLayer()
+        return Experts(
+            n_experts=found['num_experts'],
+            top_k=found['num_experts_per_tok'],
+            hidden_dim=found['moe_intermediate_size'],
+            shared_dim=found['shared_expert_intermediate_size'],
+            shared_gate=True,
+            normalize=found['norm_topk_prob'],
+        )
+
+    def attention_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+        if self.layer_types(config)[layer] == LINEAR:
+            return self._delta_tensors(theirs, {**self.delta, **config})
+        size = self.head_dim(config)
+        order = order_turned(size, self.rotary(config).fraction)
+        width = config['hidden_size']
+        joined = theirs.take('self_attn.q_proj.weight').reshape(-1, 2, size, width)
+        keys = theirs.take('self_attn.k_proj.weight').reshape(-1, size, width)
+        q, k = (x[:, order].reshape(-1, width) for x in (joined[:, 0], keys))
+        one = np.float32(self.gain)
+        return {
+            'qkv.weight': np.concatenate([q, k, theirs.take('self_attn.v_proj.weight')]),
+            'q_norm.weight': one + theirs.take('self_attn.q_norm.weight')[order],
+            'k_norm.weight': one + theirs.take('self_attn.k_norm.weight')[order],
+            'output_gate.weight': joined[:, 1].reshape(-1, width),
+            'attention_out.weight': theirs.take('self_attn.o_proj.weight'),
+        }
+
+    def _delta_tensors(self, theirs: LayerTensors, sizes: Mapping[str, Any]) -> Tensors:
+        """Each of their key heads has its rows of queries, keys, values and gates together."""
+        heads, size = sizes['linear_num_key_heads'], sizes['linear_key_head_dim']
+        values = sizes['linear_num_value_heads'] // heads * sizes['linear_value_head_dim']
+        joined, inputs = (theirs.take(f'linear_attn.in_proj_{name}.weight') for name in ('qkvz', 'ba'))
+        width = joined.shape[1]
+        rows = np.split(joined.reshape(heads, -1, width), np.cumsum([size, size, values]), axis=1)
+        *qkv, gate = (x.reshape(-1, width) for x in rows)
+        return {
+            'qkv.weight': np.concatenate(qkv),
+            'convolution.weight': theirs.take('linear_attn.conv1d.weight')[:, 0, ::-1],
+            'mechanism_in.weight': inputs.reshape(heads, 2, -1, width).swapaxes(0, 1).reshape(-1, width),
+            'attention.gate.bias': theirs.take('linear_attn.dt_bias'),
+            'attention.gate.log_rate': theirs.take('linear_attn.A_log'),
+            'attention.out_norm.weight': theirs.take('linear_attn.norm.weight'),
+            'output_gate.weight': gate,
+            'attention_out.weight': theirs.take('linear_attn.out_proj.weight'),
+        }
+
+    def unit_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+        kind = self.feed_forward(config, layer)
+        if not isinstance(kind, Experts):
+            return super().unit_tensors(theirs, config, layer)
+        return {
+            'experts.router.weight': theirs.take('mlp.gate.weight'),
+            'experts.shared_gate.weight': theirs.take('mlp.shared_expert_gate.weight'),
+            'glu_in.weight': theirs.join([f'mlp.shared_expert.{name}' for name in EXPERT[:2]]),
+            'glu_out.weight': theirs.take(f'mlp.shared_expert.{EXPERT[2]}.weight'),
+            **stack_experts(theirs, 'mlp.experts.', EXPERT, kind.n_experts),
+        }
+
+    def describe(self, model: ModelConfig) -> dict[str, Any]:
+        kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
+        types = [LINEAR if one.layer_type == LINEAR else FULL for one in model.layers]
+        found = super().describe(model) | {
+            'layer_types': types,
+            'mlp_only_layers': [i for i, one in enumerate(kinds) if not isinstance(one, Experts)],
+            **_describe_experts(next((one for one in kinds if isinstance(one, Experts)), None)),
+        }
+        resolved = dict(zip(reversed(types), map(model.resolve, reversed(model.layers)), strict=True))
+        if (full := resolved.get(FULL)) is not None:
+            found |= _describe_heads(full)
+        if (linear := resolved.get(LINEAR)) is not None:
+            found |= _describe_delta(linear)
+        return found
+
+    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        one = model.layers[layer]
+        options = model.resolve(one)
+        if one.layer_type == LINEAR:
+            return self._delta_back(ours, options)
+        size, width = options.dims.head_dim, model.d_model
+        turned = options.rotary.fraction if options.rotary else 1.0
+        back = np.argsort(order_turned(size, turned))
+        queries, keys, _ = options.qkv_sizes
+        q, k, v = np.split(ours['qkv.weight'], [queries, queries + keys])
+        q, k = (x.reshape(-1, size, width)[:, back] for x in (q, k))
+        gate, gain = ours['output_gate.weight'].reshape(-1, size, width), np.float32(self.gain)
+        return {
+            'self_attn.q_proj.weight': np.stack([q, gate], axis=1).reshape(-1, width),
+            'self_attn.k_proj.weight': k.reshape(-1, width),
+            'self_attn.v_proj.weight': v,
+            'self_attn.q_norm.weight': ours['q_norm.weight'][back] - gain,
+            'self_attn.k_norm.weight': ours['k_norm.weight'][back] - gain,
+            'self_attn.o_proj.weight': ours['attention_out.weight'],
+        }
+
+    def _delta_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+        heads, width = options.heads.keys, ours['qkv.weight'].shape[1]
+        queries, keys, _ = options.qkv_sizes
+        pieces = [*np.split(ours['qkv.weight'], [queries, queries + keys]), ours['output_gate.weight']]
+        joined = np.concatenate([x.reshape(heads, -1, width) for x in pieces], axis=1)
+        inputs = ours['mechanism_in.weight'].reshape(2, heads, -1, width).swapaxes(0, 1)
+        return {
+            'linear_attn.in_proj_qkvz.weight': joined.reshape(-1, width),
+            'linear_attn.in_proj_ba.weight': inputs.reshape(-1, width),
+            'linear_attn.conv1d.weight': ours['convolution.weight'][:, None, ::-1],
+            'linear_attn.dt_bias': ours['attention.gate.bias'],
+            'linear_attn.A_log': ours['attention.gate.log_rate'],
+            'linear_attn.norm.weight': ours['attention.out_norm.weight'],
+            'linear_attn.out_proj.weight': ours['attention_out.weight'],
+        }
+
+    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        kind = model.find_feed_forward(layer)
+        if not isinstance(kind, Experts) or kind.shared_dim is None:
+            return super().unit_back(ours, model, layer)
+        return {
+            'mlp.gate.weight': ours['experts.router.weight'],
+            'mlp.shared_expert_gate.weight': ours['experts.shared_gate.weight'],
+            **cut(ours['glu_in.weight'], [f'mlp.shared_expert.{name}' for name in EXPERT[:2]], [kind.shared_dim]),
+            f'mlp.shared_expert.{EXPERT[2]}.weight': ours['glu_out.weight'],
+            **unstack_experts(ours, 'mlp.experts.', EXPERT),
+        }
+
+
+def order_turned(size: int, fraction: float) -> np.ndarray:
+    """Returns their channels of a head in our order.
+
+    Their positions turn the pairs (c, c + T/2) of the first T channels, ours the pairs (c, c + size/2), c < T/2.
+    """
+    turned = 2 * max(1, round(fraction * (size // 2)))
+    first, rest, middle = np.arange(turned), np.arange(turned, size), (size - turned) // 2
+    return np.concatenate([first[: turned // 2], rest[:middle], first[turned // 2 :], rest[middle:]])
+
+
+def _describe_heads(options: LayerOptions) -> dict[str, Any]:
+    """Returns the entries of layers with softmax."""
+    heads = options.heads
+    return {
+        'num_attention_heads': heads.queries,
+        'num_key_value_heads': heads.keys,
+        'head_dim': options.dims.head_dim,
+    }
+
+
+def _describe_delta(options: LayerOptions) -> dict[str, Any]:
+    """Returns the entries of layers of Gated DeltaNet."""
+    return {
+        'linear_num_key_heads': options.heads.keys,
+        'linear_num_value_heads': options.heads.values,
+        'linear_key_head_dim': options.dims.head_dim,
+        'linear_value_head_dim': options.dims.value_size,
+        'linear_conv_kernel_dim': options.convolution or 4,
+    }
+
+
+def _describe_experts(kind: Experts | None) -> dict[str, Any]:
+    """Returns the entries of experts."""
+    if kind is None:
+        return {'num_experts': 0}
+    return {
+        'num_experts': kind.n_experts,
+        'num_experts_per_tok': kind.top_k,
+        'moe_intermediate_size': kind.hidden_dim,
+        'shared_expert_intermediate_size': kind.shared_dim or 1,
+        'norm_topk_prob': kind.normalize,
+    }

@@ -1,0 +1,61 @@
+"""A run whose process dies goes on from the memory of its host, and ends like an undisturbed run."""
+
+import pathlib
+import signal
+
+import pytest
+import tiny
+from workshop import BRAKE, Shape, Workshop, logged, saved
+
+from lm.checkpoint.shared_memory import SharedMemory
+
+KEPT = {'checkpoint__memory_every': 2, 'checkpoint__save_every_steps': 1000}
+
+
+def list_files(run: pathlib.Path) -> list[pathlib.Path]:
+    folder = SharedMemory(run, '').folder
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize('processes', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_from_memory(processes, tmp_path):
+    shop, shape = Workshop(tmp_path), Shape(processes=processes, devices=2, steps=30)
+    shop.nursery = tiny.nursery()
+    run = shop.place('memory')
+    for step, last in ((7, 0), (15, 6)):
+        session = shop.start(shape, run, launcher=BRAKE, **KEPT)
+        assert session.wait_for(f'step {step}/'), session.output()
+        assert (session.resumed_from() or 0) >= last, session.output()
+        session.send(signal.SIGKILL, processes - 1)
+        assert session.end() in (42, -signal.SIGKILL), session.output()
+        assert not saved(run)
+        assert len(list_files(run)) == 2 * processes
+    newest = logged(run)
+    session = shop.finish(shape, run, **KEPT)
+    assert newest - 3 <= session.resumed_from() <= newest
+    assert 'of the memory of the hosts' in session.output()
+    shop.same_end(shape, run)
+    assert not list_files(run)
+
+
+@pytest.mark.timeout(600)
+def test_a_damaged_state_in_memory_is_one_line_and_the_directory_counts(tmp_path):
+    shop, shape = Workshop(tmp_path), Shape(steps=30)
+    shop.nursery = tiny.nursery()
+    run = shop.place('memory')
+    kept = KEPT | {'checkpoint__save_every_steps': 5}
+    session = shop.start(shape, run, launcher=BRAKE, **kept)
+    assert session.wait_for('step 9/'), session.output()
+    session.send(signal.SIGKILL)
+    session.end()
+    for path in list_files(run):
+        data = bytearray(path.read_bytes())
+        data[1000] ^= 1
+        path.write_bytes(data)
+    session = shop.finish(shape, run, **kept)
+    lines = [line for line in session.output().splitlines() if 'in memory is not used' in line]
+    assert 1 <= len(lines) <= 2
+    assert session.resumed_from() == 5
+    assert not list_files(run)
+    shop.same_end(shape, run)
