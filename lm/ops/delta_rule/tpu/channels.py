@@ -28,8 +28,8 @@ from lm.ops.tpu.channel_pairs import (
 from lm.ops.tpu.order import Turns, together
 
 
-class Solved(NamedTuple):
-    """What the tokens of a chunk of one head add to the state.
+class SolvedHead(NamedTuple):
+    """The numbers that the tokens of a chunk of one head add to the state.
 
     Attributes:
         products: the sums of M before β, [C, C].
@@ -63,13 +63,13 @@ class ChannelChunk(ChannelPairs):
         return dot(self._states[p], x_CxE, (1, 1))
 
     def solve(self, p: int, v_DxC: jax.Array, beta_1xC: jax.Array, products_CxC: jax.Array) -> Turns:
-        """Returns the `Solved` of head p."""
+        """Returns the `SolvedHead` of head p."""
         difference = v_DxC.astype(jnp.float32) - self.read(p, self.k_since)
         solved = yield from inverse(products_CxC * beta_1xC, split=self.dtype != jnp.float32)
         operand = solved.astype(self.dtype)
         new = dot((beta_1xC * difference).astype(self.dtype), operand, (1, 0))
         yield
-        return Solved(products_CxC, difference, operand, new)
+        return SolvedHead(products_CxC, difference, operand, new)
 
 
 class PackedQueries(NamedTuple):
