@@ -5,7 +5,7 @@ in the middle. F_m are the logs of the factors from or to the middle.
 
     w_ji = Σ_m Σ_e (k_j exp(F_m))_e (x_i exp(F_m))_e          each pair j < i belongs to one level m
 
-C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. RowHalves of 8 tokens or
+C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. Halves of 8 tokens or
 more are then whole registers, which change places at no cost. Rotations of lanes are the dearest operations of a v5e
 beside products.
 """
@@ -47,14 +47,14 @@ class PairGradients(NamedTuple):
     levels: list[jax.Array]
 
 
-class RowHalves(NamedTuple):
+class Parted(NamedTuple):
     """The rows of the first and of the second halves of m tokens, block by block."""
 
     first: list[jax.Array]
     second: list[jax.Array]
 
     @classmethod
-    def of_rows(cls, x: jax.Array, m: int) -> 'RowHalves':
+    def of_rows(cls, x: jax.Array, m: int) -> 'Parted':
         pieces = [x[at : at + m] for at in range(0, len(x), m)]
         return cls(pieces[::2], pieces[1::2])
 
@@ -88,14 +88,14 @@ def sum_levels(log_CxE: jax.Array) -> LevelSums:
     totals = [total[at : at + SUBLANES] for at in range(0, len(total), SUBLANES)]
     for m in _levels(log_CxE)[len(levels) :]:
         sinces, untils, of = (
-            RowHalves.of_rows(since, m),
-            RowHalves.of_rows(until, m),
-            RowHalves(totals[::2], totals[1::2]),
+            Parted.of_rows(since, m),
+            Parted.of_rows(until, m),
+            Parted(totals[::2], totals[1::2]),
         )
-        levels.append(RowHalves(untils.first, sinces.second).in_order())
+        levels.append(Parted(untils.first, sinces.second).in_order())
         second = [_add_to_all(x, total) for x, total in zip(sinces.second, of.first, strict=True)]
         first = [_add_to_all(x, total) for x, total in zip(untils.first, of.second, strict=True)]
-        since, until = RowHalves(sinces.first, second).in_order(), RowHalves(first, untils.second).in_order()
+        since, until = Parted(sinces.first, second).in_order(), Parted(first, untils.second).in_order()
         totals = [a + b for a, b in zip(*of, strict=True)]
     return LevelSums(levels, since, until, totals[0])
 
@@ -106,12 +106,12 @@ def differentiate_sums(gradients: LevelSums) -> jax.Array:
     levels, dtotals = _levels(dsince), [dtotal]
     while levels and levels[-1] >= SUBLANES:
         m, dlevel = levels.pop(), dlevels[len(levels)]
-        dsinces, duntils, of = (RowHalves.of_rows(x, m) for x in (dsince, duntil, dlevel))
+        dsinces, duntils, of = (Parted.of_rows(x, m) for x in (dsince, duntil, dlevel))
         pairs = zip(dtotals, duntils.first, dsinces.second, strict=True)
         dtotals = [x for d, first, second in pairs for x in (d + fold_rows(second), d + fold_rows(first))]
         second = [a + b for a, b in zip(dsinces.second, of.second, strict=True)]
         first = [a + b for a, b in zip(duntils.first, of.first, strict=True)]
-        dsince, duntil = RowHalves(dsinces.first, second).in_order(), RowHalves(first, duntils.second).in_order()
+        dsince, duntil = Parted(dsinces.first, second).in_order(), Parted(first, duntils.second).in_order()
     dtotal = jnp.concatenate(dtotals)
     for m, dlevel in reversed(list(zip(levels, dlevels, strict=False))):
         second = _is_second(dsince, m)
@@ -238,13 +238,13 @@ class ChannelPairs:
     def _differentiate_far(self, m: int, factors, sides, dpairs) -> PairGradients:
         """Returns the gradients through a level of 8 tokens or more."""
         keys, dkeys, dsides = jnp.concatenate(self._fade_halves(self.k, factors, m).first), [], []
-        operand, of, dlevel = keys.astype(self.dtype), RowHalves.of_rows(factors, m), jnp.float32(0.0)
+        operand, of, dlevel = keys.astype(self.dtype), Parted.of_rows(factors, m), jnp.float32(0.0)
         first, second = jnp.concatenate(of.first), jnp.concatenate(of.second)
         none, dkeys = jnp.zeros_like(second), [jnp.float32(0.0)] * self.heads
         for x, of_heads in zip(sides, dpairs, strict=True):
             ds, side = [self._take(d, m) for d in of_heads], self._make_operand(x, factors, m)
             dkeys = [dkey + dot(d.astype(self.dtype), side, (1, 0)) for dkey, d in zip(dkeys, ds, strict=True)]
-            later = [jnp.concatenate(RowHalves.of_rows(d.T, m).second).astype(self.dtype) for d in ds]
+            later = [jnp.concatenate(Parted.of_rows(d.T, m).second).astype(self.dtype) for d in ds]
             dside = self.merge(dot(d, operand, (1, 0)) for d in later)
             dlevel += dside * jnp.concatenate(self._fade_halves(x, factors, m).second)
             dsides.append(_interleave(none, dside * second, m))
@@ -277,16 +277,14 @@ class ChannelPairs:
     def _levels(self) -> Iterable[tuple[int, jax.Array]]:
         return zip(_levels(self.k), self.factors, strict=True)
 
-    def _fade_halves(self, x: jax.Array, factors: jax.Array, m: int) -> RowHalves:
-        pairs = (
-            zip(*each, strict=True) for each in zip(RowHalves.of_rows(x, m), RowHalves.of_rows(factors, m), strict=True)
-        )
-        return RowHalves(*([a * b for a, b in pair] for pair in pairs))
+    def _fade_halves(self, x: jax.Array, factors: jax.Array, m: int) -> Parted:
+        pairs = (zip(*each, strict=True) for each in zip(Parted.of_rows(x, m), Parted.of_rows(factors, m), strict=True))
+        return Parted(*([a * b for a, b in pair] for pair in pairs))
 
     def _make_operand(self, x: jax.Array, factors: jax.Array, m: int) -> jax.Array:
         """Returns the side, faded in the second halves; products with first halves mean nothing."""
-        first = RowHalves.of_rows(x, m).first
-        return RowHalves(first, self._fade_halves(x, factors, m).second).in_order().astype(self.dtype)
+        first = Parted.of_rows(x, m).first
+        return Parted(first, self._fade_halves(x, factors, m).second).in_order().astype(self.dtype)
 
     def _put_near(self, product: jax.Array, pairs_CxC: jax.Array, m: int) -> jax.Array:
         """Returns the pairs with pairs of level m, 4 tokens or less; the largest level leaves all other pairs 0."""
@@ -295,13 +293,13 @@ class ChannelPairs:
 
     def _put(self, product: jax.Array, pairs_CxC: jax.Array, m: int) -> jax.Array:
         """Returns the pairs with pairs of level m, of which `product` has the rows of the first halves."""
-        rows = RowHalves.of_rows(pairs_CxC, m)
+        rows = Parted.of_rows(pairs_CxC, m)
         first = [jnp.where(self._is_in(at, m), product[at * m : (at + 1) * m], x) for at, x in enumerate(rows.first)]
-        return RowHalves(first, rows.second).in_order()
+        return Parted(first, rows.second).in_order()
 
     def _take(self, dpairs_CxC: jax.Array, m: int) -> jax.Array:
         """Returns the rows of the first halves, 0 but for pairs of level m."""
-        rows = RowHalves.of_rows(dpairs_CxC, m).first
+        rows = Parted.of_rows(dpairs_CxC, m).first
         return jnp.concatenate([jnp.where(self._is_in(at, m), x, 0.0) for at, x in enumerate(rows)])
 
     def _is_in(self, at: int, m: int) -> jax.Array:
@@ -339,4 +337,4 @@ class ChannelPairs:
 def _interleave(first: jax.Array, second: jax.Array, m: int) -> jax.Array:
     """Returns all rows, of first halves and of second halves that come block by block."""
     cut = [[x[at : at + m] for at in range(0, len(x), m)] for x in (first, second)]
-    return RowHalves(*cut).in_order()
+    return Parted(*cut).in_order()
