@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,8 @@ class Pictures:
             note = f' (smoothed{named})' if smoothed else ''
             bands = '; bands (of up to 6 curves): extremes over seeds' if any(c.low is not None for c in curves) else ''
             of = f': {kind}' if kind else ''
-            name = f'loss_{re.sub("[^a-z]+", "_", kind).strip("_")}' if kind else 'loss'
+            objective = str(series[0].runs[0].value('train.objective')).strip('@()').replace('/', '_')
+            name = f'loss_{objective}' if kind else 'loss'
             label = f'training loss: {kind}' if kind else 'training loss (nats per token)'
             caption = f'Training loss{of}{note}{where}{bands}.'
             self._add_lines(f'{name}{suffix}', curves, caption, 'training tokens', label, x_scale='log')

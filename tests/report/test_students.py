@@ -103,8 +103,4 @@ def test_losses_of_one_kind_share_a_picture(teacher, tmp_path):
     write_report([str(run) for run in runs], str(tmp_path / 'out'), pictures=False)
     with open(tmp_path / 'out' / 'curves.csv', newline='') as file:
         pictures = {point['picture'] for point in csv.DictReader(file) if point['picture'].startswith('loss')}
-    assert pictures == {
-        'loss',
-        'loss_squared_error_of_attention_summed_over_the_layers',
-        'loss_divergence_nats_per_token',
-    }
+    assert pictures == {'loss', 'loss_align', 'loss_distill'}
