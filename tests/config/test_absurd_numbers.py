@@ -83,6 +83,8 @@ def test_absurd_numbers_are_refused_by_name(cls, name, annotation, kind):
     for value in ABSURD[kind]:
         if kind is int and maximum is not None and 0 < value <= maximum:
             continue
+        if name == 'skip_batches' and value in (0, -1):
+            continue  # `BatchWindows` refuses ranges without batches by this name (tests/data/test_batches.py)
         if value == 0 and any(name in names for names in ZERO.values()):
             continue
         with pytest.raises(ConfigError, match=rf'^{cls.gin_name}\.{name} = '):

@@ -70,11 +70,12 @@ def test_later_and_forgotten_tokens_change_nothing():
 
 
 def test_gradients_of_sums_of_logs(monkeypatch):
-    monkeypatch.setattr(channel_pairs, '_roll', lambda x, by: jnp.roll(x, by, 1))
-    log = -jax.random.gamma(jax.random.key(0), 0.5, (8, 16))
+    monkeypatch.setattr(channel_pairs, '_roll', lambda x, by: jnp.roll(x, by, 0))
+    log = -jax.random.gamma(jax.random.key(0), 0.5, (32, 8))
     sums, pull = jax.vjp(channel_pairs.sum_levels, log)
-    np.testing.assert_allclose(sums.since, np.cumsum(log, axis=1), rtol=1e-5)
-    np.testing.assert_allclose(sums.until, np.cumsum(log[:, ::-1], axis=1)[:, ::-1] - log, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sums.since, np.cumsum(log, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(sums.until, np.cumsum(log[::-1], axis=0)[::-1] - log, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sums.total, np.tile(log.sum(0), (8, 1)), rtol=1e-5)
     gradients = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), sums)
     np.testing.assert_allclose(channel_pairs.differentiate_sums(gradients), pull(gradients)[0], rtol=1e-4, atol=1e-5)
 

@@ -1,32 +1,36 @@
 """Products of decayed pairs of one chunk in TPU kernels, where key channels have factors of their own.
 
 Products are as in `lm.ops.channel_decay`: at level m, tokens of a second half of m tokens meet tokens of the first half
-in the middle. F_m are the logs of the factors from or to the middle. C tokens are on the lanes, E channels on the rows.
+in the middle. F_m are the logs of the factors from or to the middle.
 
     w_ji = Σ_m Σ_e (k_j exp(F_m))_e (x_i exp(F_m))_e          each pair j < i belongs to one level m
+
+C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. Halves of 8 tokens or
+more are then whole registers, which change places at no cost. Rotations of lanes are the dearest operations of a v5e
+beside products.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.tpu import dot
+from lm.ops.tpu import SUBLANES, dot
 from lm.ops.tpu.order import Turns
 
 
 class LevelSums(NamedTuple):
-    """The F_m of all levels m = 1, 2, 4, …, and sums over the whole chunk; all [E, C].
+    """The F_m of all levels m = 1, 2, 4, …, and sums over the whole chunk.
 
     Attributes:
-        levels: F_m.
-        since: from the start of the chunk to each token.
-        until: from after each token to the end.
-        total: the sum of all tokens, in all lanes.
+        levels: F_m, [C, E].
+        since: from the start of the chunk to each token, [C, E].
+        until: from after each token to the end, [C, E].
+        total: the sum of all tokens, the same in each of 8 rows, [8, E]. A gradient is the sum of its rows.
     """
 
     levels: list[jax.Array]
@@ -36,30 +40,80 @@ class LevelSums(NamedTuple):
 
 
 class PairGradients(NamedTuple):
-    """The gradients that pairs give to keys, to each side, and to the F_m."""
+    """The gradients that pairs give to keys, to each side, and to the F_m; all [C, E]."""
 
     keys: jax.Array
     sides: list[jax.Array]
     levels: list[jax.Array]
 
 
-def sum_levels(log_ExC: jax.Array) -> LevelSums:
-    """Sums the log factors; sums over a sibling come by rotations of lanes."""
-    since, until, total, levels = log_ExC, jnp.zeros_like(log_ExC), log_ExC, []
-    for m in _levels(log_ExC):
-        second = _is_second(log_ExC, m)
+class Parted(NamedTuple):
+    """The rows of the first and of the second halves of m tokens, block by block."""
+
+    first: list[jax.Array]
+    second: list[jax.Array]
+
+    @classmethod
+    def of_rows(cls, x: jax.Array, m: int) -> 'Parted':
+        pieces = [x[at : at + m] for at in range(0, len(x), m)]
+        return cls(pieces[::2], pieces[1::2])
+
+    def in_order(self) -> jax.Array:
+        """Returns all rows."""
+        return jnp.concatenate([x for pair in zip(*self, strict=True) for x in pair])
+
+
+def pack(of_heads_ExC: Sequence[jax.Array]) -> jax.Array:
+    """Returns the tokens of a pack of heads, [C, E] float32."""
+    return jnp.concatenate(of_heads_ExC).T.astype(jnp.float32)
+
+
+def unpack(x_CxE: jax.Array, heads: int) -> list[jax.Array]:
+    """Returns the tokens of each head of a pack, [E, C] each."""
+    return jnp.split(x_CxE.T, heads)
+
+
+def sum_levels(log_CxE: jax.Array) -> LevelSums:
+    """Sums the log factors of a chunk of a power of two tokens, at least 8."""
+    since, until, total, levels = log_CxE, jnp.zeros_like(log_CxE), log_CxE, []
+    for m in _levels(log_CxE):
+        if m >= SUBLANES:
+            break
+        second = _is_second(log_CxE, m)
         levels.append(jnp.where(second, since, until))
         sibling = _exchange(total, m)
         since += jnp.where(second, sibling, 0.0)
         until += jnp.where(second, 0.0, sibling)
         total += sibling
-    return LevelSums(levels, since, until, total)
+    totals = [total[at : at + SUBLANES] for at in range(0, len(total), SUBLANES)]
+    for m in _levels(log_CxE)[len(levels) :]:
+        sinces, untils, of = (
+            Parted.of_rows(since, m),
+            Parted.of_rows(until, m),
+            Parted(totals[::2], totals[1::2]),
+        )
+        levels.append(Parted(untils.first, sinces.second).in_order())
+        second = [_add_to_all(x, total) for x, total in zip(sinces.second, of.first, strict=True)]
+        first = [_add_to_all(x, total) for x, total in zip(untils.first, of.second, strict=True)]
+        since, until = Parted(sinces.first, second).in_order(), Parted(first, untils.second).in_order()
+        totals = [a + b for a, b in zip(*of, strict=True)]
+    return LevelSums(levels, since, until, totals[0])
 
 
 def differentiate_sums(gradients: LevelSums) -> jax.Array:
-    """Returns the gradient of the log factors; `total` has a gradient in the lanes that were read."""
+    """Returns the gradient of the log factors, [C, E]."""
     dlevels, dsince, duntil, dtotal = gradients
-    for m, dlevel in reversed(list(zip(_levels(dsince), dlevels, strict=True))):
+    levels, dtotals = _levels(dsince), [dtotal]
+    while levels and levels[-1] >= SUBLANES:
+        m, dlevel = levels.pop(), dlevels[len(levels)]
+        dsinces, duntils, of = (Parted.of_rows(x, m) for x in (dsince, duntil, dlevel))
+        pairs = zip(dtotals, duntils.first, dsinces.second, strict=True)
+        dtotals = [x for d, first, second in pairs for x in (d + fold_rows(second), d + fold_rows(first))]
+        second = [a + b for a, b in zip(dsinces.second, of.second, strict=True)]
+        first = [a + b for a, b in zip(duntils.first, of.first, strict=True)]
+        dsince, duntil = Parted(dsinces.first, second).in_order(), Parted(first, duntils.second).in_order()
+    dtotal = jnp.concatenate(dtotals)
+    for m, dlevel in reversed(list(zip(levels, dlevels, strict=False))):
         second = _is_second(dsince, m)
         dtotal += _exchange(jnp.where(second, dsince, duntil) + dtotal, m)
         dsince += jnp.where(second, dlevel, 0.0)
@@ -67,111 +121,206 @@ def differentiate_sums(gradients: LevelSums) -> jax.Array:
     return dsince + dtotal
 
 
-def _levels(x_ExC: jax.Array) -> list[int]:
-    return [1 << n for n in range(x_ExC.shape[1].bit_length() - 1)]
+def _levels(x_CxE: jax.Array) -> list[int]:
+    return [1 << n for n in range(len(x_CxE).bit_length() - 1)]
 
 
-def _is_second(x_ExC: jax.Array, m: int) -> jax.Array:
-    return (lax.broadcasted_iota(jnp.int32, (1, x_ExC.shape[1]), 1) & m) != 0
+def _add_to_all(x: jax.Array, total_8xE: jax.Array) -> jax.Array:
+    return (x.reshape(-1, SUBLANES, x.shape[1]) + total_8xE).reshape(x.shape)
 
 
-def _exchange(x_ExC: jax.Array, m: int) -> jax.Array:
-    """Returns the entries of the other half of each token's block of 2 m."""
-    size = x_ExC.shape[1]
-    if 2 * m == size:
-        return _roll(x_ExC, m)
-    return jnp.where(_is_second(x_ExC, m), _roll(x_ExC, m), _roll(x_ExC, -m))
+def fold_rows(x: jax.Array) -> jax.Array:
+    """Returns 8 rows whose sum is the sum of all rows."""
+    return x.reshape(-1, SUBLANES, x.shape[1]).sum(0)
+
+
+def multiply_own(x_ExC: jax.Array, k_ExC: jax.Array) -> jax.Array:
+    """Returns the products of tokens with themselves, [1, C] float32."""
+    return jnp.sum(x_ExC.astype(jnp.float32) * k_ExC.astype(jnp.float32), axis=0, keepdims=True)
+
+
+def _is_second(x_CxE: jax.Array, m: int) -> jax.Array:
+    return (lax.broadcasted_iota(jnp.int32, x_CxE.shape, 0) & m) != 0
+
+
+def _exchange(x_CxE: jax.Array, m: int) -> jax.Array:
+    """Returns the rows of the other half of each token's block of 2 m."""
+    return jnp.where(_is_second(x_CxE, m), _roll(x_CxE, m), _roll(x_CxE, -m))
 
 
 def _roll(x: jax.Array, by: int) -> jax.Array:
-    return pltpu.roll(x, by % x.shape[1], 1)
+    return pltpu.roll(x, by % len(x), 0)
 
 
 class ChannelPairs:
-    """The keys of a chunk of one head, and the factors by which its tokens fade the state.
+    """The keys of a chunk of a pack of heads, and the factors by which its tokens fade the states.
+
+    The heads of a pack lie side by side on the lanes, so that heads of 64 channels leave no lane idle.
 
     Attributes:
         dtype: the type of the operands of products.
-        k: keys, [E, C].
+        k: keys, [C, E] float32.
         sums: the sums of log factors.
         factors: exp(F_m) of all levels.
     """
 
-    def __init__(self, k_ExC: jax.Array, log_ExC: jax.Array):
-        self.dtype, self.k = k_ExC.dtype, k_ExC
-        self.sums = sum_levels(log_ExC)
+    def __init__(self, k_ExC: Sequence[jax.Array], log_ExC: Sequence[jax.Array]):
+        """Takes the keys and log factors of each head."""
+        self.dtype, self.heads, self.k = k_ExC[0].dtype, len(k_ExC), pack(k_ExC)
+        self.sums = sum_levels(pack(log_ExC))
         self.factors = [jnp.exp(level) for level in self.sums.levels]
+        self._own_keys = [self.pick(self.k, p) for p in range(self.heads)]
 
-    def fade(self, x_ExC: jax.Array, factors_ExC: jax.Array) -> jax.Array:
+    def fade(self, x_CxE: jax.Array, factors_CxE: jax.Array) -> jax.Array:
         """Multiplies vectors by factors; the result is an operand."""
-        return (x_ExC.astype(jnp.float32) * factors_ExC).astype(self.dtype)
+        return (x_CxE * factors_CxE).astype(self.dtype)
+
+    def pick(self, x: jax.Array, p: int) -> jax.Array:
+        """Returns the lanes of head p of the pack, 0 elsewhere."""
+        return x if self.heads == 1 else jnp.where(self._is_of(x, p), x, jnp.zeros((), x.dtype))
+
+    def merge(self, of_heads: Iterable[jax.Array]) -> jax.Array:
+        """Returns the lanes of each head from its own array."""
+        merged, *more = of_heads
+        for p, x in enumerate(more, 1):
+            merged = jnp.where(self._is_of(x, p), x, merged)
+        return merged
 
     def weigh(self, sides: Sequence[jax.Array]) -> Turns:
-        """Returns the products of keys j and sides i for j < i, 0 elsewhere; float32.
+        """Returns, for each side, the products of keys j and sides i for j < i of each head.
 
-        A level overwrites the blocks of 2 m tokens on the diagonal. Smaller levels then overwrite what does not belong
-        to it.
+        `sides` are [C, E] float32. The products are [C, C] float32, 0 elsewhere. A level of 4 tokens or less overwrites
+        the blocks of 2 m tokens on the diagonal.
         """
-        pairs: list[Any] = [None] * len(sides)
-        for m, factors in self._descending():
-            keys, is_inside = self.fade(self.k, factors), self._differing < 2 * m
-            for n, x in enumerate(sides):
-                product = dot(keys, keys if x is self.k else self.fade(x, factors), (0, 0))
-                pairs[n] = product if pairs[n] is None else jnp.where(is_inside, product, pairs[n])
+        pairs = [[jnp.zeros(())] * self.heads for _ in sides]
+        for m, factors in self._levels():
+            near = m < SUBLANES
+            if near:
+                keys = [self.fade(k, factors) for k in self._own_keys]
+                operands = [self.fade(x, factors) for x in sides]
+            else:
+                halves = (self._fade_halves(k, factors, m).first for k in self._own_keys)
+                keys = [jnp.concatenate(first).astype(self.dtype) for first in halves]
+                operands = [self._make_operand(x, factors, m) for x in sides]
+            for found, side in zip(pairs, operands, strict=True):
+                for p, key in enumerate(keys):
+                    put = self._put_near if near else self._put
+                    found[p] = put(dot(key, side, (1, 1)), found[p], m)
             yield
-        return [jnp.where(self._order, pair, 0.0) for pair in pairs]
+        return pairs
 
-    def differentiate(self, sides: Sequence[jax.Array], dpairs: Sequence[jax.Array]) -> Turns:
-        """Returns the `PairGradients` of the products of keys with `sides`."""
-        dkeys, dsides = jnp.zeros(self.k.shape, jnp.float32), [jnp.zeros(x.shape, jnp.float32) for x in sides]
-        dlevels, rest = [], [jnp.where(self._order, dpair, 0.0) for dpair in dpairs]
-        for m, factors in self._descending():
-            keys, dkey, dlevel, is_here = self.fade(self.k, factors), 0.0, 0.0, self._differing >= m
-            for n, x in enumerate(sides):
-                side = keys if x is self.k else self.fade(x, factors)
-                d = jnp.where(is_here, rest[n], 0.0).astype(self.dtype)
-                rest[n] = jnp.where(is_here, 0.0, rest[n])
-                dside = dot(keys, d, (1, 0))
-                dkey += dot(side, d, (1, 1))
-                dsides[n] += dside * factors
-                dlevel += dside * side.astype(jnp.float32)
-            dkeys += cast(jax.Array, dkey) * factors
-            dlevels.append(dlevel + dkey * keys.astype(jnp.float32))
+    def differentiate(self, sides: Sequence[jax.Array], dpairs: Sequence[Sequence[jax.Array]]) -> Turns:
+        """Returns the `PairGradients` of the products of keys with `sides`, for each side and head."""
+        dkeys, dsides, dlevels = jnp.zeros_like(self.k), [jnp.zeros_like(x) for x in sides], []
+        for m, factors in self._levels():
+            differentiate = self._differentiate_near if m < SUBLANES else self._differentiate_far
+            level = differentiate(m, factors, sides, dpairs)
+            dkeys += level.keys
+            dsides = [a + b for a, b in zip(dsides, level.sides, strict=True)]
+            dlevels += level.levels
             yield
-        return PairGradients(dkeys, dsides, dlevels[::-1])
+        return PairGradients(dkeys, dsides, dlevels)
 
-    def add_own(self, x_ExC: jax.Array, pairs_CxC: jax.Array) -> jax.Array:
-        """Adds the products of tokens with themselves, which no factor changes, to the pairs of a side."""
-        own_1xC = jnp.sum(x_ExC.astype(jnp.float32) * self.k.astype(jnp.float32), axis=0, keepdims=True)
+    def _differentiate_near(self, m: int, factors, sides, dpairs) -> PairGradients:
+        """Returns the gradients through a level of 4 tokens or less."""
+        keys, dkeys, dsides = self.k * factors, [jnp.float32(0.0)] * self.heads, []
+        operand, here, dlevel = keys.astype(self.dtype), self._is_level(m), jnp.float32(0.0)
+        for x, of_heads in zip(sides, dpairs, strict=True):
+            side = x * factors
+            ds = [jnp.where(here, d, 0.0).astype(self.dtype) for d in of_heads]
+            dkeys = [dkey + dot(d, side.astype(self.dtype), (1, 0)) for dkey, d in zip(dkeys, ds, strict=True)]
+            dside = self.merge(dot(d, operand, (0, 0)) for d in ds)
+            dlevel += dside * side
+            dsides.append(dside * factors)
+        dkey = self.merge(dkeys)
+        return PairGradients(dkey * factors, dsides, [dlevel + dkey * keys])
+
+    def _differentiate_far(self, m: int, factors, sides, dpairs) -> PairGradients:
+        """Returns the gradients through a level of 8 tokens or more."""
+        keys, dkeys, dsides = jnp.concatenate(self._fade_halves(self.k, factors, m).first), [], []
+        operand, of, dlevel = keys.astype(self.dtype), Parted.of_rows(factors, m), jnp.float32(0.0)
+        first, second = jnp.concatenate(of.first), jnp.concatenate(of.second)
+        none, dkeys = jnp.zeros_like(second), [jnp.float32(0.0)] * self.heads
+        for x, of_heads in zip(sides, dpairs, strict=True):
+            ds, side = [self._take(d, m) for d in of_heads], self._make_operand(x, factors, m)
+            dkeys = [dkey + dot(d.astype(self.dtype), side, (1, 0)) for dkey, d in zip(dkeys, ds, strict=True)]
+            later = [jnp.concatenate(Parted.of_rows(d.T, m).second).astype(self.dtype) for d in ds]
+            dside = self.merge(dot(d, operand, (1, 0)) for d in later)
+            dlevel += dside * jnp.concatenate(self._fade_halves(x, factors, m).second)
+            dsides.append(_interleave(none, dside * second, m))
+        dkey = self.merge(dkeys)
+        return PairGradients(_interleave(dkey * first, none, m), dsides, [_interleave(dkey * keys, dlevel, m)])
+
+    def add_own(self, own_1xC: jax.Array, pairs_CxC: jax.Array) -> jax.Array:
+        """Puts the products of tokens with themselves, which no factor changes, on the diagonal of pairs."""
         return jnp.where(self._differing == 0, own_1xC, pairs_CxC)
 
     def take_own(self, dpairs_CxC: jax.Array) -> jax.Array:
         """Returns the gradients of the products of tokens with themselves, [1, C]."""
         return jnp.sum(jnp.where(self._differing == 0, dpairs_CxC, 0.0), axis=0, keepdims=True)
 
-    def differentiate_whole(self, kept_DxE: jax.Array) -> jax.Array:
-        """Returns the gradient of `sums.since` through `whole`, whose logs stand in its last lane.
-
-        Args:
-            kept_DxE: the gradient of each number of the state after the chunk, times what is left of the number before.
-        """
-        is_last = lax.broadcasted_iota(jnp.int32, (kept_DxE.shape[0], self.k.shape[1]), 1) == self.k.shape[1] - 1
-        return dot(kept_DxE.astype(self.dtype), is_last.astype(self.dtype), (0, 0))
-
     @functools.cached_property
     def since(self) -> jax.Array:
-        """The share of the state before the chunk that is left at each token, [E, C]."""
+        """The share of the state before the chunk that is left at each token, [C, E]."""
         return jnp.exp(self.sums.since)
 
     @functools.cached_property
     def until(self) -> jax.Array:
-        """The share of each token that is left after the chunk, [E, C]."""
+        """The share of each token that is left after the chunk, [C, E]."""
         return jnp.exp(self.sums.until)
 
     @functools.cached_property
     def whole(self) -> jax.Array:
         """The share of the state before the chunk that is left after the chunk, [1, E]."""
-        return jnp.exp(self.sums.total).T[:1]
+        return jnp.exp(self.sums.total[:1])
+
+    def _levels(self) -> Iterable[tuple[int, jax.Array]]:
+        return zip(_levels(self.k), self.factors, strict=True)
+
+    def _fade_halves(self, x: jax.Array, factors: jax.Array, m: int) -> Parted:
+        pairs = (zip(*each, strict=True) for each in zip(Parted.of_rows(x, m), Parted.of_rows(factors, m), strict=True))
+        return Parted(*([a * b for a, b in pair] for pair in pairs))
+
+    def _make_operand(self, x: jax.Array, factors: jax.Array, m: int) -> jax.Array:
+        """Returns the side, faded in the second halves; products with first halves mean nothing."""
+        first = Parted.of_rows(x, m).first
+        return Parted(first, self._fade_halves(x, factors, m).second).in_order().astype(self.dtype)
+
+    def _put_near(self, product: jax.Array, pairs_CxC: jax.Array, m: int) -> jax.Array:
+        """Returns the pairs with pairs of level m, 4 tokens or less; the largest level leaves all other pairs 0."""
+        pairs = product if m == 1 else jnp.where(self._differing < m, pairs_CxC, product)
+        return jnp.where(self._is_near, pairs, 0.0) if 2 * m == SUBLANES else pairs
+
+    def _put(self, product: jax.Array, pairs_CxC: jax.Array, m: int) -> jax.Array:
+        """Returns the pairs with pairs of level m, of which `product` has the rows of the first halves."""
+        rows = Parted.of_rows(pairs_CxC, m)
+        first = [jnp.where(self._is_in(at, m), product[at * m : (at + 1) * m], x) for at, x in enumerate(rows.first)]
+        return Parted(first, rows.second).in_order()
+
+    def _take(self, dpairs_CxC: jax.Array, m: int) -> jax.Array:
+        """Returns the rows of the first halves, 0 but for pairs of level m."""
+        rows = Parted.of_rows(dpairs_CxC, m).first
+        return jnp.concatenate([jnp.where(self._is_in(at, m), x, 0.0) for at, x in enumerate(rows)])
+
+    def _is_in(self, at: int, m: int) -> jax.Array:
+        """Returns True for the tokens of the second half of block `at`, [1, C]."""
+        i = lax.broadcasted_iota(jnp.int32, (1, len(self.k)), 1)
+        return (i >= (2 * at + 1) * m) & (i < (2 * at + 2) * m)
+
+    def _is_of(self, x: jax.Array, p: int) -> jax.Array:
+        """Returns True in the lanes of head p, [1, E]."""
+        size = x.shape[1] // self.heads
+        lane = lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1)
+        return (lane >= p * size) & (lane < (p + 1) * size)
+
+    def _is_level(self, m: int) -> jax.Array:
+        return (self._differing >= m) & (self._differing < 2 * m) & self._order
+
+    @functools.cached_property
+    def _differing(self):
+        """The bits in which the numbers of key j and query i differ, [C, C]."""
+        j, i = (lax.broadcasted_iota(jnp.int32, (len(self.k),) * 2, axis) for axis in (0, 1))
+        return j ^ i
 
     @functools.cached_property
     def _order(self):
@@ -179,13 +328,13 @@ class ChannelPairs:
         j, i = (lax.broadcasted_iota(jnp.int32, self._differing.shape, axis) for axis in (0, 1))
         return j < i
 
-    def _descending(self) -> list[tuple[int, jax.Array]]:
-        """Returns the levels and their factors, the largest level first."""
-        return list(zip(_levels(self.k), self.factors, strict=True))[::-1]
-
     @functools.cached_property
-    def _differing(self):
-        """The bits in which the numbers of key j and query i differ, [C, C]."""
-        size = self.k.shape[1]
-        j, i = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-        return j ^ i
+    def _is_near(self):
+        """True where j < i in the same block of 8 tokens, [C, C]."""
+        return self._order & (self._differing < SUBLANES)
+
+
+def _interleave(first: jax.Array, second: jax.Array, m: int) -> jax.Array:
+    """Returns all rows, of first halves and of second halves that come block by block."""
+    cut = [[x[at : at + m] for at in range(0, len(x), m)] for x in (first, second)]
+    return Parted(*cut).in_order()

@@ -24,6 +24,11 @@ def count_heads(total: int, most: int) -> int:
     return max(heads for heads in range(1, max(1, min(MOST_HEADS, most)) + 1) if total % heads == 0)
 
 
+def count_packed(heads: int, size: int) -> int:
+    """Returns how many of the heads of a grid step, with keys of this size, fit side by side on the lanes."""
+    return max(n for n in range(1, heads + 1) if n == 1 or (n * size <= LANES and heads % n == 0))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkPlan:
     """The part of each array that a grid step sees: a chunk of some heads.
@@ -33,12 +38,31 @@ class ChunkPlan:
         groups: queries per key head.
         steps: chunks of a sequence.
         vmem_limit_bytes: the limit that the compiler gets; None: its default.
+        pack: heads whose states lie side by side on the lanes; divides `heads`.
     """
 
     heads: int
     groups: int
     steps: int
     vmem_limit_bytes: int | None
+    pack: int = 1
+
+    @property
+    def packs(self) -> list[range]:
+        """The heads of each pack of a grid step."""
+        return [range(at, at + self.pack) for at in range(0, self.heads, self.pack)]
+
+    def pack_states(self, states_NxDxE: jax.Array) -> jax.Array:
+        """Returns [N / P, D, P E] for packs of P heads."""
+        heads, rows, size = states_NxDxE.shape
+        states_MxPxDxE = states_NxDxE.reshape(heads // self.pack, self.pack, rows, size)
+        return states_MxPxDxE.swapaxes(1, 2).reshape(-1, rows, self.pack * size)
+
+    def unpack_states(self, states_MxDxE: jax.Array) -> jax.Array:
+        """Undoes `pack_states`."""
+        packs, rows, width = states_MxDxE.shape
+        states_MxDxPxE = states_MxDxE.reshape(packs, rows, self.pack, width // self.pack)
+        return states_MxDxPxE.swapaxes(1, 2).reshape(-1, rows, width // self.pack)
 
     def specify_tokens(self, tokens: Tokens, backwards: bool = False) -> Tokens:
         """Returns the spec of a chunk of each array."""
@@ -51,13 +75,13 @@ class ChunkPlan:
         return self._specify(self.heads * self.groups, array, backwards)
 
     def specify_states(self, array, backwards: bool = False) -> pl.BlockSpec:
-        """Returns the spec of the state before a chunk, of [N, L / C, D, E]."""
-        block = self.heads, 1, *array.shape[2:]
+        """Returns the spec of the state before a chunk, of [N, L / C, D, E] for packs of one head."""
+        block = self.heads // self.pack, 1, *array.shape[2:]
         return pl.BlockSpec(block, lambda i, j: (i, self._step(j, backwards), 0, 0))
 
     def specify_whole(self, array) -> pl.BlockSpec:
-        """Returns the spec of [N, D, E], the same for all chunks."""
-        return pl.BlockSpec((self.heads, *array.shape[1:]), lambda i, j: (i, 0, 0))
+        """Returns the spec of [N, D, E] for packs of one head, the same for all chunks."""
+        return pl.BlockSpec((self.heads // self.pack, *array.shape[1:]), lambda i, j: (i, 0, 0))
 
     @property
     def compiler_params(self) -> pltpu.CompilerParams:

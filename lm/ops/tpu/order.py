@@ -21,6 +21,21 @@ def side_by_side(computations: Iterable[Turns]) -> None:
         running = [each for each in running if next(each, StopIteration) is None]
 
 
+def together(computations: Iterable[Turns]) -> Turns:
+    """Runs them all, each up to its next `yield`, in turn, and then yields; returns the list of their results."""
+    running, results = dict(enumerate(computations)), {}
+    while running:
+        for number, each in list(running.items()):
+            try:
+                next(each)
+            except StopIteration as done:
+                results[number] = done.value
+                del running[number]
+        if running:
+            yield
+    return [results[number] for number in sorted(results)]
+
+
 def ahead(pairs: Iterable[tuple[Callable, Callable]], count: int) -> list[Piece]:
     """Returns pieces of pairs (start, finish), with `count` more starts before each finish.
 

@@ -68,7 +68,7 @@ def backward(
         in_specs=[specs, states, do, whole],
         out_specs=(BackwardStates(specs, whole),),
         out_shape=(results,),
-        scratch_shapes=[pltpu.VMEM((plan.heads, *dafter_NxDxE.shape[1:]), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
         cost_estimate=plan.estimate_cost(9 + 7 * plan.groups, tokens.k_NxExL.shape[0], (inputs, results)),
     )(*inputs)[0]
@@ -82,8 +82,10 @@ def _kernel(
         dstate[...] = dafter[...]
 
     refs = _References(tokens, states, do, results.tokens, dstate)
-    differentiate = channels.differentiate_head if plan.channels else _differentiate
-    side_by_side(differentiate(plan, refs, n) for n in range(plan.heads))
+    if plan.channels:
+        side_by_side(channels.differentiate_heads(plan, refs, heads) for heads in plan.packs)
+    else:
+        side_by_side(_differentiate(plan, refs, n) for n in range(plan.heads))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

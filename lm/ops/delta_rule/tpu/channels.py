@@ -1,12 +1,13 @@
-"""A chunk of one head whose key channels have factors of their own, as the forward and the backward kernel compute it.
+"""A chunk of a pack of heads whose key channels have factors of their own, for the forward and the backward kernel.
 
-Formulas and letters are as in `chunk`, products of decayed pairs as in `lm.ops.tpu.channel_pairs`.
+Formulas and letters are as in `chunk`, products of decayed pairs as in `lm.ops.tpu.channel_pairs`. States of a pack lie
+side by side on the lanes, [D, E] with all channels E of the pack.
 
     M_ji = β_i Σ_m Σ_e (k_j exp(F_m))_e (k_i exp(F_m))_e          each pair j < i belongs to one level m
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,103 +16,164 @@ from lm.ops.delta_rule.tpu.chunk import Vectors, sum_rows
 from lm.ops.delta_rule.tpu.inverse import inverse
 from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import dot
-from lm.ops.tpu.channel_pairs import ChannelPairs, LevelSums, differentiate_sums
-from lm.ops.tpu.order import Turns
+from lm.ops.tpu.channel_pairs import (
+    ChannelPairs,
+    LevelSums,
+    differentiate_sums,
+    fold_rows,
+    multiply_own,
+    pack,
+    unpack,
+)
+from lm.ops.tpu.order import Turns, together
 
 
-class ChannelChunk(ChannelPairs):
-    """The effect of a chunk's tokens on the state and on each other.
+class SolvedHead(NamedTuple):
+    """The numbers that the tokens of a chunk of one head add to the state.
 
     Attributes:
-        beta: β, [1, C].
-        state: S as an operand, [D, E].
-        k_since, k_until: keys times the factors since the start of the chunk, and until its end; operands.
         products: the sums of M before β, [C, C].
         difference: V - S k_since, [D, C] float32.
         inverse: (I + M)⁻¹ as an operand, [C, C].
         new: W, [D, C] float32.
     """
 
-    def __init__(self, k_ExC, v_DxC, beta_1xC, log_ExC, state_DxE):
-        super().__init__(k_ExC, log_ExC)
-        self.beta, self.state, self._v = beta_1xC, state_DxE.astype(self.dtype), v_DxC
-        self.k_since, self.k_until = self.fade(k_ExC, self.since), self.fade(k_ExC, self.until)
+    products: jax.Array
+    difference: jax.Array
+    inverse: jax.Array
+    new: jax.Array
 
-    def solve(self, queries: Sequence[jax.Array]) -> Turns:
-        """Makes `products`, `difference`, `inverse` and `new`; returns P of each of the queries, float32."""
-        read = dot(self.state, self.k_since, (1, 0))
-        self.products, *weights = yield from self.weigh([self.k, *queries])
-        self.difference = self._v.astype(jnp.float32) - read
-        solved = yield from inverse(self.products * self.beta, split=self.dtype != jnp.float32)
-        self.inverse = solved.astype(self.dtype)
-        self.new = dot((self.beta * self.difference).astype(self.dtype), self.inverse, (1, 0))
+
+class ChannelChunk(ChannelPairs):
+    """The effect of a chunk's tokens on the states and on each other.
+
+    Attributes:
+        state: S as an operand, [D, E].
+        k_since, k_until: keys times the factors since the start of the chunk, and until its end; operands, [C, E].
+    """
+
+    def __init__(self, keys: Sequence[jax.Array], log_ExC: Sequence[jax.Array], state_DxE: jax.Array):
+        super().__init__(keys, log_ExC)
+        self.state = state_DxE.astype(self.dtype)
+        self._states = [self.pick(state_DxE.astype(jnp.float32), p).astype(self.dtype) for p in range(self.heads)]
+        self.k_since, self.k_until = self.fade(self.k, self.since), self.fade(self.k, self.until)
+
+    def read(self, p: int, x_CxE: jax.Array) -> jax.Array:
+        """Returns the product of head p's state with its vectors, an operand; [D, C]."""
+        return dot(self._states[p], x_CxE, (1, 1))
+
+    def solve(self, p: int, v_DxC: jax.Array, beta_1xC: jax.Array, products_CxC: jax.Array) -> Turns:
+        """Returns the `SolvedHead` of head p."""
+        difference = v_DxC.astype(jnp.float32) - self.read(p, self.k_since)
+        solved = yield from inverse(products_CxC * beta_1xC, split=self.dtype != jnp.float32)
+        operand = solved.astype(self.dtype)
+        new = dot((beta_1xC * difference).astype(self.dtype), operand, (1, 0))
         yield
-        return [self.add_own(x, weight) for x, weight in zip(queries, weights, strict=True)]
+        return SolvedHead(products_CxC, difference, operand, new)
 
 
-def compute_head(plan: DeltaPlan, tokens: Any, state: Any, results: Any, n: int) -> Turns:
-    """Computes the outputs of key head n and the state after the chunk; arguments as in the forward kernel."""
+class PackedQueries(NamedTuple):
+    """The queries of a pack, for each of the G queries that share a key.
+
+    Attributes:
+        numbers: the number of each head's queries in the grid step.
+        vectors: the queries of each head.
+        turned: the queries of all heads, [C, E] float32.
+    """
+
+    numbers: list[int]
+    vectors: list[Vectors]
+    turned: jax.Array
+
+
+def _pack_queries(plan: DeltaPlan, q: Any, heads: range) -> list[PackedQueries]:
+    packed = []
+    for g in range(plan.groups):
+        numbers = [n * plan.groups + g for n in heads]
+        vectors = [Vectors(q[m], plan.query_length) for m in numbers]
+        packed.append(PackedQueries(numbers, vectors, pack([each.x for each in vectors])))
+    return packed
+
+
+def compute_heads(plan: DeltaPlan, tokens: Any, state: Any, results: Any, heads: range) -> Turns:
+    """Computes outputs of a pack of key heads, and states after the chunk; arguments as in the forward kernel."""
     q, k, v, beta, logs = tokens
-    chunk = ChannelChunk(Vectors(k[n], plan.key_length).x, v[n], beta[n], logs[n], state[n])
+    at = heads.start // plan.pack
+    keys = [Vectors(k[n], plan.key_length).x for n in heads]
+    chunk = ChannelChunk(keys, [logs[n] for n in heads], state[at])
     if results.states_NxTxDxE is not None:
-        results.states_NxTxDxE[n, 0] = chunk.state
-    queries = range(n * plan.groups, (n + 1) * plan.groups)
-    vectors = [Vectors(q[m], plan.query_length).x for m in queries]
-    reads = [dot(chunk.state, chunk.fade(x, chunk.since), (1, 0)) for x in vectors]
-    weights = yield from chunk.solve(vectors)
-    new = chunk.new.astype(chunk.dtype)
-    for m, weight, read in zip(queries, weights, reads, strict=True):
-        results.o_MxDxL[m] = (read + dot(new, weight.astype(chunk.dtype), (1, 0))).astype(v.dtype)
-    state[n] = chunk.whole * state[n] + dot(new, chunk.k_until, (1, 1))
+        results.states_NxTxDxE[at, 0] = chunk.state
+    queries = _pack_queries(plan, q, heads)
+    faded = [chunk.fade(each.turned, chunk.since) for each in queries]
+    reads = [[chunk.read(p, x) for p in range(plan.pack)] for x in faded]
+    products, *weights = yield from chunk.weigh([chunk.k, *(each.turned for each in queries)])
+    solved = yield from together(chunk.solve(p, v[n], beta[n], products[p]) for p, n in enumerate(heads))
+    news = [each.new.astype(chunk.dtype) for each in solved]
+    for group, of_heads, read in zip(queries, weights, reads, strict=True):
+        for p, m in enumerate(group.numbers):
+            weight = chunk.add_own(multiply_own(group.vectors[p].x, keys[p]), of_heads[p]).astype(chunk.dtype)
+            results.o_MxDxL[m] = (read[p] + dot(news[p], weight, (1, 0))).astype(v.dtype)
+    state[at] = chunk.whole * state[at] + chunk.merge(dot(new, chunk.k_until, (1, 0)) for new in news)
 
 
-def differentiate_head(plan: DeltaPlan, refs: Any, n: int) -> Turns:
-    """Computes the gradients of key head n and its queries; arguments as in the backward kernel."""
+def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
+    """Computes the gradients of a pack of key heads and their queries; arguments as in the backward kernel."""
     q, k, v, beta, logs = refs.tokens
     dq, dk, dv, dbeta, dlogs = cast(Any, refs.gradients)
-    do, dstate = refs.do, refs.dstate
-    keys = Vectors(k[n], plan.key_length)
-    chunk = ChannelChunk(keys.x, v[n], beta[n], logs[n], refs.states[n, 0])
-    dtype = chunk.dtype
-    queries = range(n * plan.groups, (n + 1) * plan.groups)
-    vectors = [Vectors(q[m], plan.query_length) for m in queries]
-    dstate_operand = dstate[n].astype(dtype)
-    dnew = dot(dstate_operand, chunk.k_until, (1, 0))
-    weights = yield from chunk.solve([each.x for each in vectors])
+    do, at = refs.do, heads.start // plan.pack
+    keys = [Vectors(k[n], plan.key_length) for n in heads]
+    chunk = ChannelChunk([each.x for each in keys], [logs[n] for n in heads], refs.states[at, 0])
+    dtype, dstate = chunk.dtype, refs.dstate[at]
+    queries = _pack_queries(plan, q, heads)
+    sides = [chunk.k, *(each.turned for each in queries)]
+    dstate_operand = dstate.astype(dtype)
+    folded = [dot(chunk.pick(dstate, p).astype(dtype), chunk.k_until, (1, 1)) for p in range(plan.pack)]
+    products, *weights = yield from chunk.weigh(sides)
+    solved = yield from together(chunk.solve(p, v[n], beta[n], products[p]) for p, n in enumerate(heads))
     # First dW, then dR, dM and dP.
-    new = chunk.new.astype(dtype)
-    for m, weight in zip(queries, weights, strict=True):
-        dnew += dot(do[m], weight.astype(dtype), (1, 1))
+    news, dgivens = [each.new.astype(dtype) for each in solved], []
+    for p in range(plan.pack):
+        dnew = folded[p]
+        for group, of_heads in zip(queries, weights, strict=True):
+            weight = chunk.add_own(multiply_own(group.vectors[p].x, keys[p].x), of_heads[p])
+            dnew += dot(do[group.numbers[p]], weight.astype(dtype), (1, 1))
+        folded[p] = dnew
     yield
-    dgiven = dot(dnew.astype(dtype), chunk.inverse, (1, 1))
+    for each, dnew in zip(solved, folded, strict=True):
+        dgivens.append(dot(dnew.astype(dtype), each.inverse, (1, 1)))
     yield
-    dsystem = -dot(new, dgiven.astype(dtype), (0, 0))
-    dweights = [dot(new, do[m], (0, 0)) for m in queries]
+    dweights = [[dot(news[p], do[m], (0, 0)) for p, m in enumerate(group.numbers)] for group in queries]
     # Through R: the gradients of v and β, and of S and k through the difference.
-    ddifference = chunk.beta * dgiven
-    dv[n] = ddifference.astype(dtype)
-    dread = (-ddifference).astype(dtype)
+    dreads, dproducts = [], []
+    for p, (n, each, dgiven) in enumerate(zip(heads, solved, dgivens, strict=True)):
+        dsystem = -dot(news[p], dgiven.astype(dtype), (0, 0))
+        ddifference = beta[n] * dgiven
+        dv[n] = ddifference.astype(dtype)
+        dreads.append((-ddifference).astype(dtype))
+        dbeta[n] = sum_rows(dgiven * each.difference) + sum_rows(dsystem * each.products)
+        dproducts.append(dsystem * beta[n])
     yield
-    dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(dsystem * chunk.products)
-    dk_since = dot(chunk.state, dread, (0, 0))
-    dk_until = dot(dstate_operand, new, (0, 0))
-    dstates = chunk.whole * dstate[n] + dot(dread, chunk.k_since, (1, 1))
-    dpairs = [dsystem * chunk.beta, *dweights]
-    gradients = yield from chunk.differentiate([chunk.k, *(each.x for each in vectors)], dpairs)
+    dk_since = chunk.merge(dot(dread, chunk.state, (0, 0)) for dread in dreads)
+    dk_until = chunk.merge(dot(new, dstate_operand, (0, 0)) for new in news)
+    dstates = chunk.whole * dstate + chunk.merge(dot(dread, chunk.k_since, (1, 0)) for dread in dreads)
+    gradients = yield from chunk.differentiate(sides, [dproducts, *dweights])
     dkeys = gradients.keys + gradients.sides[0] + dk_since * chunk.since + dk_until * chunk.until
-    dsince = dk_since * chunk.k_since.astype(jnp.float32)
+    dkeys, dsince = unpack(dkeys, plan.pack), dk_since * chunk.k_since.astype(jnp.float32)
     # Through the queries' reads, and through the products of tokens with themselves.
-    for m, each, dweight, dside in zip(queries, vectors, dweights, gradients.sides[1:], strict=True):
-        of_since, x = dot(chunk.state, do[m], (0, 0)), chunk.fade(each.x, chunk.since)
-        down = chunk.take_own(dweight)
-        dquery = dside + of_since * chunk.since + down * chunk.k.astype(jnp.float32)
-        dq[m] = each.backwards(dquery).astype(dtype)
-        dkeys += down * each.x.astype(jnp.float32)
-        dsince += of_since * x.astype(jnp.float32)
-        dstates += dot(do[m], x, (1, 1))
-    dk[n] = keys.backwards(dkeys).astype(dtype)
-    dsince += chunk.differentiate_whole(dstate[n] * chunk.state.astype(jnp.float32) * chunk.whole)
+    for group, dweight, dside in zip(queries, dweights, gradients.sides[1:], strict=True):
+        of_since = chunk.merge(dot(do[m], chunk.state, (0, 0)) for m in group.numbers)
+        x_since = chunk.fade(group.turned, chunk.since)
+        dqueries = unpack(dside + of_since * chunk.since, plan.pack)
+        for p, (m, each) in enumerate(zip(group.numbers, group.vectors, strict=True)):
+            down = chunk.take_own(dweight[p])
+            dq[m] = each.backwards(dqueries[p] + down * keys[p].x.astype(jnp.float32)).astype(dtype)
+            dkeys[p] += down * each.x.astype(jnp.float32)
+        dsince += of_since * x_since.astype(jnp.float32)
+        dstates += chunk.merge(dot(do[m], x_since, (1, 0)) for m in group.numbers)
+    kept = dstate * chunk.state.astype(jnp.float32) * chunk.whole
     duntil = dk_until * chunk.k_until.astype(jnp.float32)
-    sums = LevelSums(gradients.levels, dsince, duntil, jnp.zeros_like(dsince))
-    dlogs[n] = differentiate_sums(sums)
-    dstate[n] = dstates
+    dlog = differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
+    for n, key, dkey, of_head in zip(heads, keys, dkeys, unpack(dlog, plan.pack), strict=True):
+        dk[n] = key.backwards(dkey).astype(dtype)
+        dlogs[n] = of_head
+    refs.dstate[at] = dstates

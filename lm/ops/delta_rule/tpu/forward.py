@@ -47,7 +47,7 @@ def forward(plan: DeltaPlan, save: bool, tokens: DeltaTokens, before_NxDxE: jax.
     results = ForwardStates(
         jax.ShapeDtypeStruct((tokens.q_MxExL.shape[0], size, length), v.dtype),
         jax.ShapeDtypeStruct(before_NxDxE.shape, jnp.float32),
-        jax.ShapeDtypeStruct((n, plan.steps, *before_NxDxE.shape[1:]), v.dtype) if save else None,
+        jax.ShapeDtypeStruct((len(before_NxDxE), plan.steps, *before_NxDxE.shape[1:]), v.dtype) if save else None,
     )
     return pl.pallas_call(
         functools.partial(_kernel, plan),
@@ -62,7 +62,7 @@ def forward(plan: DeltaPlan, save: bool, tokens: DeltaTokens, before_NxDxE: jax.
             ),
         ),
         out_shape=(results,),
-        scratch_shapes=[pltpu.VMEM((plan.heads, *before_NxDxE.shape[1:]), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *before_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
         cost_estimate=plan.estimate_cost(4 + 3 * plan.groups, n, (tokens, before_NxDxE, results)),
     )(tokens, before_NxDxE)[0]
@@ -91,7 +91,7 @@ def _kernel(plan: DeltaPlan, tokens: DeltaTokens, before: Any, results: ForwardS
         state[n] = chunk.whole * state[n] + added
 
     if plan.channels:
-        side_by_side(channels.compute_head(plan, tokens, state, results, n) for n in range(plan.heads))
+        side_by_side(channels.compute_heads(plan, tokens, state, results, heads) for heads in plan.packs)
     else:
         side_by_side(compute_head(n) for n in range(plan.heads))
 

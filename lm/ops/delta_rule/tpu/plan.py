@@ -8,7 +8,7 @@ import jax
 from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall
 from lm.ops.tpu import padded_rows
-from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads
+from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads, count_packed
 
 
 class DeltaTokens(NamedTuple):
@@ -83,13 +83,15 @@ class DeltaPlan(ChunkPlan):
 def make_plan(sizes: DeltaSizes) -> DeltaPlan:
     """Plans the kernels of a call: as many heads per step as fit and divide the heads of the call."""
     available, limit = platform.vmem()
+    heads = count_heads(sizes.heads, available // estimate_vmem(sizes))
     return DeltaPlan(
-        heads=count_heads(sizes.heads, available // estimate_vmem(sizes)),
+        heads=heads,
         groups=sizes.groups,
         steps=-(-sizes.length // CHUNK),
         query_length=sizes.query_length,
         channels=sizes.channels,
         vmem_limit_bytes=limit,
+        pack=count_packed(heads, sizes.key_rows) if sizes.channels else 1,
     )
 
 

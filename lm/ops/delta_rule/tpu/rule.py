@@ -62,7 +62,8 @@ def _compute(call: DeltaCall) -> DeltaResult:
         ((0, 0), (0, 0), (0, sizes.value_rows - value_size), (0, sizes.key_rows - size)),
     )
     before_NxDxE = before_BxKxDxE.reshape(batch * heads, sizes.value_rows, sizes.key_rows)
-    o, after_NxDxE = cast(WalkResult, _walk(plan, DeltaTokens(q, k, v, beta, c), before_NxDxE))
+    o, after_NxDxE = cast(WalkResult, _walk(plan, DeltaTokens(q, k, v, beta, c), plan.pack_states(before_NxDxE)))
+    after_NxDxE = plan.unpack_states(after_NxDxE)
     after_BxKxDxE = after_NxDxE.reshape(batch, heads, *after_NxDxE.shape[1:])
     state = after_BxKxDxE[:, :, :value_size, :size].swapaxes(2, 3)
     return DeltaResult(by_head(o, call.q_BxLxHxE, value_size), state)

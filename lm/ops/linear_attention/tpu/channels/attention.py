@@ -60,7 +60,8 @@ def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
         ((0, 0), (0, 0), (0, sizes.value_rows - value_size), (0, sizes.key_rows - size)),
     )
     before_NxDxE = before_BxKxDxE.reshape(batch * heads, sizes.value_rows, sizes.key_rows)
-    o_MxDxL, after_NxDxE = cast(ChannelWalk, _walk(plan, tokens, before_NxDxE))
+    o_MxDxL, after_NxDxE = cast(ChannelWalk, _walk(plan, tokens, plan.pack_states(before_NxDxE)))
+    after_NxDxE = plan.unpack_states(after_NxDxE)
     after_BxKxDxE = after_NxDxE.reshape(batch, heads, *after_NxDxE.shape[1:])
     state = after_BxKxDxE[:, :, :value_size, :size].swapaxes(2, 3)
     return FadingResult(by_head(o_MxDxL, call.q_BxLxHxE, value_size), state)

@@ -18,7 +18,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
-from lm.ops.tpu.channel_pairs import ChannelPairs, LevelSums, differentiate_sums
+from lm.ops.tpu.channel_pairs import (
+    ChannelPairs,
+    LevelSums,
+    differentiate_sums,
+    fold_rows,
+    multiply_own,
+    pack,
+    unpack,
+)
 from lm.ops.tpu.chunks import ChunkPlan
 from lm.ops.tpu.order import Turns, side_by_side
 
@@ -60,7 +68,7 @@ def backward(
         in_specs=[specs, states, do, whole],
         out_specs=(ChannelGradients(specs, whole),),
         out_shape=(results,),
-        scratch_shapes=[pltpu.VMEM((plan.heads, *dafter_NxDxE.shape[1:]), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
         cost_estimate=plan.estimate_cost(2 + 26 * plan.groups, heads, (inputs, results)),
     )(*inputs)[0]
@@ -74,7 +82,7 @@ def _kernel(
         dstate[...] = dafter[...]
 
     refs = _References(tokens, states, do, results.tokens, dstate)
-    side_by_side(_differentiate(plan, refs, n) for n in range(plan.heads))
+    side_by_side(_differentiate(plan, refs, heads) for heads in plan.packs)
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
@@ -99,36 +107,47 @@ class _References(NamedTuple):
     dstate: Any
 
 
-def _differentiate(plan: ChunkPlan, refs: _References, n: int) -> Turns:
-    """Computes the gradients of key head n and its queries."""
+def _differentiate(plan: ChunkPlan, refs: _References, heads: range) -> Turns:
+    """Computes the gradients of a pack of key heads and their queries."""
     q, k, v, log = refs.tokens
     dq, dk, dv, dlog = cast(Any, refs.gradients)
-    do, dstate = refs.do, refs.dstate
-    pairs, values, state = ChannelPairs(k[n], log[n]), v[n], refs.states[n, 0]
-    dtype = pairs.dtype
-    queries = range(n * plan.groups, (n + 1) * plan.groups)
-    vectors = [q[m] for m in queries]
-    dstate_operand, k_until = dstate[n].astype(dtype), pairs.fade(pairs.k, pairs.until)
-    dvalues = dot(dstate_operand, k_until, (1, 0))
-    dk_until = dot(dstate_operand, values, (0, 0))
-    dweights = [dot(values, do[m], (0, 0)) for m in queries]
-    weights = yield from pairs.weigh(vectors)
-    for m, x, weight in zip(queries, vectors, weights, strict=True):
-        dvalues += dot(do[m], pairs.add_own(x, weight).astype(dtype), (1, 1))
-    dv[n] = dvalues.astype(dtype)
-    gradients = yield from pairs.differentiate(vectors, dweights)
-    kept = dstate[n] * state.astype(jnp.float32) * pairs.whole
-    dkeys, dsince = gradients.keys + dk_until * pairs.until, pairs.differentiate_whole(kept)
-    dstates = pairs.whole * dstate[n]
+    do, at = refs.do, heads.start // plan.pack
+    pairs, state, dstate = (
+        ChannelPairs([k[n] for n in heads], [log[n] for n in heads]),
+        refs.states[at, 0],
+        refs.dstate[at],
+    )
+    dtype, dstate = pairs.dtype, refs.dstate[at]
+    groups = [[n * plan.groups + g for n in heads] for g in range(plan.groups)]
+    sides = [pack([q[m] for m in group]) for group in groups]
+    dstate_operand, k_until = dstate.astype(dtype), pairs.fade(pairs.k, pairs.until)
+    dvalues = [dot(pairs.pick(dstate, p).astype(dtype), k_until, (1, 1)) for p in range(plan.pack)]
+    dk_until = pairs.merge(dot(v[n], dstate_operand, (0, 0)) for n in heads)
+    dweights = [[dot(v[n], do[m], (0, 0)) for n, m in zip(heads, group, strict=True)] for group in groups]
+    weights = yield from pairs.weigh(sides)
+    for p, n in enumerate(heads):
+        dvalue = dvalues[p]
+        for group, of_heads in zip(groups, weights, strict=True):
+            weight = pairs.add_own(multiply_own(q[group[p]], k[n]), of_heads[p])
+            dvalue += dot(do[group[p]], weight.astype(dtype), (1, 1))
+        dv[n] = dvalue.astype(dtype)
+    gradients = yield from pairs.differentiate(sides, dweights)
+    dkeys, dsince = unpack(gradients.keys + dk_until * pairs.until, plan.pack), jnp.float32(0.0)
+    dstates = pairs.whole * dstate
     # Through the queries' reads, and through the products of tokens with themselves.
-    for m, x, dweight, dside in zip(queries, vectors, dweights, gradients.sides, strict=True):
-        of_since, x_since = dot(state, do[m], (0, 0)), pairs.fade(x, pairs.since)
-        down = pairs.take_own(dweight)
-        dq[m] = (dside + of_since * pairs.since + down * pairs.k.astype(jnp.float32)).astype(dtype)
-        dkeys += down * x.astype(jnp.float32)
+    for group, x, dweight, dside in zip(groups, sides, dweights, gradients.sides, strict=True):
+        of_since, x_since = pairs.merge(dot(do[m], state, (0, 0)) for m in group), pairs.fade(x, pairs.since)
+        dqueries = unpack(dside + of_since * pairs.since, plan.pack)
+        for p, (n, m) in enumerate(zip(heads, group, strict=True)):
+            down = pairs.take_own(dweight[p])
+            dq[m] = (dqueries[p] + down * k[n].astype(jnp.float32)).astype(dtype)
+            dkeys[p] += down * q[m].astype(jnp.float32)
         dsince += of_since * x_since.astype(jnp.float32)
-        dstates += dot(do[m], x_since, (1, 1))
-    dk[n] = dkeys.astype(dtype)
+        dstates += pairs.merge(dot(do[m], x_since, (1, 0)) for m in group)
+    kept = dstate * state.astype(jnp.float32) * pairs.whole
     duntil = dk_until * k_until.astype(jnp.float32)
-    dlog[n] = differentiate_sums(LevelSums(gradients.levels, dsince, duntil, jnp.zeros_like(dsince)))
-    dstate[n] = dstates
+    dlogs = differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
+    for n, dkey, of_head in zip(heads, dkeys, unpack(dlogs, plan.pack), strict=True):
+        dk[n] = dkey.astype(dtype)
+        dlog[n] = of_head
+    refs.dstate[at] = dstates

@@ -8,7 +8,7 @@ import jax
 from lm.ops import platform
 from lm.ops.linear_attention.types import LinearCall
 from lm.ops.tpu import padded_rows
-from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads
+from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads, count_packed
 
 
 class ChannelTokens(NamedTuple):
@@ -59,7 +59,13 @@ def make_plan(sizes: ChannelSizes) -> ChunkPlan:
     """Plans the kernels of a call: as many heads per step as fit and divide the heads of the call."""
     available, limit = platform.vmem()
     heads = count_heads(sizes.heads, available // estimate_vmem(sizes))
-    return ChunkPlan(heads=heads, groups=sizes.groups, steps=-(-sizes.length // CHUNK), vmem_limit_bytes=limit)
+    return ChunkPlan(
+        heads=heads,
+        groups=sizes.groups,
+        steps=-(-sizes.length // CHUNK),
+        vmem_limit_bytes=limit,
+        pack=count_packed(heads, sizes.key_rows),
+    )
 
 
 def estimate_vmem(sizes: ChannelSizes) -> int:
