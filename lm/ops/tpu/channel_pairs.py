@@ -5,7 +5,7 @@ in the middle. F_m are the logs of the factors from or to the middle.
 
     w_ji = Σ_m Σ_e (k_j exp(F_m))_e (x_i exp(F_m))_e          each pair j < i belongs to one level m
 
-C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. Halves of 8 tokens or
+C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. Parted of 8 tokens or
 more are then whole registers, which change places at no cost. Rotations of lanes are the dearest operations of a v5e
 beside products.
 """
@@ -48,19 +48,49 @@ class PairGradients(NamedTuple):
 
 
 class Parted(NamedTuple):
-    """The rows of the first and of the second halves of m tokens, block by block."""
+    """The rows of all first halves of m tokens, and of all second halves, [C / 2, columns] each.
 
-    first: list[jax.Array]
-    second: list[jax.Array]
+    Parted of 8 rows or more come block by block. Of two registers A and B with smaller halves, the first halves of A
+    stay where they are, and the first halves of B take the rows of A's second halves; likewise with second halves of B.
+    """
+
+    first: jax.Array
+    second: jax.Array
 
     @classmethod
     def of_rows(cls, x: jax.Array, m: int) -> 'Parted':
-        pieces = [x[at : at + m] for at in range(0, len(x), m)]
-        return cls(pieces[::2], pieces[1::2])
+        if m >= SUBLANES:
+            pieces = _cut(x, m)
+            return cls(jnp.concatenate(pieces[::2]), jnp.concatenate(pieces[1::2]))
+        a, b = _cut_registers(x)
+        second = _is_second(a, m)
+        return cls(jnp.where(second, _rotate(b, m), a), jnp.where(second, b, _rotate(a, -m)))
 
-    def in_order(self) -> jax.Array:
-        """Returns all rows."""
-        return jnp.concatenate([x for pair in zip(*self, strict=True) for x in pair])
+    def in_order(self, m: int) -> jax.Array:
+        """Undoes `of_rows`."""
+        if m >= SUBLANES:
+            pairs = zip(*(_cut(x, m) for x in self), strict=True)
+            return jnp.concatenate([x for pair in pairs for x in pair])
+        second = _is_second(self.first, m)
+        a = jnp.where(second, _rotate(self.second, m), self.first)
+        b = jnp.where(second, self.second, _rotate(self.first, -m))
+        pairs = zip(_cut(a, SUBLANES), _cut(b, SUBLANES), strict=True)
+        return jnp.concatenate([x for pair in pairs for x in pair])
+
+
+def _cut(x: jax.Array, m: int) -> list[jax.Array]:
+    return [x[at : at + m] for at in range(0, len(x), m)]
+
+
+def _cut_registers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns every second register's rows."""
+    registers = _cut(x, SUBLANES)
+    return jnp.concatenate(registers[::2]), jnp.concatenate(registers[1::2])
+
+
+def _rotate(x: jax.Array, by: int) -> jax.Array:
+    """Rotates the 8 rows of each register."""
+    return jnp.concatenate([_roll(register, by) for register in _cut(x, SUBLANES)])
 
 
 def pack(of_heads_ExC: Sequence[jax.Array]) -> jax.Array:
@@ -85,18 +115,15 @@ def sum_levels(log_CxE: jax.Array) -> LevelSums:
         since += jnp.where(second, sibling, 0.0)
         until += jnp.where(second, 0.0, sibling)
         total += sibling
-    totals = [total[at : at + SUBLANES] for at in range(0, len(total), SUBLANES)]
+    totals = _cut(total, SUBLANES)
     for m in _levels(log_CxE)[len(levels) :]:
-        sinces, untils, of = (
-            Parted.of_rows(since, m),
-            Parted.of_rows(until, m),
-            Parted(totals[::2], totals[1::2]),
-        )
-        levels.append(Parted(untils.first, sinces.second).in_order())
-        second = [_add_to_all(x, total) for x, total in zip(sinces.second, of.first, strict=True)]
-        first = [_add_to_all(x, total) for x, total in zip(untils.first, of.second, strict=True)]
-        since, until = Parted(sinces.first, second).in_order(), Parted(first, untils.second).in_order()
-        totals = [a + b for a, b in zip(*of, strict=True)]
+        sinces, untils = Parted.of_rows(since, m), Parted.of_rows(until, m)
+        levels.append(Parted(untils.first, sinces.second).in_order(m))
+        second = [_add_to_all(x, of) for x, of in zip(_cut(sinces.second, m), totals[::2], strict=True)]
+        first = [_add_to_all(x, of) for x, of in zip(_cut(untils.first, m), totals[1::2], strict=True)]
+        since = Parted(sinces.first, jnp.concatenate(second)).in_order(m)
+        until = Parted(jnp.concatenate(first), untils.second).in_order(m)
+        totals = [a + b for a, b in zip(totals[::2], totals[1::2], strict=True)]
     return LevelSums(levels, since, until, totals[0])
 
 
@@ -107,11 +134,10 @@ def differentiate_sums(gradients: LevelSums) -> jax.Array:
     while levels and levels[-1] >= SUBLANES:
         m, dlevel = levels.pop(), dlevels[len(levels)]
         dsinces, duntils, of = (Parted.of_rows(x, m) for x in (dsince, duntil, dlevel))
-        pairs = zip(dtotals, duntils.first, dsinces.second, strict=True)
+        pairs = zip(dtotals, _cut(duntils.first, m), _cut(dsinces.second, m), strict=True)
         dtotals = [x for d, first, second in pairs for x in (d + fold_rows(second), d + fold_rows(first))]
-        second = [a + b for a, b in zip(dsinces.second, of.second, strict=True)]
-        first = [a + b for a, b in zip(duntils.first, of.first, strict=True)]
-        dsince, duntil = Parted(dsinces.first, second).in_order(), Parted(first, duntils.second).in_order()
+        dsince = Parted(dsinces.first, dsinces.second + of.second).in_order(m)
+        duntil = Parted(duntils.first + of.first, duntils.second).in_order(m)
     dtotal = jnp.concatenate(dtotals)
     for m, dlevel in reversed(list(zip(levels, dlevels, strict=False))):
         second = _is_second(dsince, m)
@@ -194,18 +220,12 @@ class ChannelPairs:
         """
         pairs = [[jnp.zeros(())] * self.heads for _ in sides]
         for m, factors in self._levels():
-            near = m < SUBLANES
-            if near:
-                keys = [self.fade(k, factors) for k in self._own_keys]
-                operands = [self.fade(x, factors) for x in sides]
-            else:
-                halves = (self._fade_halves(k, factors, m).first for k in self._own_keys)
-                keys = [jnp.concatenate(first).astype(self.dtype) for first in halves]
-                operands = [self._make_operand(x, factors, m) for x in sides]
-            for found, side in zip(pairs, operands, strict=True):
-                for p, key in enumerate(keys):
-                    put = self._put_near if near else self._put
-                    found[p] = put(dot(key, side, (1, 1)), found[p], m)
+            first = Parted.of_rows(self.k * factors, m).first
+            operand = self._make_operand(sides, factors, m)
+            for p in range(self.heads):
+                products = dot(self.pick(first, p).astype(self.dtype), operand, (1, 1))
+                for found, product in zip(pairs, jnp.split(products, len(sides), axis=1), strict=True):
+                    found[p] = self._put(product, found[p], m)
             yield
         return pairs
 
@@ -213,43 +233,23 @@ class ChannelPairs:
         """Returns the `PairGradients` of the products of keys with `sides`, for each side and head."""
         dkeys, dsides, dlevels = jnp.zeros_like(self.k), [jnp.zeros_like(x) for x in sides], []
         for m, factors in self._levels():
-            differentiate = self._differentiate_near if m < SUBLANES else self._differentiate_far
-            level = differentiate(m, factors, sides, dpairs)
-            dkeys += level.keys
-            dsides = [a + b for a, b in zip(dsides, level.sides, strict=True)]
-            dlevels += level.levels
+            of, keys = Parted.of_rows(factors, m), Parted.of_rows(self.k * factors, m).first
+            operand, key_operand = self._make_operand(sides, factors, m), keys.astype(self.dtype)
+            ds = [[self._take(d, m) for d in of_heads] for of_heads in dpairs]
+            dkey = self.merge(
+                dot(jnp.concatenate(of_sides, axis=1).astype(self.dtype), operand, (1, 0))
+                for of_sides in zip(*ds, strict=True)
+            )
+            dlevel, none = jnp.float32(0.0), jnp.zeros_like(dkey)
+            for n, (x, of_heads) in enumerate(zip(sides, ds, strict=True)):
+                later = [Parted.of_rows(d.T, m).second.astype(self.dtype) for d in of_heads]
+                dside = self.merge(dot(d, key_operand, (1, 0)) for d in later)
+                dlevel += dside * Parted.of_rows(x * factors, m).second
+                dsides[n] += Parted(none, dside * of.second).in_order(m)
+            dkeys += Parted(dkey * of.first, none).in_order(m)
+            dlevels.append(Parted(dkey * keys, dlevel).in_order(m))
             yield
         return PairGradients(dkeys, dsides, dlevels)
-
-    def _differentiate_near(self, m: int, factors, sides, dpairs) -> PairGradients:
-        """Returns the gradients through a level of 4 tokens or less."""
-        keys, dkeys, dsides = self.k * factors, [jnp.float32(0.0)] * self.heads, []
-        operand, here, dlevel = keys.astype(self.dtype), self._is_level(m), jnp.float32(0.0)
-        for x, of_heads in zip(sides, dpairs, strict=True):
-            side = x * factors
-            ds = [jnp.where(here, d, 0.0).astype(self.dtype) for d in of_heads]
-            dkeys = [dkey + dot(d, side.astype(self.dtype), (1, 0)) for dkey, d in zip(dkeys, ds, strict=True)]
-            dside = self.merge(dot(d, operand, (0, 0)) for d in ds)
-            dlevel += dside * side
-            dsides.append(dside * factors)
-        dkey = self.merge(dkeys)
-        return PairGradients(dkey * factors, dsides, [dlevel + dkey * keys])
-
-    def _differentiate_far(self, m: int, factors, sides, dpairs) -> PairGradients:
-        """Returns the gradients through a level of 8 tokens or more."""
-        keys, dkeys, dsides = jnp.concatenate(self._fade_halves(self.k, factors, m).first), [], []
-        operand, of, dlevel = keys.astype(self.dtype), Parted.of_rows(factors, m), jnp.float32(0.0)
-        first, second = jnp.concatenate(of.first), jnp.concatenate(of.second)
-        none, dkeys = jnp.zeros_like(second), [jnp.float32(0.0)] * self.heads
-        for x, of_heads in zip(sides, dpairs, strict=True):
-            ds, side = [self._take(d, m) for d in of_heads], self._make_operand(x, factors, m)
-            dkeys = [dkey + dot(d.astype(self.dtype), side, (1, 0)) for dkey, d in zip(dkeys, ds, strict=True)]
-            later = [jnp.concatenate(Parted.of_rows(d.T, m).second).astype(self.dtype) for d in ds]
-            dside = self.merge(dot(d, operand, (1, 0)) for d in later)
-            dlevel += dside * jnp.concatenate(self._fade_halves(x, factors, m).second)
-            dsides.append(_interleave(none, dside * second, m))
-        dkey = self.merge(dkeys)
-        return PairGradients(_interleave(dkey * first, none, m), dsides, [_interleave(dkey * keys, dlevel, m)])
 
     def add_own(self, own_1xC: jax.Array, pairs_CxC: jax.Array) -> jax.Array:
         """Puts the products of tokens with themselves, which no factor changes, on the diagonal of pairs."""
@@ -277,30 +277,32 @@ class ChannelPairs:
     def _levels(self) -> Iterable[tuple[int, jax.Array]]:
         return zip(_levels(self.k), self.factors, strict=True)
 
-    def _fade_halves(self, x: jax.Array, factors: jax.Array, m: int) -> Parted:
-        pairs = (zip(*each, strict=True) for each in zip(Parted.of_rows(x, m), Parted.of_rows(factors, m), strict=True))
-        return Parted(*([a * b for a, b in pair] for pair in pairs))
-
-    def _make_operand(self, x: jax.Array, factors: jax.Array, m: int) -> jax.Array:
-        """Returns the side, faded in the second halves; products with first halves mean nothing."""
-        first = Parted.of_rows(x, m).first
-        return Parted(first, self._fade_halves(x, factors, m).second).in_order().astype(self.dtype)
-
-    def _put_near(self, product: jax.Array, pairs_CxC: jax.Array, m: int) -> jax.Array:
-        """Returns the pairs with pairs of level m, 4 tokens or less; the largest level leaves all other pairs 0."""
-        pairs = product if m == 1 else jnp.where(self._differing < m, pairs_CxC, product)
-        return jnp.where(self._is_near, pairs, 0.0) if 2 * m == SUBLANES else pairs
+    def _make_operand(self, sides: Sequence[jax.Array], factors: jax.Array, m: int) -> jax.Array:
+        """Returns all sides, one below the other; only second halves are faded where that is less work."""
+        if m < SUBLANES:
+            return jnp.concatenate([x * factors for x in sides]).astype(self.dtype)
+        halves = [(Parted.of_rows(x, m), Parted.of_rows(x * factors, m)) for x in sides]
+        return jnp.concatenate([Parted(raw.first, x.second).in_order(m) for raw, x in halves]).astype(self.dtype)
 
     def _put(self, product: jax.Array, pairs_CxC: jax.Array, m: int) -> jax.Array:
         """Returns the pairs with pairs of level m, of which `product` has the rows of the first halves."""
-        rows = Parted.of_rows(pairs_CxC, m)
-        first = [jnp.where(self._is_in(at, m), product[at * m : (at + 1) * m], x) for at, x in enumerate(rows.first)]
-        return Parted(first, rows.second).in_order()
+        if m >= SUBLANES:
+            rows = Parted.of_rows(pairs_CxC, m)
+            cut = zip(_cut(product, m), _cut(rows.first, m), strict=True)
+            first = [jnp.where(self._is_in(at, m), new, old) for at, (new, old) in enumerate(cut)]
+            return Parted(jnp.concatenate(first), rows.second).in_order(m)
+        # A level overwrites what smaller levels left; the largest one leaves all other pairs 0.
+        product = Parted(product, product).in_order(m)
+        pairs = product if m == 1 else jnp.where(self._differing < m, pairs_CxC, product)
+        return jnp.where(self._is_near, pairs, 0.0) if 2 * m == SUBLANES else pairs
 
     def _take(self, dpairs_CxC: jax.Array, m: int) -> jax.Array:
         """Returns the rows of the first halves, 0 but for pairs of level m."""
         rows = Parted.of_rows(dpairs_CxC, m).first
-        return jnp.concatenate([jnp.where(self._is_in(at, m), x, 0.0) for at, x in enumerate(rows)])
+        if m >= SUBLANES:
+            cut = enumerate(_cut(rows, m))
+            return jnp.concatenate([jnp.where(self._is_in(at, m), x, 0.0) for at, x in cut])
+        return jnp.where(self._is_level(m), rows, 0.0)
 
     def _is_in(self, at: int, m: int) -> jax.Array:
         """Returns True for the tokens of the second half of block `at`, [1, C]."""
@@ -314,7 +316,11 @@ class ChannelPairs:
         return (lane >= p * size) & (lane < (p + 1) * size)
 
     def _is_level(self, m: int) -> jax.Array:
-        return (self._differing >= m) & (self._differing < 2 * m) & self._order
+        """Returns True for pairs of level m, 4 tokens or less, in the rows of the first halves."""
+        row, i = (lax.broadcasted_iota(jnp.int32, (len(self.k) // 2, len(self.k)), axis) for axis in (0, 1))
+        at = row % SUBLANES
+        j = 2 * (row - at) + jnp.where((at & m) != 0, SUBLANES + at - m, at)
+        return (j ^ i) // m == 1
 
     @functools.cached_property
     def _differing(self):
@@ -332,9 +338,3 @@ class ChannelPairs:
     def _is_near(self):
         """True where j < i in the same block of 8 tokens, [C, C]."""
         return self._order & (self._differing < SUBLANES)
-
-
-def _interleave(first: jax.Array, second: jax.Array, m: int) -> jax.Array:
-    """Returns all rows, of first halves and of second halves that come block by block."""
-    cut = [[x[at : at + m] for at in range(0, len(x), m)] for x in (first, second)]
-    return Parted(*cut).in_order()
