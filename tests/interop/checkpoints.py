@@ -35,6 +35,9 @@ FORMS = {
     'llama_3.1': ('llama', dict(rope_parameters=LLAMA3)),
     'llama_linear': ('llama', dict(rope_parameters=dict(rope_type='linear', rope_theta=1e4, factor=4.0))),
     'mistral': ('mistral', dict(sliding_window=5)),
+    'ministral': ('ministral', dict(
+        sliding_window=5, layer_types=['sliding_attention', 'full_attention'], head_dim=12,
+    )),
     'qwen2': ('qwen2', dict(tie_word_embeddings=True)),
     'qwen2_window': ('qwen2', dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
     'qwen3': ('qwen3', dict(head_dim=12)),
