@@ -50,7 +50,7 @@ class PairGradients(NamedTuple):
 class Parted(NamedTuple):
     """The rows of all first halves of m tokens, and of all second halves, [C / 2, columns] each.
 
-    Parted of 8 rows or more come block by block. Of two registers A and B with smaller halves, the first halves of A
+    Halves of 8 rows or more come block by block. Of two registers A and B with smaller halves, the first halves of A
     stay where they are, and the first halves of B take the rows of A's second halves; likewise with second halves of B.
     """
 
