@@ -50,8 +50,8 @@ class PairGradients(NamedTuple):
 class Parted(NamedTuple):
     """The rows of all first halves of m tokens, and of all second halves, [C / 2, columns] each.
 
-    Halves of 8 rows or more come block by block. Two registers A and B with smaller halves swap them. The first halves of
-    A stay where they are, and the first halves of B take the rows of A's second halves. So do the second halves of B.
+    Halves of 8 rows or more come block by block. Two registers A and B with smaller halves swap them. The first
+    halves of A stay, and the first halves of B take the rows of A's second halves. So do the second halves of B.
     """
 
     first: jax.Array
