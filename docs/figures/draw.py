@@ -22,12 +22,14 @@ STYLES = {
     'performer': 4,
     'three gated delta': 1,
     'three polysketch': 3,
+    'gated_delta': 6,
     'gated_': 5,
     'retention': 6,
     'taylor': 5,
     'llops': 6,
     'window of 64, layer 1': 0,
-    'window': 2,
+    'window of 128': 4,
+    'window': 3,
     'hedgehog': 1,
 }
 """The beginning of a curve's name → its colour and marker, which are the same in all panels of a picture."""
@@ -87,7 +89,7 @@ def draw(figures: dict, path: pathlib.Path) -> None:
     with matplotlib.rc_context(settings):
         panels = figures['panels']
         figure, axes = plt.subplots(
-            1, len(panels), figsize=(3.6 * len(panels), 2.9), layout='constrained', squeeze=False
+            1, len(panels), figsize=(figures.get('width', 3.6) * len(panels), 2.9), layout='constrained', squeeze=False
         )
         for panel, ax in zip(panels, axes[0], strict=True):
             SHAPES[panel['shape']](panel, ax)
@@ -95,7 +97,8 @@ def draw(figures: dict, path: pathlib.Path) -> None:
             ax.set_title(panel['title'], fontsize=7.5)
             ax.minorticks_off()
             if panel['shape'] != 'rows':
-                ax.legend(fontsize=6.5, framealpha=0.9)
+                beside = {'loc': 'upper left', 'bbox_to_anchor': (1, 1)} if panel.get('legend') == 'beside' else {}
+                ax.legend(fontsize=6.5, framealpha=0.9, **beside)
         figure.savefig(path, metadata={'Date': None})
         plt.close(figure)
 
