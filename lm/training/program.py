@@ -113,7 +113,7 @@ def compile_described(
     program: StepProgram,
     mesh: Mesh,
     topology: Topology,
-    lower: Callable[[StepProgram, Mesh], jax.stages.Lowered] = lower_step,
+    lower: Callable[[StepProgram, Mesh], jax.stages.Lowered] | None = None,
 ) -> CompiledProgram | StepTooLarge:
     """Compiles the step, or what else `lower` traces, for the described devices of `topology`.
 
@@ -122,7 +122,7 @@ def compile_described(
     """
     try:
         with jax.set_mesh(mesh):
-            return compile_with_text(lower(program, mesh))
+            return compile_with_text((lower or lower_step)(program, mesh))
     except jax.errors.JaxRuntimeError as error:
         if (needed := find_memory_needed(str(error))) is not None:
             return StepTooLarge(needed)

@@ -86,13 +86,14 @@ def test_a_rewind_is_made_once(until, monkeypatch, capsys, rewind_to, is_rewound
     made = []
     monkeypatch.setattr(train_module, 'Checkpointer', lambda *given: made.append(given) or Saved(*given))
     until(train_module, 'restore_or_init', rewind_to=rewind_to)
-    ((folder, config, fingerprints, on_saved, measure),) = made
+    ((folder, config, fingerprints, on_saved, measure, memory),) = made
     assert (questions, checked) == (asked, [rewinds])
     assert ('--rewind_to 3: done before' in capsys.readouterr().out) == (rewind_to == 3 and is_rewound)
     assert (folder, config) == (RunDir('unused').checkpoints, EXPERIMENT.checkpoint)
     assert on_saved.__func__ is RunDir.record_saved
     assert fingerprints
     assert isinstance(measure, str)
+    assert memory is None
 
 
 def test_processes_compare_their_starting_points(until, monkeypatch):
@@ -105,8 +106,8 @@ def test_processes_compare_their_starting_points(until, monkeypatch):
 class Saved:
     """A checkpointer that has step 3 of a run, after 40 seconds of steps."""
 
-    def __init__(self, folder, config, fingerprints, on_saved, measure):
-        self.rewound = []
+    def __init__(self, folder, config, fingerprints, on_saved, measure, memory):
+        self.rewound, self.stored = [], 3
 
     def __enter__(self):
         return self
@@ -115,6 +116,7 @@ class Saved:
         pass
 
     def restore(self, abstract, step):
+        self.stored = step or 3
         return 'the state', step or 3, {'seconds': 50.0, 'step_seconds': 40.0, 'skipped_batches': [(1, 2)]}
 
     def latest_step(self):
