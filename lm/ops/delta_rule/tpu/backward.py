@@ -12,105 +12,28 @@ one gradient and takes from the other.
 Other letters are explained in the forward kernel.
 """
 
-import functools
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.delta_rule.tpu import channels
 from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors, sum_rows
 from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
 from lm.ops.tpu import SUBLANES, dot
-from lm.ops.tpu.order import Turns, side_by_side
+from lm.ops.tpu.chunk_walk import ChunkReferences
+from lm.ops.tpu.order import Turns
 
 
-class BackwardStates(NamedTuple):
-    """The results of the backward kernel: gradients of the tokens' arrays and of the states before the first token.
-
-    Inside the kernel they are references.
-    """
-
-    tokens: DeltaTokens
-    before_NxDxE: Any
-
-
-def backward(
-    plan: DeltaPlan,
-    tokens: DeltaTokens,
-    states_NxTxDxE: jax.Array,
-    do_MxDxL: jax.Array,
-    dafter_NxDxE: jax.Array,
-) -> BackwardStates:
-    """Computes the gradients.
-
-    Args:
-        plan: the plan of the forward kernel.
-        tokens: the inputs of the forward kernel.
-        states_NxTxDxE: the states that the forward kernel saved.
-        do_MxDxL: the gradient of the outputs.
-        dafter_NxDxE: the gradient of the states after the last token.
-    """
-    inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
-    results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BackwardStates(tokens, dafter_NxDxE))
-    specs, whole = plan.specify_tokens(tokens, backwards=True), plan.specify_whole(dafter_NxDxE)
-    states, do = (
-        plan.specify_states(states_NxTxDxE, backwards=True),
-        plan.specify_queries(do_MxDxL, backwards=True),
-    )
-    return pl.pallas_call(
-        functools.partial(_kernel, plan),
-        name='delta_rule_backward',
-        grid=(tokens.k_NxExL.shape[0] // plan.heads, plan.steps),
-        in_specs=[specs, states, do, whole],
-        out_specs=(BackwardStates(specs, whole),),
-        out_shape=(results,),
-        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
-        compiler_params=plan.compiler_params,
-        cost_estimate=plan.estimate_cost(9 + 7 * plan.groups, tokens.k_NxExL.shape[0], (inputs, results)),
-    )(*inputs)[0]
-
-
-def _kernel(
-    plan: DeltaPlan, tokens: DeltaTokens, states: Any, do: Any, dafter: Any, results: BackwardStates, dstate: Any
-) -> None:
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        dstate[...] = dafter[...]
-
-    refs = _References(tokens, states, do, results.tokens, dstate)
+def differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens]) -> Iterator[Turns]:
+    """Yields the work on each head, or pack of heads: the gradients of a chunk."""
     if plan.channels:
-        side_by_side(channels.differentiate_heads(plan, refs, heads) for heads in plan.packs)
-    else:
-        side_by_side(_differentiate(plan, refs, n) for n in range(plan.heads))
-
-    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
-    def _():
-        results.before_NxDxE[...] = dstate[...]
+        return (channels.differentiate_heads(plan, refs, heads) for heads in plan.packs)
+    return (_differentiate(plan, refs, n) for n in range(plan.heads))
 
 
-class _References(NamedTuple):
-    """The kernel's arrays in VMEM.
-
-    Attributes:
-        tokens: the inputs of a chunk.
-        states: the states before the chunk.
-        do: the gradient of the chunk's outputs.
-        gradients: the gradients of the chunk's inputs, to be written.
-        dstate: the gradient of the states after the chunk; it becomes the gradient of the states before the chunk.
-    """
-
-    tokens: DeltaTokens
-    states: Any
-    do: Any
-    gradients: DeltaTokens
-    dstate: Any
-
-
-def _differentiate(plan: DeltaPlan, refs: _References, n: int) -> Turns:
+def _differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens], n: int) -> Turns:
     """Computes the gradients of key head n and its queries."""
     q, k, v, beta, c = refs.tokens
     dq, dk, dv, dbeta, dc = cast(Any, refs.gradients)

@@ -5,21 +5,26 @@ the state before each chunk. Several heads are computed side by side: with one h
 the product before.
 """
 
-import functools
-from typing import NamedTuple, cast
-
 import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.linear_attention.channels import FadingResult, attend_part, attend_whole
-from lm.ops.linear_attention.tpu.channels.backward import backward
-from lm.ops.linear_attention.tpu.channels.forward import forward
+from lm.ops.linear_attention.tpu.channels.backward import differentiate
+from lm.ops.linear_attention.tpu.channels.forward import compute
 from lm.ops.linear_attention.tpu.channels.plan import ChannelSizes, ChannelTokens, estimate_vmem, make_plan
 from lm.ops.linear_attention.types import LinearCall, LinearResult
-from lm.ops.residuals import save_residual
 from lm.ops.tpu import by_head, by_token
-from lm.ops.tpu.chunks import CHUNK, ChunkPlan
+from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
+from lm.ops.tpu.chunks import CHUNK
+
+WALK = ChunkWalk(
+    'channel_attention',
+    compute,
+    differentiate,
+    forward_rows=lambda plan: 1 + 9 * plan.groups,
+    backward_rows=lambda plan: 2 + 26 * plan.groups,
+)
 
 
 def linear_attention(call: LinearCall) -> LinearResult:
@@ -49,46 +54,10 @@ def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
 
 
 def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
-    batch, _, heads, size = call.k_BxLxKxE.shape
-    value_size, sizes = call.v_BxLxKxD.shape[-1], ChannelSizes.of_call(call)
+    sizes = ChannelSizes.of_call(call)
     plan = make_plan(sizes)
     arrays = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE)
     # Zero tokens after the last one do not change the state.
     tokens = ChannelTokens(*(by_token(a, plan.steps * CHUNK, a.shape[2]) for a in arrays))
-    before_BxKxDxE = jnp.pad(
-        state_BxKxExD.swapaxes(2, 3),
-        ((0, 0), (0, 0), (0, sizes.value_rows - value_size), (0, sizes.key_rows - size)),
-    )
-    before_NxDxE = before_BxKxDxE.reshape(batch * heads, sizes.value_rows, sizes.key_rows)
-    o_MxDxL, after_NxDxE = cast(ChannelWalk, _walk(plan, tokens, plan.pack_states(before_NxDxE)))
-    after_NxDxE = plan.unpack_states(after_NxDxE)
-    after_BxKxDxE = after_NxDxE.reshape(batch, heads, *after_NxDxE.shape[1:])
-    state = after_BxKxDxE[:, :, :value_size, :size].swapaxes(2, 3)
-    return FadingResult(by_head(o_MxDxL, call.q_BxLxHxE, value_size), state)
-
-
-class ChannelWalk(NamedTuple):
-    """Outputs, and the states after the last token."""
-
-    o_MxDxL: jax.Array
-    after_NxDxE: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _walk(plan: ChunkPlan, tokens: ChannelTokens, before_NxDxE: jax.Array) -> ChannelWalk:
-    results = forward(plan, False, tokens, before_NxDxE)
-    return ChannelWalk(results.o_MxDxL, results.after_NxDxE)
-
-
-def _walk_forward(plan: ChunkPlan, tokens: ChannelTokens, before_NxDxE: jax.Array):
-    o, after, states = forward(plan, True, tokens, before_NxDxE)
-    return ChannelWalk(save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
-
-
-def _walk_backward(plan: ChunkPlan, residuals: tuple[ChannelTokens, jax.Array], cotangents: ChannelWalk):
-    tokens, states = residuals
-    gradients = backward(plan, tokens, states, cotangents.o_MxDxL, cotangents.after_NxDxE)
-    return gradients.tokens, gradients.before_NxDxE
-
-
-_walk.defvjp(_walk_forward, _walk_backward)
+    o_MxDxL, state = run_walk(WALK, plan, tokens, state_BxKxExD, (sizes.key_rows, sizes.value_rows))
+    return FadingResult(by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state)

@@ -8,13 +8,10 @@ products that read it round it. dX is the gradient of X, and S' is the state aft
 Other letters are explained in the forward kernel.
 """
 
-import functools
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
@@ -27,87 +24,17 @@ from lm.ops.tpu.channel_pairs import (
     pack,
     unpack,
 )
+from lm.ops.tpu.chunk_walk import ChunkReferences
 from lm.ops.tpu.chunks import ChunkPlan
-from lm.ops.tpu.order import Turns, side_by_side
+from lm.ops.tpu.order import Turns
 
 
-class ChannelGradients(NamedTuple):
-    """The results of the backward kernel: gradients of the tokens' arrays and of the states before the first token.
-
-    Inside the kernel they are references.
-    """
-
-    tokens: ChannelTokens
-    before_NxDxE: Any
+def differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens]) -> Iterator[Turns]:
+    """Yields the work on each pack of heads: the gradients of a chunk."""
+    return (_differentiate(plan, refs, heads) for heads in plan.packs)
 
 
-def backward(
-    plan: ChunkPlan, tokens: ChannelTokens, states_NxTxDxE: jax.Array, do_MxDxL: jax.Array, dafter_NxDxE: jax.Array
-) -> ChannelGradients:
-    """Computes the gradients.
-
-    Args:
-        plan: the plan of the forward kernel.
-        tokens: the inputs of the forward kernel.
-        states_NxTxDxE: the states that the forward kernel saved.
-        do_MxDxL: the gradient of the outputs.
-        dafter_NxDxE: the gradient of the states after the last token.
-    """
-    inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
-    results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ChannelGradients(tokens, dafter_NxDxE))
-    specs, whole = plan.specify_tokens(tokens, backwards=True), plan.specify_whole(dafter_NxDxE)
-    states, do = (
-        plan.specify_states(states_NxTxDxE, backwards=True),
-        plan.specify_queries(do_MxDxL, backwards=True),
-    )
-    heads = tokens.k_NxExL.shape[0]
-    return pl.pallas_call(
-        functools.partial(_kernel, plan),
-        name='channel_attention_backward',
-        grid=(heads // plan.heads, plan.steps),
-        in_specs=[specs, states, do, whole],
-        out_specs=(ChannelGradients(specs, whole),),
-        out_shape=(results,),
-        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
-        compiler_params=plan.compiler_params,
-        cost_estimate=plan.estimate_cost(2 + 26 * plan.groups, heads, (inputs, results)),
-    )(*inputs)[0]
-
-
-def _kernel(
-    plan: ChunkPlan, tokens: ChannelTokens, states: Any, do: Any, dafter: Any, results: ChannelGradients, dstate: Any
-) -> None:
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        dstate[...] = dafter[...]
-
-    refs = _References(tokens, states, do, results.tokens, dstate)
-    side_by_side(_differentiate(plan, refs, heads) for heads in plan.packs)
-
-    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
-    def _():
-        results.before_NxDxE[...] = dstate[...]
-
-
-class _References(NamedTuple):
-    """The kernel's arrays in VMEM.
-
-    Attributes:
-        tokens: the inputs of a chunk.
-        states: the states before the chunk.
-        do: the gradient of the chunk's outputs.
-        gradients: the gradients of the chunk's inputs, to be written.
-        dstate: the gradient of the states after the chunk; it becomes the gradient of the states before the chunk.
-    """
-
-    tokens: ChannelTokens
-    states: Any
-    do: Any
-    gradients: ChannelTokens
-    dstate: Any
-
-
-def _differentiate(plan: ChunkPlan, refs: _References, heads: range) -> Turns:
+def _differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens], heads: range) -> Turns:
     """Computes the gradients of a pack of key heads and their queries."""
     q, k, v, log = refs.tokens
     dq, dk, dv, dlog = cast(Any, refs.gradients)

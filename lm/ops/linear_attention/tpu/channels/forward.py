@@ -7,76 +7,20 @@ of heads and, for each, over chunks in order, with the states S [D, E] in VMEM. 
 none is a difference.
 """
 
-import functools
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from collections.abc import Iterator
+from typing import Any
 
 from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
 from lm.ops.tpu.channel_pairs import ChannelPairs, multiply_own, pack
+from lm.ops.tpu.chunk_walk import WalkOutputs
 from lm.ops.tpu.chunks import ChunkPlan
-from lm.ops.tpu.order import Turns, side_by_side
+from lm.ops.tpu.order import Turns
 
 
-class ChannelOutputs(NamedTuple):
-    """The results of the forward kernel; inside the kernel they are references.
-
-    Attributes:
-        o_MxDxL: outputs of N G heads.
-        after_NxDxE: the states after the last token, float32.
-        states_NxTxDxE: the states before each of T chunks, in the type of v; None where they are not saved.
-    """
-
-    o_MxDxL: Any
-    after_NxDxE: Any
-    states_NxTxDxE: Any
-
-
-def forward(plan: ChunkPlan, save: bool, tokens: ChannelTokens, before_NxDxE: jax.Array) -> ChannelOutputs:
-    """Computes outputs and states.
-
-    Args:
-        plan: the plan; L is a multiple of its chunk, and N of its heads.
-        save: also return the states before the chunks.
-        tokens: the inputs.
-        before_NxDxE: the states before the first token, float32.
-    """
-    v = tokens.v_NxDxL
-    n, size, length = v.shape
-    results = ChannelOutputs(
-        jax.ShapeDtypeStruct((tokens.q_MxExL.shape[0], size, length), v.dtype),
-        jax.ShapeDtypeStruct(before_NxDxE.shape, jnp.float32),
-        jax.ShapeDtypeStruct((len(before_NxDxE), plan.steps, *before_NxDxE.shape[1:]), v.dtype) if save else None,
-    )
-    return pl.pallas_call(
-        functools.partial(_kernel, plan),
-        name='channel_attention_forward',
-        grid=(n // plan.heads, plan.steps),
-        in_specs=[plan.specify_tokens(tokens), plan.specify_whole(before_NxDxE)],
-        out_specs=(
-            ChannelOutputs(
-                plan.specify_queries(results.o_MxDxL),
-                plan.specify_whole(before_NxDxE),
-                plan.specify_states(results.states_NxTxDxE) if save else None,
-            ),
-        ),
-        out_shape=(results,),
-        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *before_NxDxE.shape[1:]), jnp.float32)],
-        compiler_params=plan.compiler_params,
-        cost_estimate=plan.estimate_cost(1 + 9 * plan.groups, n, (tokens, before_NxDxE, results)),
-    )(tokens, before_NxDxE)[0]
-
-
-def _kernel(plan: ChunkPlan, tokens: ChannelTokens, before: Any, results: ChannelOutputs, state: Any) -> None:
+def compute(plan: ChunkPlan, tokens: ChannelTokens, state: Any, results: WalkOutputs) -> Iterator[Turns]:
+    """Yields the work on each pack of heads: outputs of a chunk, and the state after it."""
     q, k, v, log = tokens
-
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        state[...] = before[...]
 
     def compute_heads(heads: range) -> Turns:
         pairs, at = ChannelPairs([k[n] for n in heads], [log[n] for n in heads]), heads.start // plan.pack
@@ -96,8 +40,4 @@ def _kernel(plan: ChunkPlan, tokens: ChannelTokens, before: Any, results: Channe
                 weight = pairs.add_own(multiply_own(q[m], k[n]), of_heads[p]).astype(v.dtype)
                 results.o_MxDxL[m] = (read[p] + dot(v[n], weight, (1, 0))).astype(v.dtype)
 
-    side_by_side(compute_heads(heads) for heads in plan.packs)
-
-    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
-    def _():
-        results.after_NxDxE[...] = state[...]
+    return (compute_heads(heads) for heads in plan.packs)

@@ -1,0 +1,217 @@
+"""The walk of a kernel over a sequence, chunk by chunk, and the walk back for the gradients.
+
+N key heads of all sequences, G queries of each, D value size, E channels of a pack of heads. The grid walks over groups
+of heads and, for each, over chunks in order, with the states [D, E] in VMEM. The walk back starts at the last chunk. It
+computes each chunk again from the state before it, which the first walk saved.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.residuals import save_residual
+from lm.ops.tpu.chunks import ChunkPlan, Tokens
+from lm.ops.tpu.order import Turns, side_by_side
+
+
+class WalkOutputs(NamedTuple):
+    """The results of the forward kernel; inside the kernel they are references.
+
+    Attributes:
+        o_MxDxL: outputs of N G heads.
+        after_NxDxE: the states after the last token, float32.
+        states_NxTxDxE: the states before each of T chunks, in the type of v; None where they are not saved.
+    """
+
+    o_MxDxL: Any
+    after_NxDxE: Any
+    states_NxTxDxE: Any
+
+
+class WalkGradients(NamedTuple):
+    """The results of the backward kernel: gradients of the tokens' arrays and of the states before the first token.
+
+    Inside the kernel they are references.
+    """
+
+    tokens: Any
+    before_NxDxE: Any
+
+
+class ChunkReferences(NamedTuple, Generic[Tokens]):
+    """The arrays of the backward kernel in VMEM.
+
+    Attributes:
+        tokens: the inputs of a chunk.
+        states: the states before the chunk.
+        do: the gradient of the chunk's outputs.
+        gradients: the gradients of the chunk's inputs, to be written.
+        dstate: the gradient of the states after the chunk; it becomes the gradient of the states before the chunk.
+    """
+
+    tokens: Tokens
+    states: Any
+    do: Any
+    gradients: Tokens
+    dstate: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkWalk:
+    """The parts in which walks differ.
+
+    Attributes:
+        name: the beginning of the names of both kernels.
+        compute: (plan, tokens, state, results) → the work on a chunk's heads, which writes outputs and the next state.
+        differentiate: (plan, references) → the work on a chunk's heads, which writes gradients.
+        forward_rows, backward_rows: plan → matrix products per chunk and head (`ChunkPlan.estimate_cost`).
+    """
+
+    name: str
+    compute: Callable[[Any, Any, Any, WalkOutputs], Iterable[Turns]]
+    differentiate: Callable[[Any, Any], Iterable[Turns]]
+    forward_rows: Callable[[Any], int]
+    backward_rows: Callable[[Any], int]
+
+
+class WalkResult(NamedTuple):
+    """Outputs, and the states after the last token."""
+
+    o_MxDxL: jax.Array
+    after_NxDxE: jax.Array
+
+
+def run_walk(
+    walk: ChunkWalk, plan: ChunkPlan, tokens: Tokens, state_BxKxExD: jax.Array, rows: tuple[int, int]
+) -> WalkResult:
+    """Computes outputs [N G, D, L], and the states after the last token, [B, K, E, D] float32.
+
+    Args:
+        walk: the kernels.
+        plan: the plan; L is a multiple of its chunk, and N of its heads.
+        tokens: the inputs.
+        state_BxKxExD: the states before the first token, float32.
+        rows: the padded sizes of keys and values in the kernels.
+    """
+    batch, heads, size, value_size = state_BxKxExD.shape
+    key_rows, value_rows = rows
+    before_BxKxDxE = jnp.pad(
+        state_BxKxExD.swapaxes(2, 3), ((0, 0), (0, 0), (0, value_rows - value_size), (0, key_rows - size))
+    )
+    before_NxDxE = before_BxKxDxE.reshape(batch * heads, value_rows, key_rows)
+    found = cast(WalkResult, _walk(walk, plan, tokens, plan.pack_states(before_NxDxE)))
+    after_BxKxDxE = plan.unpack_states(found.after_NxDxE).reshape(batch, heads, value_rows, key_rows)
+    return WalkResult(found.o_MxDxL, after_BxKxDxE[:, :, :value_size, :size].swapaxes(2, 3))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: Any, before_NxDxE: jax.Array) -> WalkResult:
+    results = _run_forward(walk, plan, False, tokens, before_NxDxE)
+    return WalkResult(results.o_MxDxL, results.after_NxDxE)
+
+
+def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: Any, before_NxDxE: jax.Array):
+    o, after, states = _run_forward(walk, plan, True, tokens, before_NxDxE)
+    return WalkResult(save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
+
+
+def _walk_backward(walk: ChunkWalk, plan: ChunkPlan, residuals: tuple[Any, jax.Array], cotangents: WalkResult):
+    tokens, states = residuals
+    gradients = _run_backward(walk, plan, tokens, states, cotangents)
+    return gradients.tokens, gradients.before_NxDxE
+
+
+_walk.defvjp(_walk_forward, _walk_backward)
+
+
+def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: Any, before_NxDxE: jax.Array) -> WalkOutputs:
+    v = tokens.v_NxDxL
+    n, size, length = v.shape
+    results = WalkOutputs(
+        jax.ShapeDtypeStruct((tokens.q_MxExL.shape[0], size, length), v.dtype),
+        jax.ShapeDtypeStruct(before_NxDxE.shape, jnp.float32),
+        jax.ShapeDtypeStruct((len(before_NxDxE), plan.steps, *before_NxDxE.shape[1:]), v.dtype) if save else None,
+    )
+    return pl.pallas_call(
+        functools.partial(_forward_kernel, walk, plan),
+        name=f'{walk.name}_forward',
+        grid=(n // plan.heads, plan.steps),
+        in_specs=[plan.specify_tokens(tokens), plan.specify_whole(before_NxDxE)],
+        out_specs=(
+            WalkOutputs(
+                plan.specify_queries(results.o_MxDxL),
+                plan.specify_whole(before_NxDxE),
+                plan.specify_states(results.states_NxTxDxE) if save else None,
+            ),
+        ),
+        out_shape=(results,),
+        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *before_NxDxE.shape[1:]), jnp.float32)],
+        compiler_params=plan.compiler_params,
+        cost_estimate=plan.estimate_cost(walk.forward_rows(plan), n, (tokens, before_NxDxE, results)),
+    )(tokens, before_NxDxE)[0]
+
+
+def _forward_kernel(
+    walk: ChunkWalk, plan: ChunkPlan, tokens: Any, before: Any, results: WalkOutputs, state: Any
+) -> None:
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        state[...] = before[...]
+
+    side_by_side(walk.compute(plan, tokens, state, results))
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _():
+        results.after_NxDxE[...] = state[...]
+
+
+def _run_backward(
+    walk: ChunkWalk, plan: ChunkPlan, tokens: Any, states_NxTxDxE: jax.Array, cotangents: WalkResult
+) -> WalkGradients:
+    do_MxDxL, dafter_NxDxE = cotangents
+    inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
+    results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), WalkGradients(tokens, dafter_NxDxE))
+    specs, whole = plan.specify_tokens(tokens, backwards=True), plan.specify_whole(dafter_NxDxE)
+    states, do = (
+        plan.specify_states(states_NxTxDxE, backwards=True),
+        plan.specify_queries(do_MxDxL, backwards=True),
+    )
+    heads = tokens.k_NxExL.shape[0]
+    return pl.pallas_call(
+        functools.partial(_backward_kernel, walk, plan),
+        name=f'{walk.name}_backward',
+        grid=(heads // plan.heads, plan.steps),
+        in_specs=[specs, states, do, whole],
+        out_specs=(WalkGradients(specs, whole),),
+        out_shape=(results,),
+        scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
+        compiler_params=plan.compiler_params,
+        cost_estimate=plan.estimate_cost(walk.backward_rows(plan), heads, (inputs, results)),
+    )(*inputs)[0]
+
+
+def _backward_kernel(
+    walk: ChunkWalk,
+    plan: ChunkPlan,
+    tokens: Any,
+    states: Any,
+    do: Any,
+    dafter: Any,
+    results: WalkGradients,
+    dstate: Any,
+) -> None:
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        dstate[...] = dafter[...]
+
+    side_by_side(walk.differentiate(plan, ChunkReferences(tokens, states, do, results.tokens, dstate)))
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _():
+        results.before_NxDxE[...] = dstate[...]
