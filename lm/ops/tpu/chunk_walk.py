@@ -88,7 +88,7 @@ class WalkResult(NamedTuple):
 
 
 def run_walk(
-    walk: ChunkWalk, plan: ChunkPlan, tokens: Tokens, state_BxKxExD: jax.Array, rows: tuple[int, int]
+    walk: ChunkWalk, plan: ChunkPlan, tokens: Any, state_BxKxExD: jax.Array, rows: tuple[int, int]
 ) -> WalkResult:
     """Computes outputs [N G, D, L], and the states after the last token, [B, K, E, D] float32.
 
