@@ -5,9 +5,9 @@
 
 The text is `niah_single_1` of RULER (Hsieh et al. 2024): a number stands between sentences that repeat, at depths that
 are evenly spaced, and the end asks for it. A sample is right if each token of the number is the most probable one,
-after the right tokens before it. Greedy decoding would give the number in exactly these cases. The script prints a Markdown
-row per run: the share of right samples, and the nats per token of the numbers. One forward pass per sample makes this
-cheaper than `lm evaluate --tasks niah_single_1`, which writes each answer.
+after the right tokens before it. Greedy decoding would give the number in exactly these cases. The script prints a
+Markdown row per run: the share of right samples, and the nats per token of the numbers. One forward pass per sample
+makes this cheaper than `lm evaluate --tasks niah_single_1`, which writes each answer.
 """
 
 import argparse
