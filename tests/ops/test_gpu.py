@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_pallas_gpu_channels as channels
 import test_pallas_gpu_delta as delta
 import test_pallas_gpu_recurrent as recurrent
 import test_sketch_networks as sketches
@@ -80,6 +81,19 @@ def test_kernels_of_the_delta_rule(name):
     with jax.default_matmul_precision('highest'):
         want = jax.jit(delta.results('reference', jnp.float32))(arrays, cotangents)
     found = delta.errors(got, want)
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+CHANNELS = {f'{name}, a factor per channel': case | {'length': 2500} for name, case in channels.CASES.items()}
+
+
+@pytest.mark.parametrize('name', CHANNELS)
+def test_kernels_with_a_factor_per_channel(name):
+    arrays, cotangents = channels.example(**CHANNELS[name])
+    got = jax.jit(channels.results('pallas_gpu_channels'))(arrays, cotangents)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(channels.results('reference', jnp.float32))(arrays, cotangents)
+    found = channels.errors(got, want)
     assert all(error <= 2e-2 for error in found.values()), found
 
 
@@ -171,10 +185,12 @@ def arguments_of(name: str):
         return jax.jit(recurrent.outputs_and_gradients(RECURRENT[name], 'pallas_gpu_recurrent')), recurrent.example(
             RECURRENT[name]
         )
+    if name in CHANNELS:
+        return jax.jit(channels.results('pallas_gpu_channels')), channels.example(**CHANNELS[name])
     return jax.jit(delta.results('pallas_gpu')), delta.example(**DELTA[name])
 
 
-@pytest.mark.parametrize('name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA])
+@pytest.mark.parametrize('name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA, *CHANNELS])
 def test_kernels_give_the_same_bits(name):
     function, arguments = arguments_of(name)
     first = jax.device_get(jax.tree.leaves(function(*arguments)))
