@@ -38,7 +38,7 @@ class DeltaChannelTokens(NamedTuple):
 
 
 class ChannelSides(NamedTuple):
-    """What depends on no state.
+    """Operands that depend on no state.
 
     Attributes:
         new_NxTxCxD: U: what the chunk would add at its keys if the state before it were 0; bfloat16.

@@ -32,9 +32,9 @@ from lm.ops.gpu import (
 from lm.ops.gpu.channel_pairs import (
     LogParts,
     PairGradientMemory,
-    PairGradients,
     PairMemory,
     Selections,
+    VectorGradients,
     differentiate_pairs,
     fade,
     make_factors,
@@ -221,7 +221,7 @@ def differentiate_systems(sources: SystemGradientSources, interpreted: bool) -> 
         nothing = zeros(TILE, TILE)
         scratch.dlog[...] = nothing
         found = differentiate_pairs(
-            copied.scaled, copied.k, copied.logs, copied.new, scratch, PairGradients(nothing, nothing)
+            copied.scaled, copied.k, copied.logs, copied.new, scratch, VectorGradients(nothing, nothing)
         )
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch.dlog, out.dlog.at[head, rows])

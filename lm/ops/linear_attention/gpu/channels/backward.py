@@ -20,8 +20,8 @@ from lm.ops.gpu import TILE, matrix, product, release, send, sum_products, wait_
 from lm.ops.gpu.channel_pairs import (
     LogParts,
     PairGradientMemory,
-    PairGradients,
     Selections,
+    VectorGradients,
     add_log_gradients,
     add_selected,
     differentiate_pairs,
@@ -137,7 +137,7 @@ def _differentiate_values(memory: GradientMemory) -> jax.Array:
     return sum_products([(scratch.weights.transpose((1, 0)), do), (scratch.pairs.keys, dafter)])[0]
 
 
-def _differentiate_keys(memory: GradientMemory) -> PairGradients:
+def _differentiate_keys(memory: GradientMemory) -> VectorGradients:
     """Computes dQ and dK, and places the gradients of the logs in `memory.scratch.dlog`.
 
     Once it is read, dO gives its place to dP.
@@ -158,4 +158,4 @@ def _differentiate_keys(memory: GradientMemory) -> PairGradients:
     do[...] = dpairs.astype(jnp.bfloat16)
     own = take_own(dpairs).astype(jnp.bfloat16)
     dq, dk = (x + sum_products([(own, y)], scratch=register)[0] for x, y in ((dq, k), (dk, q)))
-    return differentiate_pairs(q, k, logs, do, scratch, PairGradients(dq, dk))
+    return differentiate_pairs(q, k, logs, do, scratch, VectorGradients(dq, dk))
