@@ -22,12 +22,16 @@ STYLES = {
     'performer': 4,
     'three gated delta': 1,
     'three polysketch': 3,
+    'gated_delta, stage 2 alone': 2,
     'gated_delta': 6,
     'gated_': 5,
     'retention': 6,
     'taylor': 5,
     'llops': 6,
     'window of 64, layer 1': 0,
+    'window of 64, stage 2 alone': 5,
+    'after stage 1': 3,
+    'after both': 4,
     'window of 128': 4,
     'window': 3,
     'hedgehog': 1,
@@ -42,11 +46,11 @@ def style_of(name: str) -> dict:
 
 
 def draw_lines(panel: dict, ax) -> None:
-    """Draws values against a length in tokens. Predictions are dashed."""
+    """Draws values against a number of tokens. Predictions are dashed. Short curves end early."""
     dashes = '--' if panel['kind'] == 'predicted' else '-'
     for name, values in panel['curves'].items():
         scaled = [panel.get('factor', 1) * value for value in values]
-        ax.plot(panel['x'], scaled, label=name, linestyle=dashes, **style_of(name))
+        ax.plot(panel['x'][: len(scaled)], scaled, label=name, linestyle=dashes, **style_of(name))
     ax.set(xscale='log', yscale='log')
     names = [f'{n >> 20}M' if n >= 1 << 20 else f'{n >> 10}k' if n >= 1 << 10 else str(n) for n in panel['x']]
     ax.set_xticks(panel['x'], names)

@@ -54,9 +54,14 @@ class Llops(LinearAttention):
     def __post_init__(self):
         if self.nonnegative and self.degree % 2:
             raise ConfigError(f'llops.degree = {self.degree}: must be even, or set llops.nonnegative = False')
-        if self.init == 'based' and (self.degree != 2 or self.nonnegative):
+        if self.init == 'based' and (self.degree < 2 or self.nonnegative):
             raise ConfigError(
                 "llops.init = 'based': BASED's map has llops.degree = 2 and llops.nonnegative = False; set both"
+            )
+        if self.init == 'based' and self.degree > 2 and not self.affine:
+            raise ConfigError(
+                f"llops.init = 'based': BASED's map has degree 2, and llops.degree = {self.degree}; further factors "
+                'start as the constant 1 of llops.affine = True: set it'
             )
         if self.init == 'based' and not based_size(self.n_features, self.affine):
             raise ConfigError(f"llops.n_features = {self.n_features}: too few for llops.init = 'based'")
@@ -186,13 +191,14 @@ def based_size(n_features: int, affine: bool) -> int:
 def based_factors(config: Llops, w_DxR: jax.Array, random: jax.Array, *, queries: bool) -> jax.Array:
     """Returns Θ with which φ is BASED's Taylor map of y = r^(-1/4) x W (LLoPS §3.3): products y_a y_b with a ≤ b.
 
-    Inner products are s²/2, and with `config.affine` 1 + s + s²/2. Features and ranks that the map leaves free start
-    without effect but with a gradient: `random` fills their factors, one of which is zero.
+    Inner products are s²/2, and with `config.affine` 1 + s + s²/2. At a degree above 2, further factors are the
+    constant 1 of [1, x]: the map is the same, and training can raise its degree. Features and ranks that the map leaves
+    free start without effect but with a gradient: `random` fills their factors, one of which is zero.
 
     Args:
-        config: of degree 2 without squares.
+        config: of degree 2 without squares, or affine of a higher degree.
         w_DxR: the compression; r is at most `based_size`.
-        random: [2, rank, D (+ 1), n_features].
+        random: [factors, rank, D (+ 1), n_features].
         queries: True for the factors of queries; a free feature is zero on the queries' side only.
     """
     size, r = w_DxR.shape
@@ -206,4 +212,6 @@ def based_factors(config: Llops, w_DxR: jax.Array, random: jax.Array, *, queries
     used = first.shape[1]
     factors = random.at[0, 1:, :, :used].set(0.0)
     factors = factors.at[0, 0, :, :used].set(first).at[1, 0, :, :used].set(second)
+    if config.n_factors > 2:
+        factors = factors.at[2:, 0, :, :used].set(0.0).at[2:, 0, -1, :used].set(1.0)
     return factors.at[0, :, :, used:].set(0.0) if queries else factors

@@ -116,15 +116,15 @@ def test_flatten_is_an_element_wise_power():
     )
 
 
-@pytest.mark.parametrize(('n_features', 'rank'), [(153, 1), (156, 2)])
-def test_the_based_initialization_equals_based(n_features, rank):
-    """§3.3: with BASED's W the outputs equal Taylor attention. Additional features change nothing at first,
+@pytest.mark.parametrize(('n_features', 'rank', 'degree'), [(153, 1, 2), (156, 2, 2), (156, 1, 4)])
+def test_the_based_initialization_equals_based(n_features, rank, degree):
+    """§3.3: with BASED's W the outputs equal Taylor attention. Additional features and factors change nothing at first,
     but learn."""
     dims = HeadDims(4, 2, 32)
     inputs = mechanisms.draw(dims=dims)
     taylor = Taylor(per_head=False).build(dims, nnx.Rngs(0))
     config = Llops(
-        degree=2, nonnegative=False, affine=True, init='based', denominator_bias=0.0, layer_norm=False,
+        degree=degree, nonnegative=False, affine=True, init='based', denominator_bias=0.0, layer_norm=False,
         n_features=n_features, rank=rank,
     )  # fmt: skip
     module = config.build(dims, nnx.Rngs(1))
@@ -135,6 +135,7 @@ def test_the_based_initialization_equals_based(n_features, rank):
     np.testing.assert_allclose(mechanisms.apply(module, *inputs), expected, atol=2e-5 * float(jnp.abs(expected).max()))
     gradients = nnx.jit(nnx.grad(lambda m: (m(*inputs) ** 2).sum()))(module)
     assert float(jnp.abs(gradients.q_factors[...]).max(axis=(0, 2)).min()) > 0
+    assert float(jnp.abs(gradients.q_factors[...]).max(axis=(1, 2, 3)).min()) > 0
 
 
 def test_based_sizes():
@@ -169,6 +170,10 @@ def test_parameters_and_cost():
         ({'degree': 3}, 'llops.degree = 3: must be even'),
         ({'offset': 1.0, 'layer_norm': False}, 'llops.offset = 1.0: is of biases'),
         ({'init': 'based'}, "llops.init = 'based': "),
+        (
+            {'init': 'based', 'nonnegative': False},
+            "llops.init = 'based': BASED's map has degree 2, and llops.degree = 4",
+        ),
         ({'denominator_bias': 0.0}, 'llops.denominator_bias = 0.0: must be above 0'),
         ({'layer_norm': False, 'degree': 8}, 'llops.layer_norm = False: products of llops.degree = 8 unnorm'),
         ({'init': 'zeros'}, "llops.init = 'zeros': must be one of"),

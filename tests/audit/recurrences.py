@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from attention import ALIKE, GROUPED, B, D, H, L, module
@@ -113,6 +114,78 @@ def channel_row(against, implementation):
 channel_row('naive_recurrent_kda', 'xla')
 channel_row('naive_chunk_kda', 'xla')
 channel_row('naive_recurrent_kda', 'reference')
+
+
+GATED_DELTA = [(B, L, 2, D), (B, L, 2, D), (B, L, H, 2 * D)]
+"""Sizes of Gated DeltaNet, made small: half as many keys as values, which are twice as wide."""
+MAMBA = [(B, L, 1, 2 * D), (B, L, 1, 2 * D), (B, L, H, D)]
+"""Sizes of Mamba-2, made small: all heads share a key, which is twice as wide as a value."""
+
+
+def repeat(x):
+    """Repeats key heads for all value heads, as a layer with `n_value_heads` does."""
+    return x.repeat_interleave(H // x.shape[2], 2) if torch.is_tensor(x) else jnp.repeat(x, H // x.shape[2], 2)
+
+
+def unequal_delta_row(against, implementation, theirs, per_channel):
+    what = f'delta rule, sizes of Gated DeltaNet{", a factor per channel" if per_channel else ""}'
+
+    @compares(f'{what}, {implementation}', f'fla-core {against}')
+    def row(dtype):
+        q, k, v = draw(42, *GATED_DELTA)
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        x, logits = draw(43, (B, L, H), (B, L, H, D) if per_channel else (B, L, H))
+        name = 'channel_log_decay_BxLxKxE' if per_channel else 'log_decay_BxLxK'
+        ours = lambda q, k, v, beta, g: delta_rule(  # noqa: E731
+            repeat(q), repeat(k), v, beta, **{name: g}, implementation=implementation
+        )
+        arrays = [q, k, v, 2 / (1 + np.exp(-x)), -np.logaddexp(0, logits - 2)]
+        return values_and_gradients(ours, theirs, arrays, dtype)
+
+
+def repeated(name):
+    return lambda q, k, *rest: gated(name)(repeat(q) * D**0.5, repeat(k), *rest)
+
+
+for implementation, form in (('xla', 'recurrent'), ('xla', 'chunk'), ('reference', 'recurrent')):
+    name = f'naive_{form}_gated_delta_rule'
+    unequal_delta_row(name, implementation, repeated(name), False)
+    unequal_delta_row(f'naive_{form}_kda', implementation, by_channel(f'naive_{form}_kda'), True)
+
+
+def mamba_row(against, **options):
+    form = options.get('implementation', 'blocks of 16')
+
+    @compares(f'linear attention with factors, sizes of Mamba-2, {form}', f'fla-core {against}')
+    def row(dtype):
+        ours = lambda q, k, v, g: linear_attention(  # noqa: E731
+            repeat(q), repeat(k), v, log_decay_BxLxK=g, normalize=False, **options
+        )
+        naive = double(getattr(fla('ops/simple_gla/naive'), against))
+        theirs = lambda q, k, v, g: naive(repeat(q), repeat(k), v, g, scale=1.0)[0]  # noqa: E731
+        return values_and_gradients(ours, theirs, [*draw(45, *MAMBA), factors(46, H)], dtype)
+
+
+mamba_row('naive_chunk_simple_gla', block=16)
+mamba_row('naive_recurrent_simple_gla', implementation='reference')
+
+
+def channel_attention_row(sizes, implementation, shapes):
+    @compares(f'linear attention with a factor per channel, {sizes}, {implementation}', 'fla-core naive_recurrent_gla')
+    def row(dtype):
+        naive = double(fla('ops/gla/naive').naive_recurrent_gla)
+        size = shapes[1][-1]
+        theirs = lambda q, k, v, g: naive(repeat(q) * size**0.5, repeat(k), v, g)[0]  # noqa: E731
+        ours = lambda q, k, v, g: linear_attention(  # noqa: E731
+            repeat(q), repeat(k), v, channel_log_decay_BxLxKxE=g, normalize=False, implementation=implementation
+        )
+        arrays = [*draw(47, *shapes), -np.logaddexp(0, draw(48, (B, L, H, size))[0] - 2)]
+        return values_and_gradients(ours, theirs, arrays, dtype)
+
+
+for implementation in ('xla', 'reference'):
+    channel_attention_row('values twice as wide', implementation, GATED_DELTA)
+    channel_attention_row('sizes of Mamba-2', implementation, MAMBA)
 
 
 @compares('linear attention with a factor per channel', 'fla-core naive_recurrent_gla')

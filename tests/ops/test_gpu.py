@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_pallas_gpu_channel_delta as channel_delta
+import test_pallas_gpu_channels as channels
 import test_pallas_gpu_delta as delta
 import test_pallas_gpu_recurrent as recurrent
 import test_sketch_networks as sketches
@@ -80,6 +82,34 @@ def test_kernels_of_the_delta_rule(name):
     with jax.default_matmul_precision('highest'):
         want = jax.jit(delta.results('reference', jnp.float32))(arrays, cotangents)
     found = delta.errors(got, want)
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+CHANNELS = {f'{name}, a factor per channel': case | {'length': 2500} for name, case in channels.CASES.items()}
+
+
+@pytest.mark.parametrize('name', CHANNELS)
+def test_kernels_with_a_factor_per_channel(name):
+    arrays, cotangents = channels.example(**CHANNELS[name])
+    got = jax.jit(channels.results('pallas_gpu_channels'))(arrays, cotangents)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(channels.results('reference', jnp.float32))(arrays, cotangents)
+    found = channels.errors(got, want)
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+CHANNEL_DELTA = {
+    f'delta rule, {name}, a factor per channel': case | {'length': 2500} for name, case in channel_delta.CASES.items()
+}
+
+
+@pytest.mark.parametrize('name', CHANNEL_DELTA)
+def test_kernels_of_the_rule_with_a_factor_per_channel(name):
+    arrays, cotangents = channel_delta.example(**CHANNEL_DELTA[name])
+    got = jax.jit(channel_delta.results('pallas_gpu_channels'))(arrays, cotangents)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(channel_delta.results('reference', jnp.float32))(arrays, cotangents)
+    found = channel_delta.errors(got, want)
     assert all(error <= 2e-2 for error in found.values()), found
 
 
@@ -171,10 +201,16 @@ def arguments_of(name: str):
         return jax.jit(recurrent.outputs_and_gradients(RECURRENT[name], 'pallas_gpu_recurrent')), recurrent.example(
             RECURRENT[name]
         )
+    if name in CHANNELS:
+        return jax.jit(channels.results('pallas_gpu_channels')), channels.example(**CHANNELS[name])
+    if name in CHANNEL_DELTA:
+        return jax.jit(channel_delta.results('pallas_gpu_channels')), channel_delta.example(**CHANNEL_DELTA[name])
     return jax.jit(delta.results('pallas_gpu')), delta.example(**DELTA[name])
 
 
-@pytest.mark.parametrize('name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA])
+@pytest.mark.parametrize(
+    'name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA, *CHANNELS, *CHANNEL_DELTA]
+)
 def test_kernels_give_the_same_bits(name):
     function, arguments = arguments_of(name)
     first = jax.device_get(jax.tree.leaves(function(*arguments)))

@@ -16,6 +16,7 @@ CASES = {
     'without factors': {'length': 130, 'decay': False},
     'factors and resets': {'length': 150},
     'odd sizes, grouped, negative': {'length': 140, 'heads': (4, 2), 'sizes': (40, 48), 'beta': 2.0},
+    'values twice as wide': {'length': 140, 'heads': (4, 2), 'sizes': (32, 64)},
     'less than a chunk': {'length': 20},
 }
 

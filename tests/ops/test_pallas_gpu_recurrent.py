@@ -52,6 +52,8 @@ CASES = {
     'decay': Case(Options(PLAIN, normalize=False), 150, decay=True),
     'decay, in segments': Case(Options(PLAIN, normalize=False), 300, decay=True, segment=64),
     'odd sizes, grouped': Case(Options(PLAIN, normalize=False), 130, size=40, heads=(4, 2), head_dim=48),
+    'sizes of Mamba-2': Case(Options(PLAIN, normalize=False), 150, size=128, decay=True, heads=(4, 1)),
+    'values wider than keys': Case(Options(PLAIN), 100, size=32, decay=True, heads=(2, 1)),
     'with denominators': Case(Options(PLAIN), 100),
     'with denominators and decay, in segments': Case(Options(PLAIN), 200, decay=True, heads=(2, 1), segment=64),
     'two sequences of grouped heads, in segments': Case(

@@ -4,6 +4,7 @@ The interpreted kernels of each operation are tested with values of another size
 """
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from lm.hardware import describe_devices, parse
-from lm.ops import exact_attention, linear_attention, platform
+from lm.ops import delta_rule, exact_attention, linear_attention, platform
 from lm.ops.delta_rule import DeltaCall
 from lm.ops.delta_rule import compute as compute_delta
+from lm.ops.errors import OperationError
 from lm.ops.exact_attention import SoftmaxCall, cudnn
 from lm.ops.exact_attention.tpu import softmax, splash
 
@@ -104,3 +106,46 @@ def test_calls_go_to_a_kernel_that_takes_them(monkeypatch):
     monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
     q, k, v = (x.astype(jnp.bfloat16) for x in example(128, 64)[:3])
     assert cudnn.unsupported(SoftmaxCall(q, k, v, scale=1.0)) is not None
+
+
+def make_linear(q, k, v, gate, channels=False):
+    logs = {'channel_log_decay_BxLxKxE': -jnp.abs(k).astype(jnp.float32)} if channels else {'log_decay_BxLxK': gate}
+    return linear_attention.LinearCall(q, k, v, **logs, options=linear_attention.Options(normalize=False))
+
+
+def make_delta(q, k, v, gate, channels=False):
+    logs = {'channel_log_decay_BxLxKxE': -jnp.abs(k).astype(jnp.float32)} if channels else {'log_decay_BxLxK': gate}
+    return DeltaCall(q, k, v, jax.nn.sigmoid(gate), **logs, query_length=1.0)
+
+
+FORMS = {
+    'linear attention, wide values': (linear_attention, make_linear, (32, 128), False),
+    'linear attention, wide keys': (linear_attention, make_linear, (520, 64), False),
+    'linear attention, a factor per channel': (linear_attention, make_linear, (32, 64), True),
+    'delta rule, wide values': (delta_rule, make_delta, (64, 128), False),
+    'delta rule, wide keys': (delta_rule, make_delta, (96, 64), False),
+    'delta rule, a factor per channel': (delta_rule, make_delta, (32, 64), True),
+}
+"""Name → the operation, what makes its call, the sizes of keys and values, and whether factors are per channel."""
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_calls_that_hopper_kernels_do_not_take_are_refused_and_computed_by_xla(name, monkeypatch):
+    """The operation asks each kernel before it runs; no kernel is launched."""
+    operation, make, sizes, channels = FORMS[name]
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'gpu')
+    monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA H100 80GB HBM3')
+    monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (0, 1))
+    q, k, v = (x.astype(jnp.bfloat16) for x in example(*sizes)[:3])
+    call = make(q, k, v, -jnp.abs(k[..., 0]).astype(jnp.float32), channels)
+    kernels = [kernel for kernel in platform.KERNELS['gpu'] if kernel in operation.IMPLEMENTATIONS]
+    for kernel in kernels:
+        assert re.search('takes|is causal|has no', operation.IMPLEMENTATIONS[kernel].unsupported(call)), kernel
+        with pytest.raises(OperationError, match=kernel):
+            operation.compute(call, kernel)
+    with platform.choices() as chosen:
+        found = operation.compute(call)[0]
+    assert set(chosen.values()) == {'xla'}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), call)
+    expected = operation.compute(wide, 'reference')[0]
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0, atol=2e-2 * np.abs(expected).max())

@@ -86,6 +86,18 @@ def test_nats_behind_are_those_of_the_table():
         assert values == [as_numbers(cell)[0] for cell in rows[name][0][1:]], name
 
 
+def test_nats_behind_by_tokens_are_those_of_the_tables():
+    section = 'Students at a context of 1,024'
+    shares, stage_2 = (panel['curves'] for panel in read_panels('conversion_tokens'))
+    rows = read_table(section, 'divergence after tokens of stage 2')
+    for name, values in stage_2.items():
+        assert values == [as_numbers(cell)[0] for cell in rows[name][0] if cell], name
+    found = [
+        as_numbers([cells[2][-1], cells[3][0]]) for cells in read_table(section, 'student | steps')['window of 128']
+    ]
+    assert all(list(pair) in found for pair in zip(shares['after stage 1'], shares['after both'], strict=True))
+
+
 def test_states_are_those_of_the_models():
     panel = next(p for p in read_panels('step_and_state') if 'states.py' in p['command'])
     states = importlib.import_module('states')

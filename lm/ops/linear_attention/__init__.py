@@ -52,6 +52,7 @@ IMPLEMENTATIONS = platform.Implementations(
     pallas_tpu='tpu.attention',
     pallas_gpu='gpu.attention',
     pallas_gpu_recurrent='gpu.recurrent.attention',
+    pallas_gpu_channels='gpu.channels.attention',
 )
 """Each module has `linear_attention(call: LinearCall) -> LinearResult` and `unsupported(call) -> str | None`."""
 PARTS = platform.Implementations('linear attention on parts of a window', __name__, xla='parts', pallas_tpu='tpu.part')

@@ -1,0 +1,116 @@
+"""The plan and the arrays of the kernels with a factor per key channel.
+
+Letters: B sequences, L tokens, H query heads, K key heads. Kernels take 64 channels of a key and 64 numbers of a value
+at a time: a *part* of a head. A larger head has P pairs of such parts. Outputs of parts of keys add up, and so do
+gradients of parts of values. N are all parts of all query heads of all sequences, T chunks of C tokens.
+
+Arrays of tokens have the order in which layers have them, [B, L, H · parts · 64].
+"""
+
+import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+
+from lm.ops.gpu import TILE
+from lm.ops.gpu.channel_pairs import LogParts
+
+CHUNK = TILE
+Ref = Any
+"""A reference to an array in memory, inside a kernel."""
+A = TypeVar('A')
+"""jax.Array, or inside a kernel `Ref`."""
+
+
+class ChannelArrays(NamedTuple, Generic[A]):
+    """The tokens of a call; sizes are padded to parts, and the length to chunks.
+
+    Attributes:
+        q: queries, bfloat16 [B, L, H E].
+        k: keys, bfloat16 [B, L, K E].
+        v: values, bfloat16 [B, L, K D].
+        logs: logs of the factors, [B, L, K E] each.
+    """
+
+    q: A
+    k: A
+    v: A
+    logs: LogParts[A]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelPlan:
+    """One call of the kernels.
+
+    Attributes:
+        heads: query heads.
+        key_heads: key heads, which divide the query heads.
+        key_parts: parts of a key.
+        value_parts: parts of a value.
+        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
+    """
+
+    heads: int
+    key_heads: int
+    key_parts: int
+    value_parts: int
+    interpreted: bool
+
+    @property
+    def parts(self) -> int:
+        """The pairs of parts of a sequence's heads."""
+        return self.heads * self.key_parts * self.value_parts
+
+    def slice_queries(self, array: Ref, number: Any) -> Ref:
+        """Returns a part of an array [B, L, H E] as a matrix, [L, 64]; `number` is among N."""
+        at = self._find(number)
+        return _slice(array.at[at.batch], at.head * self.key_parts + at.key_part)
+
+    def slice_keys(self, array: Ref, number: Any) -> Ref:
+        """Returns a part of an array [B, L, K E]."""
+        at = self._find(number)
+        return _slice(array.at[at.batch], self._find_key_head(at) * self.key_parts + at.key_part)
+
+    def slice_values(self, array: Ref, number: Any) -> Ref:
+        """Returns a part of an array [B, L, K D]."""
+        at = self._find(number)
+        return _slice(array.at[at.batch], self._find_key_head(at) * self.value_parts + at.value_part)
+
+    def slice_outputs(self, array: Ref, number: Any) -> Ref:
+        """Returns a part of an array [B, L, H D]."""
+        at = self._find(number)
+        return _slice(array.at[at.batch], at.head * self.value_parts + at.value_part)
+
+    def slice_key_terms(self, array: Ref, number: Any) -> Ref:
+        """Returns a part of an array whose sum over its first axis is wanted, [value parts, B, L, H E]."""
+        return self.slice_queries(array.at[self._find(number).value_part], number)
+
+    def slice_output_terms(self, array: Ref, number: Any) -> Ref:
+        """Returns a part of an array whose sum over its first axis is wanted, [key parts, B, L, H D]."""
+        return self.slice_outputs(array.at[self._find(number).key_part], number)
+
+    def _find_key_head(self, at: '_Place') -> Any:
+        return lax.div(at.head, self.heads // self.key_heads)
+
+    def _find(self, number: Any) -> '_Place':
+        rest, value_part = lax.div(number, self.value_parts), lax.rem(number, self.value_parts)
+        rest, key_part = lax.div(rest, self.key_parts), lax.rem(rest, self.key_parts)
+        return _Place(lax.div(rest, self.heads), lax.rem(rest, self.heads), key_part, value_part)
+
+
+class _Place(NamedTuple):
+    batch: Any
+    head: Any
+    key_part: Any
+    value_part: Any
+
+
+def _slice(array: Ref, column: Any) -> Ref:
+    return array.at[:, pl.ds(column * TILE, TILE)]
+
+
+def describe_terms(count: int, array: jax.Array, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of `count` terms of a sum; `array` has their batch and length."""
+    return jax.ShapeDtypeStruct((count, *array.shape[:2], size), dtype)
