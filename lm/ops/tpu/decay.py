@@ -29,7 +29,7 @@ def arrange_log_decay(log_decay_BxLxK: jax.Array, length: int, heads: int) -> ja
     return g_BxHxL.reshape(batch * heads, 1, length)
 
 
-class RunningSums(NamedTuple):
+class LogSums(NamedTuple):
     """Running sums of log factors from the start of a block, float32: of a whole call, or a row or column of tokens.
 
     Attributes:
@@ -40,13 +40,13 @@ class RunningSums(NamedTuple):
     c: jax.Array
     rest: jax.Array | None
 
-    def map(self, function: Callable[[jax.Array], jax.Array]) -> 'RunningSums':
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> 'LogSums':
         """Applies a function to both arrays."""
-        return RunningSums(function(self.c), None if self.rest is None else function(self.rest))
+        return LogSums(function(self.c), None if self.rest is None else function(self.rest))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def block_sums(log_decay_Nx1xL: jax.Array, block: int, dtype: jnp.dtype) -> RunningSums:
+def block_sums(log_decay_Nx1xL: jax.Array, block: int, dtype: jnp.dtype) -> LogSums:
     """Computes the running sums for kernels whose numbers have a type; gradients go through `c` alone.
 
     Sums of many strong factors are in the thousands, where float32 is precise to 1e-4. Kernels of float32 numbers keep
@@ -54,9 +54,9 @@ def block_sums(log_decay_Nx1xL: jax.Array, block: int, dtype: jnp.dtype) -> Runn
     """
     g = _in_blocks(jnp.maximum(log_decay_Nx1xL, RESET_LOG), block)
     if dtype != jnp.float32:
-        return RunningSums(jnp.cumsum(g, axis=-1).reshape(log_decay_Nx1xL.shape), None)
+        return LogSums(jnp.cumsum(g, axis=-1).reshape(log_decay_Nx1xL.shape), None)
     sums = sum_in_pairs(g, jnp.zeros(g.shape, bool))
-    return RunningSums(*sums).map(lambda x: x.reshape(log_decay_Nx1xL.shape))
+    return LogSums(*sums).map(lambda x: x.reshape(log_decay_Nx1xL.shape))
 
 
 def _in_blocks(x_Nx1xL: jax.Array, block: int) -> jax.Array:
@@ -76,17 +76,17 @@ def column(x_1xT: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x_1xT, (SUBLANES, x_1xT.shape[1])).T[:, :1]
 
 
-def columns(sums_1xT: RunningSums) -> RunningSums:
+def columns(sums_1xT: LogSums) -> LogSums:
     """Returns [T, 1] of each array; one transposition makes both columns."""
     c, rest = sums_1xT
     if rest is None:
         return sums_1xT.map(column)
     row = lax.broadcasted_iota(jnp.int32, (SUBLANES, c.shape[1]), 0)
     both_Tx8 = jnp.where(row == 0, c, rest).T
-    return RunningSums(both_Tx8[:, :1], both_Tx8[:, 1:2])
+    return LogSums(both_Tx8[:, :1], both_Tx8[:, 1:2])
 
 
-def pairs(queries: RunningSums, keys: RunningSums) -> jax.Array:
+def pairs(queries: LogSums, keys: LogSums) -> jax.Array:
     """Computes the factors of keys for queries, one of them a row and the other a column.
 
     Where the key comes later the factors mean nothing, and may be infinite where there is a rest.
@@ -98,12 +98,12 @@ def pairs(queries: RunningSums, keys: RunningSums) -> jax.Array:
     return jnp.exp(difference + (queries.rest - keys.rest))
 
 
-def since_start(sums: RunningSums) -> jax.Array:
+def since_start(sums: LogSums) -> jax.Array:
     """Computes the factors from the start of the block to each token."""
     return jnp.exp(sums.c if sums.rest is None else sums.c + sums.rest)
 
 
-def until_end(sums_1xT: RunningSums) -> jax.Array:
+def until_end(sums_1xT: LogSums) -> jax.Array:
     """Computes the factors from each token to the end of the block, [1, T]."""
     c, rest = sums_1xT
     difference = last(c) - c

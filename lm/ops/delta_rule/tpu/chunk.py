@@ -20,7 +20,7 @@ from jax import lax
 from lm.ops.delta_rule.tpu.inverse import inverse
 from lm.ops.delta_rule.unit import EPSILON
 from lm.ops.tpu import dot
-from lm.ops.tpu.decay import RunningSums, columns, last, pairs, since_start, until_end
+from lm.ops.tpu.decay import LogSums, columns, last, pairs, since_start, until_end
 from lm.ops.tpu.order import Turns
 
 
@@ -65,7 +65,7 @@ class Chunk:
         new: W, [D, C] float32.
     """
 
-    def __init__(self, k_ExC, v_DxC, beta_1xC, sums_1xC: RunningSums, state_DxE):
+    def __init__(self, k_ExC, v_DxC, beta_1xC, sums_1xC: LogSums, state_DxE):
         self.dtype = v_DxC.dtype
         self.k, self.beta, self.state = k_ExC, beta_1xC, state_DxE.astype(self.dtype)
         self._v, self._sums = v_DxC, sums_1xC

@@ -9,7 +9,7 @@ from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall
 from lm.ops.tpu import padded_rows
 from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads, count_packed
-from lm.ops.tpu.decay import RunningSums
+from lm.ops.tpu.decay import LogSums
 
 
 class DeltaTokens(NamedTuple):
@@ -32,9 +32,9 @@ class DeltaTokens(NamedTuple):
     c_NxRxL: jax.Array
     rest_Nx1xL: jax.Array | None = None
 
-    def sums(self, head: int) -> RunningSums:
+    def sums(self, head: int) -> LogSums:
         """Returns the running sums of a head as rows; inside a kernel, in a plan without `channels`."""
-        return RunningSums(self.c_NxRxL[head], None if self.rest_Nx1xL is None else self.rest_Nx1xL[head])
+        return LogSums(self.c_NxRxL[head], None if self.rest_Nx1xL is None else self.rest_Nx1xL[head])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.tpu import by_head, by_token
 from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
 from lm.ops.tpu.chunks import CHUNK
-from lm.ops.tpu.decay import RunningSums, arrange_log_decay, block_sums
+from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
 
 WALK = ChunkWalk(
     'delta_rule',
@@ -62,7 +62,7 @@ def _compute(call: DeltaCall) -> DeltaResult:
     if plan.channels:
         c = by_token(cast(jax.Array, call.all_log_decay_BxLxKxE), padded, heads)
     elif call.log_decay_BxLxK is not None:
-        c, rest = cast(RunningSums, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK, v.dtype))
+        c, rest = cast(LogSums, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK, v.dtype))
     tokens, rows = DeltaTokens(q, k, v, beta, c, rest), (sizes.key_rows, sizes.value_rows)
     o_MxDxL, state = run_walk(WALK, plan, tokens, call.first_state_BxKxExD, rows)
     return DeltaResult(by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state)

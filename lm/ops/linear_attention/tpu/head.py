@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lm.ops.linear_attention.tpu.features import cut_tiles
 from lm.ops.linear_attention.tpu.maps import HeadFeatures
 from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, ScratchSums, TpuPlan
-from lm.ops.tpu.decay import RunningSums, columns, last, since_start, until_end
+from lm.ops.tpu.decay import LogSums, columns, last, since_start, until_end
 
 Method = TypeVar('Method', bound=Callable)
 
@@ -40,17 +40,17 @@ class BlockFactors(NamedTuple):
         until_end_1xT: factors from each token to the block's end, by which later queries see a key.
     """
 
-    sums_Tx1: RunningSums
-    sums_1xT: RunningSums
+    sums_Tx1: LogSums
+    sums_1xT: LogSums
     whole_1x1: jax.Array
     since_start_1xT: jax.Array
     until_end_1xT: jax.Array
 
-    def row(self, tokens: slice) -> RunningSums:
+    def row(self, tokens: slice) -> LogSums:
         """Returns the sums of some tokens as a row."""
         return self.sums_1xT.map(lambda x: x[:, tokens])
 
-    def column(self, tokens: slice) -> RunningSums:
+    def column(self, tokens: slice) -> LogSums:
         """Returns the sums of some tokens as a column."""
         return self.sums_Tx1.map(lambda x: x[tokens])
 
@@ -127,7 +127,7 @@ class Head:
         if self.inputs.c_Nx1xL is None:
             return None
         rest = self.inputs.rest_Nx1xL
-        row = RunningSums(self.inputs.c_Nx1xL[self.head], None if rest is None else rest[self.head])
+        row = LogSums(self.inputs.c_Nx1xL[self.head], None if rest is None else rest[self.head])
         return BlockFactors(columns(row), row, since_start(row.map(last)), since_start(row), until_end(row))
 
     def kept(self, i: int) -> jax.Array | None:
