@@ -9,6 +9,7 @@ from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall
 from lm.ops.tpu import padded_rows
 from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads, count_packed
+from lm.ops.tpu.decay import LogSums
 
 
 class DeltaTokens(NamedTuple):
@@ -21,6 +22,7 @@ class DeltaTokens(NamedTuple):
         beta_Nx1xL: float32.
         c_NxRxL: the running sums of log factors in each chunk, R = 1, float32. In a plan with `channels` they are the
             log factors themselves, R = E.
+        rest_Nx1xL: the rest that the rounding of the sums has left; None in a plan with `channels`, and in bfloat16.
     """
 
     q_MxExL: jax.Array
@@ -28,6 +30,11 @@ class DeltaTokens(NamedTuple):
     v_NxDxL: jax.Array
     beta_Nx1xL: jax.Array
     c_NxRxL: jax.Array
+    rest_Nx1xL: jax.Array | None = None
+
+    def sums(self, head: int) -> LogSums:
+        """Returns the running sums of a head as rows; inside a kernel, in a plan without `channels`."""
+        return LogSums(self.c_NxRxL[head], None if self.rest_Nx1xL is None else self.rest_Nx1xL[head])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.tpu import by_head, by_token
 from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
 from lm.ops.tpu.chunks import CHUNK
-from lm.ops.tpu.decay import arrange_log_decay, block_sums
+from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
 
 WALK = ChunkWalk(
     'delta_rule',
@@ -58,11 +58,11 @@ def _compute(call: DeltaCall) -> DeltaResult:
     # Zero tokens after the last one do not change the state.
     q, k, v = (by_token(a, padded, a.shape[2]) for a in (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
     beta = arrange_log_decay(call.beta_BxLxK, padded, heads)
-    c = jnp.zeros_like(beta)
+    c, rest = jnp.zeros_like(beta), None
     if plan.channels:
         c = by_token(cast(jax.Array, call.all_log_decay_BxLxKxE), padded, heads)
     elif call.log_decay_BxLxK is not None:
-        c = cast(jax.Array, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK))
-    tokens, rows = DeltaTokens(q, k, v, beta, c), (sizes.key_rows, sizes.value_rows)
+        c, rest = cast(LogSums, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK, v.dtype))
+    tokens, rows = DeltaTokens(q, k, v, beta, c, rest), (sizes.key_rows, sizes.value_rows)
     o_MxDxL, state = run_walk(WALK, plan, tokens, call.first_state_BxKxExD, rows)
     return DeltaResult(by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state)
