@@ -168,15 +168,17 @@ def test_defaults_are_those_of_transformers(tmp_path):
     assert RotaryEntry({}, 500.0).base == 500.0
 
 
-def test_an_import_keeps_every_bit_on_its_way_out_and_back(tmp_path, capsys):
-    recorded = checkpoints.load('qwen2')
-    checkpoints.write(recorded, tmp_path / 'qwen2', parts=3)
+@pytest.mark.parametrize(('form', 'format_name'), [('qwen2', 'safetensors'), ('kda', 'native')])
+def test_an_import_keeps_every_bit_on_its_way_out_and_back(form, format_name, tmp_path, capsys):
+    recorded = checkpoints.load(form)
+    checkpoints.write(recorded, tmp_path / form, parts=3)
     run, out, back = (tmp_path / name for name in ('run', 'out', 'back'))
     length = ['--gin_param', 'train.context_length = 24', '--gin_param', 'train.tokens_per_step = 48']
     task = ['--gin_param', 'data.task = @induction_heads()']
-    assert main(['import', str(tmp_path / 'qwen2'), '--run_dir', str(run), *length, *task]) == 0
-    assert main(['export', '--run_dir', str(run), '--out', str(out)]) == 0
-    assert main(['import', str(out), '--run_dir', str(back)]) == 0
+    assert main(['import', str(tmp_path / form), '--run_dir', str(run), *length, *task]) == 0
+    assert main(['export', '--run_dir', str(run), '--format', format_name, '--out', str(out)]) == 0
+    assert ('\nimport fla' in (out / 'README.md').read_text()) == (format_name == 'native')
+    assert main(['import', str(out), '--run_dir', str(back), *task]) == 0
     before, after = lm.load(str(run)), lm.load(str(back))
     assert after.experiment.model == before.experiment.model
     assert after.experiment.train.context_length == 24
