@@ -8,8 +8,8 @@ state before each chunk.
 The kernels compile for the H100 and H200 and run in JAX's interpreter. They have not run on a GPU, and so are chosen by
 name only.
 
-N key heads of all sequences and parts of their values, G queries of each, L tokens in T chunks of C, E key size, D size
-of a part.
+N are the key heads of all sequences, once for each 64 numbers of a value. G queries share a key. L tokens are in T
+chunks of C. E is the size of a key, and D the size of such a part of a value.
 """
 
 import functools
