@@ -20,6 +20,7 @@ from lm.ops.delta_rule.tpu.forward import compute
 from lm.ops.delta_rule.tpu.plan import DeltaSizes, DeltaTokens, estimate_vmem, make_plan
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.tpu import by_head, by_token
+from lm.ops.tpu.chunk_sizes import refuse
 from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
 from lm.ops.tpu.chunks import CHUNK
 from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
@@ -40,15 +41,9 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
 
 def unsupported(call: DeltaCall) -> str | None:
     """Returns why the kernels cannot compute this call, or None."""
-    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
-        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if estimate_vmem(DeltaSizes.of_call(call)) > platform.vmem()[0]:
-        return f'would not fit its VMEM with heads of {q.shape[-1]} and {v.shape[-1]}'
-    return platform.uneven_batch(q.shape[0])
+    return refuse(call, estimate_vmem(DeltaSizes.of_call(call)))
 
 
 def _compute(call: DeltaCall) -> DeltaResult:
