@@ -163,6 +163,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'bos_token_id': eod,
         'eos_token_id': eod,
         'use_cache': True,
+        'settings': dump(run.experiment),
     }
 
 

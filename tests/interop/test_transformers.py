@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import checkpoints
+import jax
 import numpy as np
 import pytest
 import recurrent_classes
@@ -120,6 +121,18 @@ def load_export(form, tmp_path, **changes):
     config = shapes.experiment(FORMS[form], **changes)
     FORMATS['huggingface'].write(shapes.run_of(config, shapes.random_weights(config)), tmp_path)
     return transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize('form', ['performer', 'polysketch learned local', 'gated_linear channel'])
+def test_what_transformers_writes_comes_back(form, tmp_path, tokens):
+    config = shapes.experiment(FORMS[form])
+    weights = shapes.random_weights(config)
+    FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    model.save_pretrained(tmp_path / 'saved')
+    back = test_families.read(tmp_path / 'saved')
+    assert back.config == config.model
+    jax.tree.map(np.testing.assert_array_equal, test_families.weights_of(back), weights)
 
 
 OPTIONS = {'delta gate': shapes.BLOCK, 'polysketch gate': shapes.HEADS, 'softmax': shapes.GPT2}

@@ -20,6 +20,7 @@ CASES = {
     'factors of any size': {'length': 130},
     'odd sizes, grouped, negative': {'length': 70, 'heads': (4, 2), 'sizes': (40, 48), 'beta': 2.0},
     'less than a chunk, no factors of heads': {'length': 20, 'decay': False},
+    'values twice as wide': {'length': 64, 'heads': (2, 1), 'sizes': (48, 100)},
 }
 
 
@@ -111,7 +112,7 @@ def test_the_kernels_are_chosen_by_name_only_and_refuse_other_calls(hopper):
     with platform.choices() as chosen:
         compute(call)
     assert set(chosen.values()) == {'xla'}
-    assert 'heads of up to 64' in rule.unsupported(DeltaCall(*example(130, sizes=(64, 128))[0]))
+    assert 'keys of up to 64' in rule.unsupported(DeltaCall(*example(130, sizes=(128, 64))[0]))
     wide = dataclasses.replace(call, v_BxLxKxD=call.v_BxLxKxD.astype(jnp.float32))
     assert 'bfloat16, not float32' in rule.unsupported(wide)
     scalar = dataclasses.replace(call, channel_log_decay_BxLxKxE=None)

@@ -8,7 +8,8 @@ state before each chunk.
 The kernels compile for the H100 and H200 and run in JAX's interpreter. They have not run on a GPU, and so are chosen by
 name only.
 
-N key heads of all sequences, G queries of each, L tokens in T chunks of C, E key size, D value size.
+N are the key heads of all sequences, once for each 64 numbers of a value. G queries share a key. L tokens are in T
+chunks of C. E is the size of a key, and D the size of such a part of a value.
 """
 
 import functools
@@ -25,6 +26,9 @@ from lm.ops.dots import dot
 from lm.ops.gpu import channel_pairs
 from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan
 from lm.ops.residuals import save_residual
+
+WIDEST = 256
+"""Size of values; each 64 numbers of a value have thread blocks of their own, which solve the systems again."""
 
 
 class DeltaChannelTokens(NamedTuple):
@@ -67,33 +71,44 @@ def unsupported(call: DeltaCall) -> str | None:
         return 'takes one factor per key channel'
     if dtypes := {x.dtype for x in (q, k, v)} - {jnp.dtype('bfloat16')}:
         return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
-    if (widest := max(k.shape[-1], v.shape[-1])) > CHUNK:
-        return f'takes heads of up to {CHUNK}, not {widest}'
+    if k.shape[-1] > CHUNK or v.shape[-1] > WIDEST:
+        return f'takes keys of up to {CHUNK} and values of up to {WIDEST}, not {k.shape[-1]} and {v.shape[-1]}'
     return platform.uneven_batch(q.shape[0])
 
 
 def _compute(call: DeltaCall) -> DeltaResult:
     batch, length, heads, key_size = call.q_BxLxHxE.shape
     kv_heads, value_size = call.v_BxLxKxD.shape[2:]
-    groups = heads // kv_heads
+    groups, parts = heads // kv_heads, -(-value_size // CHUNK)
     plan = ChannelPlan(groups, 1, 1, 1, interpreted=platform.target_platform() != 'gpu')
 
+    def pad(x, size=CHUNK):
+        """Tokens of zeros at the end leave the state as it is, and zero channels add nothing."""
+        return jnp.pad(x, [(0, 0), (0, -length % CHUNK), (0, 0)] + [(0, size - last) for last in x.shape[3:]])
+
     def arrange(x):
-        """[B, L, heads, …] → [B · K, L, G …]; tokens of zeros at the end, which leave the state as it is."""
-        pad = [(0, 0), (0, -length % CHUNK), (0, 0)] + [(0, CHUNK - size) for size in x.shape[3:]]
-        x = jnp.pad(x, pad)
+        """[B, L, heads, …] → [B · K · parts of values, L, G …]."""
+        x = pad(x)
         x = x.reshape(*x.shape[:2], kv_heads, -1).swapaxes(1, 2)
-        return x.reshape(batch * kv_heads, x.shape[2], -1)
+        return jnp.repeat(x.reshape(batch * kv_heads, x.shape[2], -1), parts, axis=0)
+
+    def cut_parts(x):
+        """[B, K, …, D] → [B · K · parts, …, 64]."""
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], parts, CHUNK), -2, 2)
+        return x.reshape(-1, *x.shape[3:])
 
     logs = jnp.maximum(cast(jax.Array, call.all_log_decay_BxLxKxE), channel_pairs.LEAST)
-    q, k, v, log = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, logs))
+    q, k, log = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, logs))
+    v = cut_parts(pad(call.v_BxLxKxD, parts * CHUNK).swapaxes(1, 2))
     tokens = DeltaChannelTokens(q, k, v, arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0], log)
-    pad = ((0, 0), (0, 0), (0, CHUNK - key_size), (0, CHUNK - value_size))
-    state = jnp.pad(call.first_state_BxKxExD, pad).reshape(-1, CHUNK, CHUNK)
+    missing = ((0, 0), (0, 0), (0, CHUNK - key_size), (0, parts * CHUNK - value_size))
+    state = cut_parts(jnp.pad(call.first_state_BxKxExD, missing))
     o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, state))
-    o = o.reshape(batch, kv_heads, -1, groups, CHUNK).swapaxes(1, 2)[:, :length, ..., :value_size]
-    state = state.reshape(batch, kv_heads, CHUNK, CHUNK)[:, :, :key_size, :value_size]
-    return DeltaResult(o.reshape(batch, length, heads, value_size), state)
+    o = o.reshape(batch, kv_heads, parts, -1, groups, CHUNK).transpose(0, 3, 1, 4, 2, 5)
+    o = o.reshape(batch, -1, heads, parts * CHUNK)[:, :length, :, :value_size]
+    state = jnp.moveaxis(state.reshape(batch, kv_heads, parts, CHUNK, CHUNK), 2, 3)
+    state = state.reshape(batch, kv_heads, CHUNK, -1)[:, :, :key_size, :value_size]
+    return DeltaResult(o, state)
 
 
 def _cut(x_NxLxE: jax.Array) -> jax.Array:
