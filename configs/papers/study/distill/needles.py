@@ -70,7 +70,7 @@ def measure(run: LoadedRun, length: int, count: int) -> tuple[float, float]:
     samples = make_samples(run.tokenizer, length, count)
     scorer = dataclasses.replace(run, experiment=_with_context(run, length)).scorer
     scored = [scorer.score_rows([sample.tokens], accuracy=True)[0] for sample in samples]
-    right = [found.correct[-sample.answer :].all() for found, sample in zip(scored, samples, strict=True)]
+    right = [np.all(np.asarray(found.correct)[-one.answer :]) for found, one in zip(scored, samples, strict=True)]
     nats = [found.nats[-sample.answer :].mean() for found, sample in zip(scored, samples, strict=True)]
     return float(np.mean(right)), float(np.mean(nats))
 
