@@ -12,7 +12,7 @@ def mechanisms() -> dict[str, type[Attention]]:
 
 
 def find_layer_type(layer_type: str) -> type[Attention]:
-    """Returns the mechanism of a type of layers in published hybrids (`Attention.layer_type`)."""
+    """Returns the mechanism of a type of layers in published models (`Attention.layer_type`)."""
     (found,) = (cls for cls in mechanisms().values() if cls.layer_type == layer_type)
     return found
 

@@ -65,8 +65,8 @@ class Attention(Configurable, abc.ABC):
     is_default: ClassVar[bool] = False
     """Models have this mechanism where nothing else is configured. Exactly one mechanism sets it."""
     layer_type: ClassVar[str | None] = None
-    """The type of layers with this mechanism in `layer_types` of the config.json of published hybrids; None: it has
-    none."""
+    """The type of layers with this mechanism in `layer_types` of the config.json of published hybrids. Families of
+    checkpoints find the mechanism by it. None: it has none."""
     redraw_every = None
     """Training steps after which the random projections are drawn anew; None: never."""
     causal = True

@@ -17,8 +17,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--format',
         choices=FORMATS,
         default='safetensors',
-        help='huggingface: with what transformers needs to run the model; native: as a class that transformers has; '
-        'default: safetensors',
+        help='huggingface: with what transformers needs to run the model; native: as a class that transformers '
+        'or flash-linear-attention has; default: safetensors',
     )
     parser.add_argument(
         '--dtype', choices=DTYPES, default='float32', help='type of the numbers in the files; default: float32'

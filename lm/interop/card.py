@@ -18,7 +18,7 @@ import transformers
 model = transformers.AutoModelForCausalLM.from_pretrained('.', trust_remote_code=True)  # the folder of this file
 ```""",
     'native': """```python
-import transformers
+{imports}import transformers
 
 model = transformers.AutoModelForCausalLM.from_pretrained('.')  # the folder of this file
 ```""",
@@ -28,13 +28,13 @@ LICENCE = """This card states no licence of the weights. Who publishes them deci
 and of an imported checkpoint count. Code files in this folder are of lm and under the Apache License 2.0."""
 
 
-def write_card(run: LoadedRun, folder: pathlib.Path, format_name: str, dtype: str) -> None:
-    """Writes README.md. Raises LmError where that fails."""
+def write_card(run: LoadedRun, folder: pathlib.Path, format_name: str, dtype: str, imports: str = '') -> None:
+    """Writes README.md; `imports` is a line of Python before the others. Raises LmError where that fails."""
     with writing(folder / CARD):
-        (folder / CARD).write_text(describe_model(run, format_name, dtype))
+        (folder / CARD).write_text(describe_model(run, format_name, dtype, imports))
 
 
-def describe_model(run: LoadedRun, format_name: str, dtype: str) -> str:
+def describe_model(run: LoadedRun, format_name: str, dtype: str, imports: str = '') -> str:
     """Returns the card as Markdown: model, data, tokens, perplexity, command and licence."""
     record, model, train = Run.read(run.directory.path), run.experiment.model, run.experiment.train
     library = 'lm' if format_name == 'safetensors' else 'transformers'
@@ -47,7 +47,7 @@ def describe_model(run: LoadedRun, format_name: str, dtype: str) -> str:
         'Data': describe_data(run, record),
         'Training': describe_training(run, record),
         'Perplexity': describe_figures(run, record),
-        'Use': [USES[format_name]],
+        'Use': [USES[format_name].format(imports=imports)],
         'Licence': [LICENCE],
     }
     body = '\n\n'.join('\n\n'.join([f'## {title}', *parts]) for title, parts in sections.items())

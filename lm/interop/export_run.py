@@ -36,7 +36,7 @@ def export_run(
     run = load_run(experiment, run_dir, step)
     with exporting(folder):
         format.write(run, folder, weights)
-        write_card(run, folder, format_name, weights.dtype)
+        write_card(run, folder, format_name, weights.dtype, format.find_imports(experiment.model))
     names = ', '.join(sorted(path.name for path in folder.iterdir()))
     print(f'step {run.step} of {run_dir} written to {folder}: {names}')
 

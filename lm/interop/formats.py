@@ -81,6 +81,10 @@ class Safetensors:
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError for a model that this format cannot hold."""
 
+    def find_imports(self, model: ModelConfig) -> str:
+        """Returns a line of Python that programs need before they load the files, beside `import transformers`."""
+        return ''
+
     def write(self, run: LoadedRun, folder: pathlib.Path, weights: WeightFiles = WeightFiles()) -> None:  # noqa: B008
         facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
         weights.write(folder, self.tensors(run), facts)
@@ -159,6 +163,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         'bos_token_id': eod,
         'eos_token_id': eod,
         'use_cache': True,
+        'settings': dump(run.experiment),
     }
 
 

@@ -9,6 +9,7 @@ B batch, L length, D model width, N heads, C head size.
 
 import dataclasses
 import math
+import pathlib
 from typing import Any
 
 import torch
@@ -266,6 +267,12 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         self.final_norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def save_pretrained(self, save_directory, **options):
+        """Writes the model as `transformers` does, and config.gin, which `lm import` reads."""
+        super().save_pretrained(save_directory, **options)
+        if settings := getattr(self.config, 'settings', None):
+            (pathlib.Path(save_directory) / 'config.gin').write_text(settings)
 
     def get_input_embeddings(self):
         return self.embedding

@@ -1,4 +1,4 @@
-"""The format of `lm export` for models that a class of `transformers` computes."""
+"""The format of `lm export` for models that a class of `transformers` or flash-linear-attention computes."""
 
 import dataclasses
 import json
@@ -15,12 +15,16 @@ from lm.model import ModelConfig
 
 
 class NativeFormat(Safetensors):
-    """Writes config.json and the tensors of a class that `transformers` has; loading needs no trust_remote_code."""
+    """Writes config.json and the tensors of a class that `transformers` or another package has; loading needs no
+    trust_remote_code."""
 
     name: ClassVar[str] = 'native'
 
     def check(self, model: ModelConfig) -> None:
         find_family(model)
+
+    def find_imports(self, model: ModelConfig) -> str:
+        return find_family(model).imports
 
     def tensors(self, run: LoadedRun) -> Tensors:
         model = run.experiment.model
@@ -51,11 +55,16 @@ def find_family(model: ModelConfig) -> Decoder:
             differences[family.architecture] = compare(model, family)
             if not differences[family.architecture]:
                 return family
-    nearest = min(differences, key=lambda name: len(differences[name]))
+    nearest = min(differences, key=lambda name: (count_mechanisms(differences[name]), len(differences[name])))
     raise ConfigError(
-        f'{differences[nearest][0]}: no class of transformers that is written computes this, {nearest} is the nearest; '
-        'export with --format huggingface'
+        f'{differences[nearest][0]}: no class of transformers or flash-linear-attention that is written computes this, '
+        f'{nearest} is the nearest; export with --format huggingface'
     )
+
+
+def count_mechanisms(differences: list[str]) -> int:
+    """Returns how many of the differences are mechanisms."""
+    return sum(': attention = ' in one for one in differences)
 
 
 def compare(model: ModelConfig, family: Decoder) -> list[str]:

@@ -47,7 +47,7 @@ def accumulate(log_decay_BxSxK: jax.Array) -> Decay:
 @jax.custom_vjp
 def _accumulate(log_decay_BxKxS):
     resets = log_decay_BxKxS < RESET
-    total, rest = _sums(jnp.where(resets, 0.0, log_decay_BxKxS), resets)
+    total, rest = sum_in_pairs(jnp.where(resets, 0.0, log_decay_BxKxS), resets)
     before = ((0, 0), (0, 0), (1, 0))
     segment = jnp.cumsum(resets, axis=-1, dtype=jnp.int32)
     return Decay(*(jnp.pad(x, before) for x in (total, rest, segment)))
@@ -59,7 +59,7 @@ def backwards(dtotal_BxKxS: jax.Array, resets_BxKxS: jax.Array) -> jax.Array:
     A token's factor is part of all sums from it to the next reset.
     """
     ends = jnp.pad(resets_BxKxS[..., 1:], ((0, 0), (0, 0), (0, 1)))
-    total, _ = _sums(dtotal_BxKxS, ends, reverse=True)
+    total, _ = sum_in_pairs(dtotal_BxKxS, ends, reverse=True)
     return jnp.where(resets_BxKxS, 0.0, total)
 
 
@@ -90,7 +90,7 @@ def backwards_in_tiles(dtotal_NxL: jax.Array, resets_NxL: jax.Array, tile: int) 
 _accumulate.defvjp(lambda x: (_accumulate(x), x < RESET), lambda resets, d: (backwards(d.total[..., 1:], resets),))
 
 
-def _sums(x, starts, reverse=False):
+def sum_in_pairs(x: jax.Array, starts: jax.Array, reverse: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns running sums along the last axis, begun anew where `starts`, as the nearest float32 and the rest.
 
     Each entry is joined with the one 1, 2, 4, … before it: whole arrays shifted, which compiles to one small loop

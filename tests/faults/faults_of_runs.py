@@ -268,14 +268,15 @@ def not_finite(shop: Workshop, tally: Tally) -> None:
     """10. A step that is not finite changes only counters; many in a row end with 43 and lose nothing."""
     every = Shape(bindings=(('checkpoint.save_every_steps', 1), ('train.max_nonfinite_steps', 3)), steps=16)
     run = shop.place('nan')
-    with tally.attempt('one step'):
-        shop.finish(every, run, launcher=('poison', '15'))
+    with tally.attempt('the last step'):
+        session = shop.start(every, run, launcher=('poison', '15'))
+        need(session.end() == 43 and 'step 16 is saved' in session.output(), session.output())
         before, after = arrays(run, 15), arrays(run, 16)
         kept = [name for name in before if name.startswith(('params', 'optimizer', 'opt_state'))]
         need(len(kept) > 10, list(before))
         compare_arrays({n: before[n] for n in kept}, {n: after[n] for n in kept})
         need([r['skipped_steps'] for r in metrics(run) if r['kind'] == 'train'][-2:] == [0, 1], 'not counted')
-    with tally.attempt('the next step'):
+    with tally.attempt('a step before others'):
         run = shop.place('nan')
         shop.finish(every, run, launcher=('poison', '9'))
         losses = [r['loss'] for r in metrics(run) if r['kind'] == 'train']

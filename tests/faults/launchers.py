@@ -3,7 +3,7 @@
 miscompute N         the checksums of a replay are wrong in one group of devices, after N of them.
 spoil N              a bit of a parameter flips on one device, before the comparison of copies number N + 1.
 limit BYTES          no file may become longer, as on a full disk.
-poison BATCH…        the losses of these batches are not finite.
+poison BATCH…        the steps of these batches are not finite.
 record FILE          appends 'step checksum' of each batch that is read.
 without MODULE…      these modules cannot be imported.
 slow SECONDS         each step, and each batch of an evaluation, takes at least so long.
@@ -54,28 +54,45 @@ def record(path: str) -> None:
 
 
 def poison(*numbers: str) -> None:
-    """Makes losses NaN if the windows contain the first window of a poisoned batch, known by its tokens."""
+    """Makes a weight NaN for the steps whose batches contain the first window of a poisoned batch.
+
+    The window is known by its tokens. After the step the weight gets its value back. The program of the step is the
+    usual one, because another program may differ in the last bits of all steps.
+    """
     import jax
     import jax.numpy as jnp
 
     import lm.session.train
-    from lm.training.step import TrainStep
 
-    prepared, plain = lm.session.train.make_plan, TrainStep.weighted_loss
+    prepared, plain = lm.session.train.make_plan, lm.session.train.give_teacher
     bad = []
 
     def make_plan(*arguments, **options):
         plan = prepared(*arguments, **options)
         starts = [plan.windows.starts(int(batch))[0] for batch in numbers]
-        windows = plan.store.read_many(plan.split, starts, plan.windows.context_length + 1)
-        bad.append(jnp.asarray(windows[:, :-1].astype('int32')))
+        bad.append(plan.store.read_many(plan.split, starts, plan.windows.context_length + 1).astype('int32'))
         return plan
 
-    def weighted_loss(self, weights, tokens_BxL, *rest):
-        is_bad = (tokens_BxL[:, None] == bad[0][None]).all(-1).any()
-        return jax.tree.map(lambda x: x * jnp.where(is_bad, jnp.nan, 1.0), plain(self, weights, tokens_BxL, *rest))
+    @jax.jit
+    def is_poisoned(batch):
+        return (batch[:, :, None] == jnp.asarray(bad[0])).all(-1).any()
 
-    lm.session.train.make_plan, TrainStep.weighted_loss = make_plan, weighted_loss
+    def give_teacher(*arguments):
+        advance = plain(*arguments)
+
+        def poisoned(state, batch):
+            if not is_poisoned(batch):
+                return advance(state, batch)
+            leaves, structure = jax.tree.flatten(state['params'])
+            intact = leaves[0].copy()
+            params = jax.tree.unflatten(structure, [leaves[0] * jnp.nan, *leaves[1:]])
+            state, metrics = advance(state | {'params': params}, batch)
+            leaves = jax.tree.leaves(state['params'])
+            return state | {'params': jax.tree.unflatten(structure, [intact, *leaves[1:]])}, metrics
+
+        return poisoned
+
+    lm.session.train.make_plan, lm.session.train.give_teacher = make_plan, give_teacher
 
 
 def miscompute(number: str) -> None:

@@ -346,7 +346,7 @@ def logged(run: pathlib.Path) -> int:
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             newest = max(newest, json.loads(line)['step'])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return newest
 

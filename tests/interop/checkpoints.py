@@ -5,6 +5,8 @@ the loss and the greedy text that `transformers` computes. Tensors are drawn fro
 in an environment with PyTorch:
 
     PYTHONPATH=$PWD:tests python tests/interop/checkpoints.py
+
+Forms of flash-linear-attention need this package too (`recurrent_classes`).
 """
 
 import json
@@ -15,6 +17,7 @@ import tempfile
 import zlib
 
 import numpy as np
+import recurrent_classes
 from safetensors.numpy import load_file, save_file
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'data' / 'checkpoints'
@@ -59,6 +62,16 @@ FORMS = {
         qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=3,
         moe_intermediate_size=16, n_group=4, topk_group=2,
     )),
+    'gla': ('gla', dict(num_heads=4, num_kv_heads=2, use_short_conv=True, norm_eps=1e-5)),
+    'gla_plain': ('gla', dict(
+        num_heads=2, expand_k=1.0, expand_v=1.5, use_output_gate=False, tie_word_embeddings=True,
+    )),
+    'retnet': ('retnet', dict(num_heads=4)),
+    'delta_net': ('delta_net', dict(num_heads=4, expand_v=1.5, allow_neg_eigval=True)),
+    'gated_deltanet': ('gated_deltanet', dict(
+        num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, output_gate_activation='sigmoid',
+    )),
+    'kda': ('kda', dict(num_heads=4, head_dim=8)),
     'olmo2': ('olmo2', {}),
     'gemma': ('gemma', dict(head_dim=12)),
     'gemma2': ('gemma2', dict(
@@ -95,6 +108,10 @@ CENTRED = ('gemma', 'qwen3_next')
 """Beginnings of the `model_type` of families with gains of 1 + w."""
 IN_OTHER_FORM = ('qwen3_next', 'kimi_linear')
 """Families whose tensors in files have other names and shapes than in the model."""
+RECURRENT = ('gla', 'gla_plain', 'retnet', 'delta_net', 'gated_deltanet', 'kda')
+"""Forms whose classes are of flash-linear-attention."""
+WITHOUT_BIAS = 'g_proj.1.bias'
+"""The end of the names of biases that are zero, because models here have none."""
 PROMPT, WRITTEN = 16, 8
 """The tokens of the prompt, and how many are written after it."""
 
@@ -122,7 +139,8 @@ def make_tensors(recorded: dict) -> dict[str, np.ndarray]:
         plain = not kind.startswith(CENTRED) or name.endswith('linear_attn.norm.weight')
         return float(plain and gains(name))
 
-    return {name: (x + np.float32(around(name)) if gains(name) else x) for name, x in drawn.items()}
+    tensors = {name: (x + np.float32(around(name)) if gains(name) else x) for name, x in drawn.items()}
+    return {name: (np.zeros_like(x) if name.endswith(WITHOUT_BIAS) else x) for name, x in tensors.items()}
 
 
 def load(form: str) -> dict:
@@ -148,7 +166,12 @@ def write(recorded: dict, folder: pathlib.Path, parts: int = 1) -> dict[str, np.
 
 
 def compute(form: str) -> dict:
-    """Returns the record of a form, computed by `transformers`."""
+    """Returns the record of a form, computed by `transformers` or flash-linear-attention."""
+    return recurrent_classes.record(form) if form in RECURRENT else compute_here(form)
+
+
+def compute_here(form: str) -> dict:
+    """Does the work of `compute` in this process."""
     import torch
     import transformers
 
@@ -156,6 +179,10 @@ def compute(form: str) -> dict:
         sys.modules.setdefault(package, None)  # pyright: ignore[reportArgumentType]
     kind, changes = FORMS[form]
     sizes = {} if kind in ('gpt2', 'gemma3') else SIZES
+    if form in RECURRENT:
+        sizes = {
+            name: size for name, size in SIZES.items() if name not in ('num_attention_heads', 'num_key_value_heads')
+        }
     config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
     model.config.architectures = [type(model).__name__]
@@ -165,6 +192,8 @@ def compute(form: str) -> dict:
         'config': json.loads(config.to_json_string(use_diff=True)),
         'tensors': {name: list(x.shape) for name, x in state.items()},
     }
+    if form in RECURRENT:
+        model.config.fuse_cross_entropy = False  # this kernel needs a GPU
     if kind in IN_OTHER_FORM:
         model = rewrite(model, recorded)
         state = {}
@@ -172,7 +201,9 @@ def compute(form: str) -> dict:
         for name, x in make_tensors(recorded).items() if state else ():
             state[name].copy_(torch.tensor(x))
         tokens = np.random.RandomState(1).randint(0, SIZES['vocab_size'], (1, PROMPT))
-        written = model.generate(torch.tensor(tokens), max_new_tokens=WRITTEN, do_sample=False)
+        # `generate` of transformers 5.24 gives the cache another name, and flash-linear-attention 0.6.0 loses it.
+        cached = form not in RECURRENT
+        written = model.generate(torch.tensor(tokens), max_new_tokens=WRITTEN, do_sample=False, use_cache=cached)
         found = model(written, labels=written)
     return recorded | {
         'transformers': transformers.__version__,

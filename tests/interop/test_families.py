@@ -126,9 +126,12 @@ def old_form(config: dict) -> dict:
     return config
 
 
-@pytest.mark.parametrize(
-    'form', [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision', 'kimi_linear')]
-)
+OLDER = [
+    form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision', 'kimi_linear', *checkpoints.RECURRENT)
+]
+
+
+@pytest.mark.parametrize('form', OLDER)
 def test_files_of_older_versions_say_the_same(form, tmp_path):
     config = checkpoints.load(form)['config']
     family = FAMILIES[config['model_type']]
@@ -165,15 +168,17 @@ def test_defaults_are_those_of_transformers(tmp_path):
     assert RotaryEntry({}, 500.0).base == 500.0
 
 
-def test_an_import_keeps_every_bit_on_its_way_out_and_back(tmp_path, capsys):
-    recorded = checkpoints.load('qwen2')
-    checkpoints.write(recorded, tmp_path / 'qwen2', parts=3)
+@pytest.mark.parametrize(('form', 'format_name'), [('qwen2', 'safetensors'), ('kda', 'native')])
+def test_an_import_keeps_every_bit_on_its_way_out_and_back(form, format_name, tmp_path, capsys):
+    recorded = checkpoints.load(form)
+    checkpoints.write(recorded, tmp_path / form, parts=3)
     run, out, back = (tmp_path / name for name in ('run', 'out', 'back'))
     length = ['--gin_param', 'train.context_length = 24', '--gin_param', 'train.tokens_per_step = 48']
     task = ['--gin_param', 'data.task = @induction_heads()']
-    assert main(['import', str(tmp_path / 'qwen2'), '--run_dir', str(run), *length, *task]) == 0
-    assert main(['export', '--run_dir', str(run), '--out', str(out)]) == 0
-    assert main(['import', str(out), '--run_dir', str(back)]) == 0
+    assert main(['import', str(tmp_path / form), '--run_dir', str(run), *length, *task]) == 0
+    assert main(['export', '--run_dir', str(run), '--format', format_name, '--out', str(out)]) == 0
+    assert ('\nimport fla' in (out / 'README.md').read_text()) == (format_name == 'native')
+    assert main(['import', str(out), '--run_dir', str(back), *task]) == 0
     before, after = lm.load(str(run)), lm.load(str(back))
     assert after.experiment.model == before.experiment.model
     assert after.experiment.train.context_length == 24
@@ -237,6 +242,14 @@ REFUSED = [
     ('kimi_linear', {'mla_use_nope': False}, 'rotary positions'),
     ('kimi_linear', {'moe_router_activation_func': 'softmax'}, 'softmax in the router'),
     ('kimi_linear', {'num_key_value_heads': 2}, 'fewer keys than queries'),
+    ('gla', {'clamp_min': -5.0}, 'clamp_min = -5.0'),
+    ('gla', {'attn': {'layers': [1], 'num_heads': 4}}, "attn = {'layers': [1]"),
+    ('gla', {'hidden_act': 'powlu'}, "hidden_act = 'powlu'"),
+    ('retnet', {'num_kv_heads': 2}, 'fewer keys than queries'),
+    ('delta_net', {'qk_norm': 'sum'}, "qk_norm = 'sum'"),
+    ('gated_deltanet', {'use_short_conv': False}, 'use_short_conv = False'),
+    ('kda', {'safe_gate': True}, 'safe_gate = True'),
+    ('kda', {'expand_v': 2.0}, 'expand_v = 2.0'),
 ]
 
 
@@ -309,6 +322,51 @@ def test_a_hybrid_of_our_own_goes_out_as_qwen3_next(tmp_path):
         NativeFormat().check(plain)
 
 
+DELTA, GATED, RETENTION = map(find_layer_type, ('linear_attention', 'gated_linear_attention', 'multi_scale_retention'))
+PLAIN = shapes.LLAMA | {'rotary_base': None, 'n_kv_heads': 4}
+LINEAR = {
+    'gla': ('GLAForCausalLM', GATED(gate='channel'), {'n_kv_heads': 2, 'value_dim': 12, 'output_gate': True}),
+    'gla plain': ('GLAForCausalLM', GATED(gate='channel'), {'convolution': 3, 'tied': True}),
+    'retnet': ('RetNetForCausalLM', RETENTION(), {'output_gate': True, 'rotary_base': 10_000.0}),
+    'delta': ('DeltaNetForCausalLM', DELTA(negative=True), {'convolution': 4}),
+    'gated delta': (
+        'GatedDeltaNetForCausalLM', DELTA(gate=True), {'convolution': 4, 'n_value_heads': 8, 'output_gate': True}
+    ),
+    'kda': (
+        'KDAForCausalLM',
+        DELTA(gate='channel'),
+        {'convolution': 4, 'output_gate': True, 'output_gate_form': 'sigmoid', 'output_gate_rank': 8},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('form', LINEAR)
+def test_a_linear_model_goes_out_as_a_class_of_flash_linear_attention(form, tmp_path):
+    architecture, mechanism, changes = LINEAR[form]
+    config = shapes.experiment(mechanism, **PLAIN | changes)
+    weights = shapes.random_weights(config)
+    assert 'import fla' in NativeFormat().find_imports(config.model)
+    NativeFormat().write(shapes.run_of(config, weights), tmp_path)
+    assert json.loads((tmp_path / 'config.json').read_text())['architectures'] == [architecture]
+    model = read(tmp_path)
+    if not config.model.tied:  # else the scale of the embeddings is in the last normalization
+        back = to_tensors(weights_of(model))
+        for name, tensor in to_tensors(weights).items():
+            if name != 'embedding.weight':
+                np.testing.assert_array_equal(back[name], tensor)
+    tokens = np.random.default_rng(1).integers(0, 97, (1, 24))
+    ours = shapes.our_logits(config, weights, tokens)
+    np.testing.assert_allclose(logits(model, tokens), ours, rtol=0, atol=1e-5 * np.abs(ours).max())
+
+
+def test_biases_of_an_output_gate_are_refused_by_name(tmp_path, capsys):
+    tensors = checkpoints.write(checkpoints.load('kda'), tmp_path / 'kda')
+    bias = f'model.layers.1.attn.{checkpoints.WITHOUT_BIAS}'
+    save_file(tensors | {bias: np.ones_like(tensors[bias])}, tmp_path / 'kda' / 'model.safetensors')
+    assert main(['import', str(tmp_path / 'kda'), '--run_dir', str(tmp_path / 'run')]) == 2
+    assert f'a model that no model here equals: it has {bias}' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('tied', [False, True])
 def test_a_model_of_our_own_goes_out_as_a_llama(tied, tmp_path):
     config = shapes.experiment(Softmax(), **shapes.LLAMA | {'tied': tied})
@@ -332,6 +390,9 @@ def test_a_model_of_our_own_goes_out_as_a_llama(tied, tmp_path):
         (Softmax(gate=True), {}, r"layer 0: attention = @softmax\(\) with \{'gate': True"),
         (Softmax(), {'learned_positions': 32}, 'model.learned_positions = 32: no class'),
         (Softmax(), {'output_gate': True}, 'layer 0: gate = OutputGate.*: no class'),
+        (GATED(gate='ssd'), PLAIN, r"'gate': 'ssd'.*, GLAForCausalLM is the nearest; export with --format huggingface"),
+        (RETENTION(), {'n_kv_heads': 2}, 'layer 0: dims = .*, RetNetForCausalLM is the nearest'),
+        (DELTA(), PLAIN, 'layer 0: convolution = None: .*, DeltaNetForCausalLM is the nearest'),
     ],
 )
 def test_a_model_that_no_class_of_transformers_computes_is_refused(attention, changes, said):

@@ -4,8 +4,10 @@ import dataclasses
 import json
 
 import checkpoints
+import jax
 import numpy as np
 import pytest
+import recurrent_classes
 import shapes
 import test_families
 from mechanisms_list import MECHANISMS
@@ -121,6 +123,18 @@ def load_export(form, tmp_path, **changes):
     return transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
 
 
+@pytest.mark.parametrize('form', ['performer', 'polysketch learned local', 'gated_linear channel'])
+def test_what_transformers_writes_comes_back(form, tmp_path, tokens):
+    config = shapes.experiment(FORMS[form])
+    weights = shapes.random_weights(config)
+    FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    model.save_pretrained(tmp_path / 'saved')
+    back = test_families.read(tmp_path / 'saved')
+    assert back.config == config.model
+    jax.tree.map(np.testing.assert_array_equal, test_families.weights_of(back), weights)
+
+
 OPTIONS = {'delta gate': shapes.BLOCK, 'polysketch gate': shapes.HEADS, 'softmax': shapes.GPT2}
 CUTS = [9, 1, 1, 6, 7]
 """Tokens per call: a prompt, single tokens, and pieces longer than a window or a block."""
@@ -211,9 +225,22 @@ def test_half_the_bits_are_enough_to_load_a_model(form, tmp_path, tokens):
     assert all(p.grad.isfinite().all() for p in models[1].parameters() if p.requires_grad)
 
 
+def use_class(folder, saved, tokens):
+    """Does what `recurrent_classes.use` does, for classes that transformers has."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager').eval()
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+        written = model.generate(ids[:, : checkpoints.PROMPT], max_new_tokens=checkpoints.WRITTEN, do_sample=False)
+    model.save_pretrained(saved)  # transformers writes it again, and it comes back
+    return {'class': type(model).__name__, 'logits': logits.tolist(), 'written': written[0].tolist()}
+
+
 @pytest.mark.parametrize('form', checkpoints.FORMS)
 def test_families_come_in_and_go_out(form, tmp_path):
     """The recorded arrays are what transformers computes today. The model in PyTorch of an export computes the same."""
+    if form in checkpoints.RECURRENT:
+        recurrent_classes.need_classes()
     recorded, today = checkpoints.load(form), checkpoints.compute(form)
     assert recorded['tokens'] == today['tokens']
     expected = np.array(recorded['logits'])
@@ -237,13 +264,12 @@ def test_families_come_in_and_go_out(form, tmp_path):
         return
     (tmp_path / 'native').mkdir()
     NativeFormat().write(shapes.run_of(task, weights), tmp_path / 'native')
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'native', attn_implementation='eager').eval()
-    with torch.no_grad():
-        check_equal(expected, model(torch.tensor(tokens)).logits[0].numpy())
-        prompt = torch.tensor(tokens[:, : checkpoints.PROMPT])
-        written = model.generate(prompt, max_new_tokens=checkpoints.WRITTEN, do_sample=False)
-    assert written[0].tolist() == recorded['tokens']
-    model.save_pretrained(tmp_path / 'saved')  # transformers writes it again, and it comes back
+    use = recurrent_classes.use if form in checkpoints.RECURRENT else use_class
+    found = use(tmp_path / 'native', tmp_path / 'saved', recorded['tokens'])
+    assert [found['class']] == recorded['config']['architectures']
+    check_equal(expected, np.array(found['logits']))
+    check_equal(expected, np.array(found.get('decoded', found['logits'])))
+    assert found['written'] == recorded['tokens']
     saved = test_families.read(tmp_path / 'saved')
     check_equal(expected, np.asarray(test_families.logits(saved, tokens))[0])
     described = json.loads((tmp_path / 'saved' / 'config.json').read_text())

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_pallas_gpu_channel_delta as channel_delta
 import test_pallas_gpu_channels as channels
 import test_pallas_gpu_delta as delta
 import test_pallas_gpu_recurrent as recurrent
@@ -94,6 +95,21 @@ def test_kernels_with_a_factor_per_channel(name):
     with jax.default_matmul_precision('highest'):
         want = jax.jit(channels.results('reference', jnp.float32))(arrays, cotangents)
     found = channels.errors(got, want)
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
+CHANNEL_DELTA = {
+    f'delta rule, {name}, a factor per channel': case | {'length': 2500} for name, case in channel_delta.CASES.items()
+}
+
+
+@pytest.mark.parametrize('name', CHANNEL_DELTA)
+def test_kernels_of_the_rule_with_a_factor_per_channel(name):
+    arrays, cotangents = channel_delta.example(**CHANNEL_DELTA[name])
+    got = jax.jit(channel_delta.results('pallas_gpu_channels'))(arrays, cotangents)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(channel_delta.results('reference', jnp.float32))(arrays, cotangents)
+    found = channel_delta.errors(got, want)
     assert all(error <= 2e-2 for error in found.values()), found
 
 
@@ -187,10 +203,14 @@ def arguments_of(name: str):
         )
     if name in CHANNELS:
         return jax.jit(channels.results('pallas_gpu_channels')), channels.example(**CHANNELS[name])
+    if name in CHANNEL_DELTA:
+        return jax.jit(channel_delta.results('pallas_gpu_channels')), channel_delta.example(**CHANNEL_DELTA[name])
     return jax.jit(delta.results('pallas_gpu')), delta.example(**DELTA[name])
 
 
-@pytest.mark.parametrize('name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA, *CHANNELS])
+@pytest.mark.parametrize(
+    'name', ['polysketch', 'sketch networks', *EXACT, *RECURRENT, *DELTA, *CHANNELS, *CHANNEL_DELTA]
+)
 def test_kernels_give_the_same_bits(name):
     function, arguments = arguments_of(name)
     first = jax.device_get(jax.tree.leaves(function(*arguments)))

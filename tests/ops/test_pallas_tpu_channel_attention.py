@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import nearness
 import numpy as np
 import pytest
 from interpreter import interpret_kernels, interpret_plainly
@@ -16,6 +17,7 @@ from lm.ops.tpu import chunks
 
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dg', 'dstate', 'dchannels')
+assert_near = functools.partial(nearness.assert_near, NAMES)
 
 
 def attend(implementation, q, k, v, decay, kv, logs):
@@ -46,13 +48,6 @@ def draw(length, dtype=jnp.float32):
 def by_kernels(arrays):
     with interpret_kernels():
         return kernels(*arrays)
-
-
-def assert_near(got, expected, tolerance):
-    for name, a, e in zip(NAMES, got, expected, strict=True):
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        assert np.isfinite(a).all(), name
-        assert np.linalg.norm(a - e) <= tolerance * max(np.linalg.norm(e), 1.0), (name, np.linalg.norm(a - e))
 
 
 @pytest.mark.parametrize(('length', 'dtype', 'tolerance'), [(150, jnp.float32, 1e-5), (128, jnp.bfloat16, 1.5e-2)])

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import nearness
 import numpy as np
 import pytest
 from interpreter import interpret_kernels, interpret_plainly
@@ -17,6 +18,7 @@ from lm.ops.tpu import channel_pairs, chunks
 
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate', 'dchannels')
+assert_near = functools.partial(nearness.assert_near, NAMES)
 kernels = jax.jit(functools.partial(both, of_arrays(rule)))
 recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
@@ -24,13 +26,6 @@ recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 def by_kernels(arrays):
     with interpret_kernels():
         return kernels(*arrays)
-
-
-def assert_near(got, expected, tolerance):
-    for name, a, e in zip(NAMES, got, expected, strict=True):
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        assert np.isfinite(a).all(), name
-        assert np.linalg.norm(a - e) <= tolerance * max(np.linalg.norm(e), 1.0), (name, np.linalg.norm(a - e))
 
 
 @pytest.mark.parametrize(('length', 'dtype', 'tolerance'), [(150, jnp.float32, 3e-5), (128, jnp.bfloat16, 2e-2)])

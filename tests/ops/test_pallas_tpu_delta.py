@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import nearness
 import numpy as np
 import pytest
 from interpreter import interpret_kernels, interpret_plainly
@@ -16,6 +17,7 @@ from lm.ops.delta_rule.tpu import parts, rule
 
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate')
+assert_near = functools.partial(nearness.assert_near, NAMES)
 
 
 def both(function, *arrays):
@@ -36,13 +38,6 @@ recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 def by_kernels(arrays):
     with interpret_kernels():
         return kernels(*arrays)
-
-
-def assert_near(got, expected, tolerance):
-    for name, a, e in zip(NAMES, got, expected, strict=True):
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        assert np.isfinite(a).all(), name
-        assert np.linalg.norm(a - e) <= tolerance * max(np.linalg.norm(e), 1.0), (name, np.linalg.norm(a - e))
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,29 @@ def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     assert (evaluation['kind'], evaluation['tokens']) == ('eval', 40)
 
 
+def test_a_mixture_of_experts_resumes_exactly(tokens, tmp_path):
+    """Routers in groups with corrections, a shared expert behind a gate, a balance loss, and a dense layer."""
+    bindings = {'model.feed_forward': '[@dense(), @experts()]', 'experts.n_experts': 4, 'experts.hidden_dim': 16}
+    bindings |= {'experts.shared_dim': 16, 'experts.shared_gate': True, 'experts.sigmoid': True, 'experts.groups': 2}
+    bindings |= {'experts.top_groups': 1, 'experts.correction': True, 'experts.balance': 0.01}
+    changes = {'data.path': str(tokens), 'train.steps': 10, 'train.eval_every': 5, 'checkpoint.save_every_steps': 4}
+    flags = tiny.params(tiny.MODEL | changes | {'optimizer.warmup_steps': 2} | bindings)
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    done = tiny.lm('train', '--run_dir', str(whole), *flags)
+    assert done.returncode == 0, done.stderr
+    process = tiny.start('train', '--run_dir', str(parts), *flags)
+    tiny.wait_for_step(parts, 6, process)
+    tiny.stop(process, signal.SIGKILL)
+    again = tiny.lm('train', '--run_dir', str(parts), *flags)
+    assert 'resumed from step' in again.stdout
+    assert tiny.losses(parts) == tiny.losses(whole)
+    assert tiny.losses(parts, 'eval') == tiny.losses(whole, 'eval')
+    first, last = tiny.checksums(whole, 8), tiny.checksums(whole, 10)
+    assert tiny.checksums(parts, 10) == last
+    moved = {part for name in last if first[name] != last[name] for part in name.split('.')}
+    assert {'router', 'shared_gate', 'glu_in', 'glu_out', 'experts'} <= moved
+
+
 def test_a_wrong_tokenizer_or_configuration_is_refused_and_nothing_written(
     tiny_flags, reference_run, other_tokens, tmp_path, capsys
 ):

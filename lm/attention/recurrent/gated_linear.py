@@ -25,7 +25,7 @@ from lm.attention.recurrent.gate import ForgetGate, StepGate
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention import PLAIN, SQUARE, LinearCall, Options
-from lm.parameters import declare, rms_norm
+from lm.parameters import EPSILON, declare, rms_norm
 
 POWERS = {1: PLAIN, 2: SQUARE}
 
@@ -94,8 +94,17 @@ GATES = {'sigmoid': SigmoidGate, 'ssd': SkippedStepGate, 'channel': ChannelGate}
 class GatedLinear(LinearAttention):
     """Weights Π_{j < m ≤ i} a_m ⟨q_i, k_j⟩^degree without a denominator; each head's output is normalized instead."""
 
+    layer_type = 'gated_linear_attention'
+
     gate: str = field(default='sigmoid', choices=tuple(GATES), help='how a token decides what it leaves of the state')
     degree: int = field(default=1, choices=tuple(POWERS), help='power of the scores; 2 is power attention')
+    norm_epsilon: float = field(
+        default=EPSILON,
+        above=0,
+        maximum=0.1,
+        omit_default=True,
+        help='added to the variance of what each head gives',
+    )
 
     def __post_init__(self) -> None:
         if self.gate == 'channel' and self.degree != 1:
@@ -127,7 +136,7 @@ class GatedLinearAttention(LinearModule):
         self.config = config
         self.dims = dims
         self.gate = GATES[config.gate](dims, rngs)
-        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32, epsilon=config.norm_epsilon)
 
     def make_call(
         self,

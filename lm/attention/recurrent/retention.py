@@ -14,15 +14,25 @@ from flax import nnx
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.config.configurable import configurable
+from lm.config.configurable import configurable, field
 from lm.ops.decay import constant
 from lm.ops.linear_attention import LinearCall, Options
-from lm.parameters import rms_norm
+from lm.parameters import EPSILON, rms_norm
 
 
 @configurable('retention')
 class Retention(LinearAttention):
     """Weights γ^(i - j) ⟨q_i, k_j⟩ without a denominator; each head's output is normalized instead."""
+
+    layer_type = 'multi_scale_retention'
+
+    norm_epsilon: float = field(
+        default=EPSILON,
+        above=0,
+        maximum=0.1,
+        omit_default=True,
+        help='added to the variance of what each head gives',
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'RetentionAttention':
         return RetentionAttention(self, dims, rngs)
@@ -40,7 +50,7 @@ class RetentionAttention(LinearModule):
     def __init__(self, config: Retention, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
-        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32)
+        self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32, epsilon=config.norm_epsilon)
 
     def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         batch, length, heads = k_BxLxKxD.shape[:3]

@@ -31,6 +31,8 @@ class Decoder(Family):
 
     Attributes:
         architecture: the class of `transformers` that computes it; '': nothing is exported to it.
+        imports: the line of Python that gives the class to `transformers`, where it has not.
+        embedding: the name of the embeddings.
         rotary_base: the base where config.json states none, and so are `epsilon`, `tied` and `activation`.
         norms: our name of each normalization → their name.
         gain: added to their gains.
@@ -41,6 +43,8 @@ class Decoder(Family):
 
     ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
     architecture: ClassVar[str] = ''
+    imports: ClassVar[str] = ''
+    embedding: ClassVar[str] = 'model.embed_tokens.weight'
     rotary_base: ClassVar[float] = 10_000.0
     epsilon: ClassVar[float] = 1e-6
     tied: ClassVar[bool] = False
@@ -132,7 +136,7 @@ class Decoder(Family):
         for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq') or name.startswith(self.without)]:
             del theirs[name]
         ours = {
-            'embedding.weight': theirs.pop('model.embed_tokens.weight'),
+            'embedding.weight': theirs.pop(self.embedding),
             'final_norm.weight': theirs.pop('model.norm.weight') + np.float32(self.gain),
         }
         if self.is_tied(config):
@@ -192,7 +196,7 @@ class Decoder(Family):
     def back(self, ours: Tensors, model: ModelConfig) -> Tensors:
         """Returns the tensors under the names of this family, from tensors under ours."""
         scale = np.float32(self.scale_of(model))
-        theirs: Tensors = {'model.embed_tokens.weight': ours['embedding.weight'] * scale}
+        theirs: Tensors = {self.embedding: ours['embedding.weight'] * scale}
         gains = ours['final_norm.weight']
         theirs['model.norm.weight'] = (gains / scale if model.tied else gains) - np.float32(self.gain)
         if not model.tied:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import EPSILON, ChannelMap, ForgetFactor, Mechanism, StepFactor, scores
+from lm.interop.formulas.base import ChannelMap, ForgetFactor, Mechanism, StepFactor, scores
 
 
 class SkippedStepFactor(StepFactor):
@@ -32,10 +32,10 @@ class GatedLinearFormula(Mechanism, name='gated_linear'):
 
     divides = False
 
-    def __init__(self, heads, kv_heads, size, *, gate, degree, value_size):
+    def __init__(self, heads, kv_heads, size, *, gate, degree, norm_epsilon, value_size):
         super().__init__()
         self.reach, self.folds = (0, True) if degree == 1 else (None, False)  # a power has too many features
-        self.degree, self.out_norm = degree, nn.RMSNorm(value_size, eps=EPSILON)
+        self.degree, self.out_norm = degree, nn.RMSNorm(value_size, eps=norm_epsilon)
         if gate == 'channel':
             self.gate = ChannelForgetFactor(kv_heads, size)
         else:

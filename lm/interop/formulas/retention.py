@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import EPSILON, Mechanism
+from lm.interop.formulas.base import Mechanism
 
 
 class RetentionFormula(Mechanism, name='retention'):
@@ -13,10 +13,10 @@ class RetentionFormula(Mechanism, name='retention'):
 
     divides, reach, folds = False, 0, True
 
-    def __init__(self, heads, kv_heads, size, *, value_size):
+    def __init__(self, heads, kv_heads, size, *, norm_epsilon, value_size):
         super().__init__()
         self.log_rates = [math.log1p(-(2.0 ** (-5 - h))) for h in range(kv_heads)]
-        self.out_norm = nn.RMSNorm(value_size, eps=EPSILON)
+        self.out_norm = nn.RMSNorm(value_size, eps=norm_epsilon)
 
     def features(self, q, k):
         return q * q.shape[-1] ** -0.5, k

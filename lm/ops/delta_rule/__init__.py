@@ -18,7 +18,13 @@ from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.errors import OperationError
 
 IMPLEMENTATIONS = platform.Implementations(
-    'the delta rule', __name__, reference='reference', xla='xla', pallas_tpu='tpu.rule', pallas_gpu='gpu.rule'
+    'the delta rule',
+    __name__,
+    reference='reference',
+    xla='xla',
+    pallas_tpu='tpu.rule',
+    pallas_gpu='gpu.rule',
+    pallas_gpu_channels='gpu.channels.rule',
 )
 """Each module has `delta_rule(call: DeltaCall) -> DeltaResult` and `unsupported(call) -> str | None`."""
 PARTS = platform.Implementations('the delta rule on parts of a window', __name__, xla='parts', pallas_tpu='tpu.parts')

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, product, release, sum_products
+from lm.ops.gpu import TILE, load_matrix, matrix, product, release, sum_products
 
 A = TypeVar('A')
 """jax.Array, or inside a kernel a reference."""
@@ -143,6 +143,11 @@ def weigh(q_CxE, k_CxE, logs: LogParts, memory: PairMemory) -> jax.Array:
 
     No factor changes the weights of pairs j = i.
     """
+    return weigh_earlier(q_CxE, k_CxE, logs, memory, take_own(product(q_CxE, k_CxE.transpose((1, 0)))))
+
+
+def weigh_earlier(q_CxE, k_CxE, logs: LogParts, memory: PairMemory, other: jax.Array) -> jax.Array:
+    """Computes the weights of pairs j < i, float32 [C, C], and takes `other` elsewhere."""
     select = Selections()
 
     def weigh_level(m: jax.Array, pairs: jax.Array) -> jax.Array:
@@ -153,4 +158,79 @@ def weigh(q_CxE, k_CxE, logs: LogParts, memory: PairMemory) -> jax.Array:
         found = sum_products([(fade(q_CxE, factors), memory.keys.transpose((1, 0)))], scratch=memory.register)[0]
         return take_level(found, m, pairs)
 
-    return loop_over_levels(weigh_level, take_own(product(q_CxE, k_CxE.transpose((1, 0)))))
+    return loop_over_levels(weigh_level, other)
+
+
+class PairGradientMemory(NamedTuple):
+    """Shared memory of the gradients of pairs.
+
+    Attributes:
+        pairs: memory of `weigh`.
+        queries: where queries times factors are placed, [C, E].
+        weights: where weights of pairs, or their gradients, are placed, [C, C].
+        dlog: the gradients of the logs, float32 [C, E]. Registers would not hold them, too.
+    """
+
+    pairs: PairMemory
+    queries: Any
+    weights: Any
+    dlog: Any
+
+    @classmethod
+    def allocate(cls, interpreted: bool) -> 'PairGradientMemory':
+        tile = matrix(TILE, TILE)
+        pairs = PairMemory(tile, [tile] if interpreted else [])
+        return cls(pairs, tile, tile, matrix(TILE, TILE, dtype=jnp.float32))
+
+
+def place_halves(value: jax.Array, memory: PairGradientMemory) -> LogParts:
+    """Places numbers in shared memory as two operands."""
+    release()
+    high = value.astype(jnp.bfloat16)
+    halves = LogParts(memory.queries, memory.pairs.keys)
+    halves.high[...], halves.low[...] = high, (value - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    return halves
+
+
+def add_log_gradients(turned_selection: jax.Array, value: jax.Array, memory: PairGradientMemory) -> None:
+    """Adds the gradients of the logs of which `value` is the gradient of sums; the selection is transposed."""
+    halves = place_halves(value, memory)
+    memory.dlog[...] = load_matrix(memory.dlog) + add_selected(turned_selection, halves, memory.pairs.register)
+
+
+class VectorGradients(NamedTuple):
+    """The gradients of queries and keys, float32 [C, E]."""
+
+    dq: jax.Array
+    dk: jax.Array
+
+
+def differentiate_pairs(
+    q_CxE, k_CxE, logs: LogParts, dpairs_CxC, memory: PairGradientMemory, start: VectorGradients
+) -> VectorGradients:
+    """Adds the gradients of queries and keys to `start`, and the gradients of the logs to `memory.dlog`.
+
+    `dpairs_CxC` are the gradients of the weights of pairs j < i, in shared memory; other entries do not count.
+    """
+    select, turned, register = Selections(), Selections(transposed=True), memory.pairs.register
+
+    def differentiate_level(m: jax.Array, found: VectorGradients) -> VectorGradients:
+        factors = make_factors(select.level(m), logs, register)
+        release()
+        memory.weights[...] = take_level(load_matrix(dpairs_CxC), m)
+        memory.queries[...], memory.pairs.keys[...] = fade(q_CxE, factors), fade(k_CxE, factors)
+        plgpu.commit_smem()
+        # One after the other: registers do not hold both.
+        dqueries = product(memory.weights, memory.pairs.keys) * factors
+        dlog = dqueries * widen(q_CxE)
+        dkeys = product(memory.weights.transpose((1, 0)), memory.queries) * factors
+        add_log_gradients(turned.level(m), dlog + dkeys * widen(k_CxE), memory)
+        return VectorGradients(found.dq + dqueries, found.dk + dkeys)
+
+    return loop_over_levels(differentiate_level, start)
+
+
+def widen(x) -> jax.Array:
+    """Loads a matrix as float32."""
+    return load_matrix(x).astype(jnp.float32)

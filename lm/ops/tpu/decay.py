@@ -2,14 +2,21 @@
 
 c holds, for each token, the sum of the log factors from the first token of its block to itself, [1, T] float32. A
 factor of 0 counts as exp(`RESET_LOG`), which is 0 in float32 as well, so that all differences are finite.
+
+After 200 tokens of −100 a float32 number is precise to 1e-3. So kernels of float32 numbers keep the rest that rounding
+has left. The difference of two c is exact where it is small (Sterbenz 1974, theorem 4.3.1), and the rests complete it.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from lm.ops.decay import RESET, backwards
+from lm.ops.decay import RESET, backwards, sum_in_pairs
+from lm.ops.tpu import SUBLANES
 
 RESET_LOG = -128.0
 
@@ -22,41 +29,90 @@ def arrange_log_decay(log_decay_BxLxK: jax.Array, length: int, heads: int) -> ja
     return g_BxHxL.reshape(batch * heads, 1, length)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def block_sums(log_decay_Nx1xL: jax.Array, block: int) -> jax.Array:
-    """Computes c. A reset's own factor has the gradient 0."""
+class LogSums(NamedTuple):
+    """Running sums of log factors from the start of a block, float32: of a whole call, or a row or column of tokens.
+
+    Attributes:
+        c: the sums, rounded.
+        rest: the rest that rounding has left; None: no one keeps it.
+    """
+
+    c: jax.Array
+    rest: jax.Array | None
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> 'LogSums':
+        """Applies a function to both arrays."""
+        return LogSums(function(self.c), None if self.rest is None else function(self.rest))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def block_sums(log_decay_Nx1xL: jax.Array, block: int, dtype: jnp.dtype) -> LogSums:
+    """Computes the running sums for kernels whose numbers have a type; gradients go through `c` alone.
+
+    Sums of many strong factors are in the thousands, where float32 is precise to 1e-4. Kernels of float32 numbers keep
+    the rest. In bfloat16 each weight is rounded to 2e-3 anyway. A reset's own factor has the gradient 0.
+    """
     g = _in_blocks(jnp.maximum(log_decay_Nx1xL, RESET_LOG), block)
-    return jnp.cumsum(g, axis=-1).reshape(log_decay_Nx1xL.shape)
+    if dtype != jnp.float32:
+        return LogSums(jnp.cumsum(g, axis=-1).reshape(log_decay_Nx1xL.shape), None)
+    sums = sum_in_pairs(g, jnp.zeros(g.shape, bool))
+    return LogSums(*sums).map(lambda x: x.reshape(log_decay_Nx1xL.shape))
 
 
 def _in_blocks(x_Nx1xL: jax.Array, block: int) -> jax.Array:
     return x_Nx1xL.reshape(x_Nx1xL.shape[0], -1, block)
 
 
-def _backwards(block, g_Nx1xL, dc_Nx1xL):
-    d = backwards(_in_blocks(dc_Nx1xL, block), _in_blocks(g_Nx1xL < RESET, block))
-    return (d.reshape(dc_Nx1xL.shape),)
+def _backwards(block, dtype, g_Nx1xL, dsums):
+    d = backwards(_in_blocks(dsums.c, block), _in_blocks(g_Nx1xL < RESET, block))
+    return (d.reshape(g_Nx1xL.shape),)
 
 
-block_sums.defvjp(lambda g, block: (block_sums(g, block), g), _backwards)
+block_sums.defvjp(lambda g, block, dtype: (block_sums(g, block, dtype), g), _backwards)
 
 
-def column(c_1xT: jax.Array) -> jax.Array:
+def column(x_1xT: jax.Array) -> jax.Array:
     """Returns [T, 1]."""
-    return jnp.broadcast_to(c_1xT, (8, c_1xT.shape[1])).T[:, :1]
+    return jnp.broadcast_to(x_1xT, (SUBLANES, x_1xT.shape[1])).T[:, :1]
 
 
-def pairs(c_queries: jax.Array, c_keys: jax.Array) -> jax.Array:
+def columns(sums_1xT: LogSums) -> LogSums:
+    """Returns [T, 1] of each array; one transposition makes both columns."""
+    c, rest = sums_1xT
+    if rest is None:
+        return sums_1xT.map(column)
+    row = lax.broadcasted_iota(jnp.int32, (SUBLANES, c.shape[1]), 0)
+    both_Tx8 = jnp.where(row == 0, c, rest).T
+    return LogSums(both_Tx8[:, :1], both_Tx8[:, 1:2])
+
+
+def pairs(queries: LogSums, keys: LogSums) -> jax.Array:
     """Computes the factors of keys for queries, one of them a row and the other a column.
 
-    Where the key comes later the factors mean nothing, but are finite.
+    Where the key comes later the factors mean nothing, and may be infinite where there is a rest.
     """
-    return jnp.exp(jnp.minimum(c_queries - c_keys, 0.0))
+    difference = queries.c - keys.c
+    if queries.rest is None or keys.rest is None:
+        return jnp.exp(jnp.minimum(difference, 0.0))
+    # The nearest float32 numbers of two sums that are equal but for rounding may be in either order.
+    return jnp.exp(difference + (queries.rest - keys.rest))
 
 
-def last(c_1xT: jax.Array) -> jax.Array:
-    """Returns the sum of the last token, [1, 1]."""
-    return c_1xT[:, -1:]
+def since_start(sums: LogSums) -> jax.Array:
+    """Computes the factors from the start of the block to each token."""
+    return jnp.exp(sums.c if sums.rest is None else sums.c + sums.rest)
+
+
+def until_end(sums_1xT: LogSums) -> jax.Array:
+    """Computes the factors from each token to the end of the block, [1, T]."""
+    c, rest = sums_1xT
+    difference = last(c) - c
+    return jnp.exp(difference if rest is None else difference + (last(rest) - rest))
+
+
+def last(x_1xT: jax.Array) -> jax.Array:
+    """Returns the number of the last token, [1, 1]."""
+    return x_1xT[:, -1:]
 
 
 def multiply_tokens(x_FxT: jax.Array, factors_1xT: jax.Array | None) -> jax.Array:

@@ -6,7 +6,7 @@
 #
 # ROOT (runs/continued) gets the runs.
 #
-# Hardware: 2 CPU cores, 3 minutes per run on one of them (others worked on them, too)
+# Hardware: 2 CPU cores, 8 minutes per run on one of them (others worked on them, too)
 set -euo pipefail
 if [ $# -lt 1 ] || [ ! -f "$1/config.gin" ]; then
   echo "continue: ${1:-}: name the run of BASED" >&2

@@ -69,7 +69,7 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     def pair(x, memory: ChunkMemory):
         beta, (v_CxD,) = load_columns(memory.beta_C), memory.factors
         factors = beta, -beta * jnp.exp(load_columns(memory.t_C))
-        parts = [_split(x * repeat_per_column(factor, TILE)) for factor in factors]
+        parts = [split(x * repeat_per_column(factor, TILE)) for factor in factors]
         return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, memory.k_CxE), strict=True)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
@@ -81,7 +81,7 @@ def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE
     def pair(x, memory: ChunkMemory):
         high, low = memory.high, memory.low
         release()
-        high[...], low[...] = _split(x)
+        high[...], low[...] = split(x)
         plgpu.commit_smem()
         return [[(part.transpose((1, 0)), d) for part in (high, low)] for d in memory.factors]
 
@@ -105,13 +105,13 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
         def multiply(a, b):
             """Computes a · b of float32 [C, C] in registers."""
             release()
-            memory.high[...], memory.low[...] = _split(b)
+            memory.high[...], memory.low[...] = split(b)
             plgpu.commit_smem()
-            a_high, a_low = _split(a)
+            a_high, a_low = split(a)
             pairs = [(a_high, memory.high), (a_high, memory.low), (a_low, memory.high)]
             return sum_products(pairs, scratch=memory.register)[0]
 
-        x = _invert(_make_system(memory), multiply)
+        x = invert(_make_system(memory), multiply)
         results = sum_products(*pair(x, memory), scratch=memory.register)
         for value, place, to in zip(results, memory.out, out, strict=True):
             send(value, place, to.at[head, chunk])
@@ -143,7 +143,7 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
     return results
 
 
-def _split(x: jax.Array) -> list[jax.Array]:
+def split(x: jax.Array) -> list[jax.Array]:
     """Splits x into two bfloat16 arrays whose sum is x to 16 bits."""
     high = x.astype(jnp.bfloat16)
     return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
@@ -154,19 +154,19 @@ def _make_system(memory: ChunkMemory) -> jax.Array:
     k_CxE, t_rows = memory.k_CxE, repeat_per_row(load_rows(memory.t_C), TILE)
     products = product(k_CxE, k_CxE.transpose((1, 0))) * repeat_per_row(load_rows(memory.beta_C), TILE)
     later = t_rows - repeat_per_column(load_columns(memory.t_C), TILE)
-    row, column = _number()
+    row, column = number_entries()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
 
 
-def _number() -> list[jax.Array]:
+def number_entries() -> list[jax.Array]:
     """Returns the numbers of rows and of columns, [C, C]."""
     layout = plgpu.Layout.WGMMA
     return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
-def _invert(a: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def invert(a: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """Computes (I + A)⁻¹ of [C, C] in registers."""
-    row, column = _number()
+    row, column = number_entries()
 
     def inside(size):
         return row // size == column // size

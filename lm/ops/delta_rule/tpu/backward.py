@@ -35,11 +35,11 @@ def differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens]) -> Iterat
 
 def _differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens], n: int) -> Turns:
     """Computes the gradients of key head n and its queries."""
-    q, k, v, beta, c = refs.tokens
-    dq, dk, dv, dbeta, dc = cast(Any, refs.gradients)
+    q, k, v, beta, *_ = refs.tokens
+    dq, dk, dv, dbeta, dc, drest = cast(Any, refs.gradients)
     do, dstate = refs.do, refs.dstate
     keys = Vectors(k[n], plan.key_length)
-    chunk = Chunk(keys.x, v[n], beta[n], c[n], refs.states[n, 0])
+    chunk = Chunk(keys.x, v[n], beta[n], refs.tokens.sums(n), refs.states[n, 0])
     dtype = chunk.dtype
     queries = range(n * plan.groups, (n + 1) * plan.groups)
     vectors = [Vectors(q[m], plan.query_length) for m in queries]
@@ -91,4 +91,6 @@ def _differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens], n: int) 
     dc_1xC += sum_rows(of_pairs) - dot(ones, of_pairs, (1, 1))[:1] - of_added
     is_last = lax.broadcasted_iota(jnp.int32, dc_1xC.shape, 1) == dc_1xC.shape[1] - 1
     dc[n] = dc_1xC + jnp.where(is_last, jnp.sum(of_added, keepdims=True) + of_state, 0.0)
+    if drest is not None:
+        drest[n] = jnp.zeros_like(dc_1xC)  # gradients go through c alone
     dstate[n] = dstates

@@ -96,7 +96,7 @@ def _pack_queries(plan: DeltaPlan, chunk: ChannelChunk, q: Any, heads: range) ->
 
 def compute_heads(plan: DeltaPlan, tokens: Any, state: Any, results: Any, heads: range) -> Turns:
     """Computes outputs of a pack of key heads, and states after the chunk; arguments as in the forward kernel."""
-    q, k, v, beta, logs = tokens
+    q, k, v, beta, logs, _ = tokens
     at = heads.start // plan.pack
     keys = [Vectors(k[n], plan.key_length).x for n in heads]
     chunk = ChannelChunk(keys, [logs[n] for n in heads], state[at])
@@ -117,8 +117,8 @@ def compute_heads(plan: DeltaPlan, tokens: Any, state: Any, results: Any, heads:
 
 def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
     """Computes the gradients of a pack of key heads and their queries; arguments as in the backward kernel."""
-    q, k, v, beta, logs = refs.tokens
-    dq, dk, dv, dbeta, dlogs = cast(Any, refs.gradients)
+    q, k, v, beta, logs, _ = refs.tokens
+    dq, dk, dv, dbeta, dlogs, _ = cast(Any, refs.gradients)
     do, at = refs.do, heads.start // plan.pack
     keys = [Vectors(k[n], plan.key_length) for n in heads]
     chunk = ChannelChunk([each.x for each in keys], [logs[n] for n in heads], refs.states[at, 0])

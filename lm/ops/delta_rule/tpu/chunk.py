@@ -20,7 +20,7 @@ from jax import lax
 from lm.ops.delta_rule.tpu.inverse import inverse
 from lm.ops.delta_rule.unit import EPSILON
 from lm.ops.tpu import dot
-from lm.ops.tpu.decay import column, last, pairs
+from lm.ops.tpu.decay import LogSums, columns, last, pairs, since_start, until_end
 from lm.ops.tpu.order import Turns
 
 
@@ -65,10 +65,10 @@ class Chunk:
         new: W, [D, C] float32.
     """
 
-    def __init__(self, k_ExC, v_DxC, beta_1xC, c_1xC, state_DxE):
+    def __init__(self, k_ExC, v_DxC, beta_1xC, sums_1xC: LogSums, state_DxE):
         self.dtype = v_DxC.dtype
         self.k, self.beta, self.state = k_ExC, beta_1xC, state_DxE.astype(self.dtype)
-        self._v, self._c = v_DxC, c_1xC
+        self._v, self._sums = v_DxC, sums_1xC
 
     def solve(self) -> Turns:
         """Makes `difference`, `inverse` and `new`."""
@@ -90,7 +90,7 @@ class Chunk:
     @functools.cached_property
     def within(self) -> jax.Array:
         """The factors exp(c_i - c_j), 0 where j > i."""
-        factors = pairs(self._c, column(self._c))
+        factors = pairs(self._sums, columns(self._sums))
         return jnp.where(self._order[1], factors, 0.0)
 
     @functools.cached_property
@@ -101,17 +101,17 @@ class Chunk:
     @functools.cached_property
     def since(self) -> jax.Array:
         """The share of the state before the chunk that is left at each token, exp(c), [1, C]."""
-        return jnp.exp(self._c)
+        return since_start(self._sums)
 
     @functools.cached_property
     def until(self) -> jax.Array:
         """The share of each token that is left after the chunk, [1, C]."""
-        return jnp.exp(last(self._c) - self._c)
+        return until_end(self._sums)
 
     @functools.cached_property
     def whole(self) -> jax.Array:
         """The share of the state before the chunk that is left after the chunk, [1, 1]."""
-        return jnp.exp(last(self._c))
+        return since_start(self._sums.map(last))
 
     @functools.cached_property
     def _order(self):

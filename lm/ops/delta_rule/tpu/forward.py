@@ -17,10 +17,10 @@ from lm.ops.tpu.order import Turns
 
 def compute(plan: DeltaPlan, tokens: DeltaTokens, state: Any, results: WalkOutputs) -> Iterator[Turns]:
     """Yields the work on each head, or pack of heads: outputs of a chunk, and the state after it."""
-    q, k, v, beta, c = tokens
+    q, k, v, beta, *_ = tokens
 
     def compute_head(n: int) -> Turns:
-        chunk = Chunk(Vectors(k[n], plan.key_length).x, v[n], beta[n], c[n], state[n])
+        chunk = Chunk(Vectors(k[n], plan.key_length).x, v[n], beta[n], tokens.sums(n), state[n])
         if results.states_NxTxDxE is not None:
             results.states_NxTxDxE[n, 0] = chunk.state
         queries = range(n * plan.groups, (n + 1) * plan.groups)

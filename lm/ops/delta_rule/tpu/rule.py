@@ -20,9 +20,10 @@ from lm.ops.delta_rule.tpu.forward import compute
 from lm.ops.delta_rule.tpu.plan import DeltaSizes, DeltaTokens, estimate_vmem, make_plan
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.tpu import by_head, by_token
+from lm.ops.tpu.chunk_sizes import refuse
 from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
 from lm.ops.tpu.chunks import CHUNK
-from lm.ops.tpu.decay import arrange_log_decay, block_sums
+from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
 
 WALK = ChunkWalk(
     'delta_rule',
@@ -40,15 +41,9 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
 
 def unsupported(call: DeltaCall) -> str | None:
     """Returns why the kernels cannot compute this call, or None."""
-    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
-        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if estimate_vmem(DeltaSizes.of_call(call)) > platform.vmem()[0]:
-        return f'would not fit its VMEM with heads of {q.shape[-1]} and {v.shape[-1]}'
-    return platform.uneven_batch(q.shape[0])
+    return refuse(call, estimate_vmem(DeltaSizes.of_call(call)))
 
 
 def _compute(call: DeltaCall) -> DeltaResult:
@@ -58,11 +53,11 @@ def _compute(call: DeltaCall) -> DeltaResult:
     # Zero tokens after the last one do not change the state.
     q, k, v = (by_token(a, padded, a.shape[2]) for a in (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
     beta = arrange_log_decay(call.beta_BxLxK, padded, heads)
-    c = jnp.zeros_like(beta)
+    c, rest = jnp.zeros_like(beta), None
     if plan.channels:
         c = by_token(cast(jax.Array, call.all_log_decay_BxLxKxE), padded, heads)
     elif call.log_decay_BxLxK is not None:
-        c = cast(jax.Array, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK))
-    tokens, rows = DeltaTokens(q, k, v, beta, c), (sizes.key_rows, sizes.value_rows)
+        c, rest = cast(LogSums, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK, v.dtype))
+    tokens, rows = DeltaTokens(q, k, v, beta, c, rest), (sizes.key_rows, sizes.value_rows)
     o_MxDxL, state = run_walk(WALK, plan, tokens, call.first_state_BxKxExD, rows)
     return DeltaResult(by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state)

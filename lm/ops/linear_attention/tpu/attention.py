@@ -40,7 +40,7 @@ from lm.ops.linear_attention.tpu.plan import (
 from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, LinearCall, LinearResult, PolynomialKernel, ProductMap
 from lm.ops.residuals import save_residual
 from lm.ops.tpu import LANES, ROWS, by_head, by_token
-from lm.ops.tpu.decay import arrange_log_decay, block_sums
+from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
 
 DEGREES = (1, 2, 4, 8, 16)
 
@@ -182,7 +182,9 @@ def arrange(call: LinearCall, part: bool) -> KernelArguments:
     arrays = [call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, *(call.local or ())]
     inputs = KernelInputs(*(by_token(a, padded, heads) for a in arrays))
     if call.log_decay_BxLxK is not None:
-        inputs = inputs._replace(c_Nx1xL=block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), plan.block))
+        log_decay_Nx1xL = arrange_log_decay(call.log_decay_BxLxK, padded, heads)
+        c, rest = cast(LogSums, block_sums(log_decay_Nx1xL, plan.block, inputs.v_NxDxL.dtype))
+        inputs = inputs._replace(c_Nx1xL=c, rest_Nx1xL=rest)
     return KernelArguments(plan, inputs, maps)
 
 

@@ -41,7 +41,9 @@ def backward(
     features = plan.features or inputs.x_NxFxL.shape[1]
     state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
     steps = length // plan.block
-    gradients = KernelGradients(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs), None, None)
+    differentiated = inputs._replace(rest_Nx1xL=None)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), differentiated)
+    gradients = KernelGradients(shapes, None, None)
     if plan.decay and not plan.single_block:
         gradients = gradients._replace(crossing=jax.ShapeDtypeStruct((n, steps, 1, state[1]), jnp.float32))
     if plan.learned_map is not None:

@@ -197,7 +197,7 @@ class _HeadOutputs(Head):
         """Adds the part of queries i from keys j."""
         w_KxQ, _ = weigh(self.plan, s_KxQ)
         if self.factors is not None:
-            w_KxQ *= pairs(self.factors.c_1xT[:, self.tiles[i]], self.factors.c_Tx1[self.tiles[j]])
+            w_KxQ *= pairs(self.factors.row(self.tiles[i]), self.factors.column(self.tiles[j]))
         if i == j:
             w_KxQ = mask(w_KxQ)
         if self.plan.normalize:

@@ -214,7 +214,7 @@ class HeadGradients(Head):
             dw_QxK += column(e_1xQ)
         w_QxK, slope_QxK = weigh(plan, s_QxK)
         if self.factors is not None:
-            factors_QxK = pairs(self.factors.c_Tx1[self.tiles[i]], self.factors.c_1xT[:, self.tiles[j]])
+            factors_QxK = pairs(self.factors.column(self.tiles[i]), self.factors.row(self.tiles[j]))
             w_QxK, dw_QxK = w_QxK * factors_QxK, dw_QxK * factors_QxK
         ds_QxK = dw_QxK if slope_QxK is None else dw_QxK * slope_QxK
         if i == j:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lm.ops.linear_attention.tpu.features import cut_tiles
 from lm.ops.linear_attention.tpu.maps import HeadFeatures
 from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, ScratchSums, TpuPlan
-from lm.ops.tpu.decay import column, last
+from lm.ops.tpu.decay import LogSums, columns, last, since_start, until_end
 
 Method = TypeVar('Method', bound=Callable)
 
@@ -33,18 +33,26 @@ class BlockFactors(NamedTuple):
     """The decay of a block.
 
     Attributes:
-        c_Tx1: running sums of log factors.
-        c_1xT: running sums of log factors, as a row.
+        sums_Tx1: running sums of log factors.
+        sums_1xT: running sums of log factors, as a row.
         whole_1x1: the factor of the whole block.
         since_start_1xT: factors from the block's start to each token, by which a query reads the sums.
         until_end_1xT: factors from each token to the block's end, by which later queries see a key.
     """
 
-    c_Tx1: jax.Array
-    c_1xT: jax.Array
+    sums_Tx1: LogSums
+    sums_1xT: LogSums
     whole_1x1: jax.Array
     since_start_1xT: jax.Array
     until_end_1xT: jax.Array
+
+    def row(self, tokens: slice) -> LogSums:
+        """Returns the sums of some tokens as a row."""
+        return self.sums_1xT.map(lambda x: x[:, tokens])
+
+    def column(self, tokens: slice) -> LogSums:
+        """Returns the sums of some tokens as a column."""
+        return self.sums_Tx1.map(lambda x: x[tokens])
 
 
 class Head:
@@ -118,8 +126,9 @@ class Head:
         """The factors of decay; None without decay."""
         if self.inputs.c_Nx1xL is None:
             return None
-        c_1xT = self.inputs.c_Nx1xL[self.head]
-        return BlockFactors(column(c_1xT), c_1xT, jnp.exp(last(c_1xT)), jnp.exp(c_1xT), jnp.exp(last(c_1xT) - c_1xT))
+        rest = self.inputs.rest_Nx1xL
+        row = LogSums(self.inputs.c_Nx1xL[self.head], None if rest is None else rest[self.head])
+        return BlockFactors(columns(row), row, since_start(row.map(last)), since_start(row), until_end(row))
 
     def kept(self, i: int) -> jax.Array | None:
         """Returns the factor of the sums before tile i: the whole block's factor at the first tile; None: 1."""

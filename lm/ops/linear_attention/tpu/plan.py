@@ -31,6 +31,7 @@ class KernelInputs(NamedTuple):
         a_NxCxL: the queries that the exact kernel compares; None unless plan.exact_local.
         b_NxCxL: the keys that the exact kernel compares; None unless plan.exact_local.
         c_Nx1xL: running sums of log factors in each block, float32 (`lm.ops.tpu.decay`); None unless plan.decay.
+        rest_Nx1xL: the rest that their rounding has left; None unless v is float32 too. It has no gradient.
     """
 
     x_NxFxL: jax.Array
@@ -39,6 +40,7 @@ class KernelInputs(NamedTuple):
     a_NxCxL: jax.Array | None = None
     b_NxCxL: jax.Array | None = None
     c_Nx1xL: jax.Array | None = None
+    rest_Nx1xL: jax.Array | None = None
 
 
 class Maps(NamedTuple, Generic[A]):

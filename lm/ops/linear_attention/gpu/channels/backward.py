@@ -16,18 +16,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, matrix, product, release, send, sum_products, wait_for_copies
+from lm.ops.gpu import TILE, matrix, product, release, send, sum_products, wait_for_copies
 from lm.ops.gpu.channel_pairs import (
     LogParts,
-    PairMemory,
+    PairGradientMemory,
     Selections,
+    VectorGradients,
+    add_log_gradients,
     add_selected,
+    differentiate_pairs,
     fade,
-    loop_over_levels,
     make_factors,
-    take_level,
+    place_halves,
     take_own,
     weigh,
+    widen,
 )
 from lm.ops.linear_attention.gpu.channels.forward import copy_tokens
 from lm.ops.linear_attention.gpu.channels.plan import A, ChannelArrays, ChannelPlan, describe_terms
@@ -69,20 +72,14 @@ class GradientMemory(NamedTuple):
     Attributes:
         sources: what is copied.
         ready: the barrier of the copies.
-        pairs: memory of `weigh`.
-        queries: where queries times factors are placed.
-        weights: where weights of pairs, or their gradients, are placed.
+        scratch: memory of the gradients of pairs.
         out: where results are placed.
-        dlog: where the gradients of the logs are placed.
     """
 
     sources: GradientSources
     ready: Any
-    pairs: PairMemory
-    queries: Any
-    weights: Any
+    scratch: PairGradientMemory
     out: Any
-    dlog: Any
 
 
 def differentiate(plan: ChannelPlan, sources: GradientSources[jax.Array]) -> ChannelGradients[jax.Array]:
@@ -100,7 +97,7 @@ def differentiate(plan: ChannelPlan, sources: GradientSources[jax.Array]) -> Cha
         send(_differentiate_values(memory), memory.out, plan.slice_output_terms(out.dv, number).at[rows])
         dq, dk = _differentiate_keys(memory)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.dlog, plan.slice_key_terms(out.dlog, number).at[rows])
+        plgpu.copy_smem_to_gmem(memory.scratch.dlog, plan.slice_key_terms(out.dlog, number).at[rows])
         for value, to in ((dq, out.dq), (dk, out.dk)):
             wait_for_copies()
             release()
@@ -111,11 +108,8 @@ def differentiate(plan: ChannelPlan, sources: GradientSources[jax.Array]) -> Cha
     memory = GradientMemory(
         GradientSources(ChannelArrays(tile, tile, tile, LogParts(tile, tile)), tile, tile, tile),
         plgpu.Barrier(num_arrivals=8),
-        PairMemory(tile, [tile] if plan.interpreted else []),
+        PairGradientMemory.allocate(plan.interpreted),
         tile,
-        tile,
-        tile,
-        matrix(TILE, TILE, dtype=jnp.float32),
     )
     of_keys = describe_terms(plan.value_parts, sources.tokens.q, keys, jnp.bfloat16)
     of_values = describe_terms(plan.key_parts, sources.tokens.q, plan.heads * plan.value_parts * TILE, jnp.bfloat16)
@@ -134,63 +128,34 @@ def differentiate(plan: ChannelPlan, sources: GradientSources[jax.Array]) -> Cha
 def _differentiate_values(memory: GradientMemory) -> jax.Array:
     """Computes dV, float32 [C, 64]."""
     (q, k, _, logs), do, _, dafter = memory.sources
-    weights = weigh(q, k, logs, memory.pairs)
-    until = make_factors(Selections().until(), logs, memory.pairs.register)
+    scratch = memory.scratch
+    weights = weigh(q, k, logs, scratch.pairs)
+    until = make_factors(Selections().until(), logs, scratch.pairs.register)
     release()
-    memory.weights[...], memory.pairs.keys[...] = weights.astype(jnp.bfloat16), fade(k, until)
+    scratch.weights[...], scratch.pairs.keys[...] = weights.astype(jnp.bfloat16), fade(k, until)
     plgpu.commit_smem()
-    return sum_products([(memory.weights.transpose((1, 0)), do), (memory.pairs.keys, dafter)])[0]
+    return sum_products([(scratch.weights.transpose((1, 0)), do), (scratch.pairs.keys, dafter)])[0]
 
 
-def _differentiate_keys(memory: GradientMemory) -> tuple[jax.Array, jax.Array]:
-    """Computes dQ and dK, float32 [C, E]; and places the gradients of the logs in `memory.dlog`.
+def _differentiate_keys(memory: GradientMemory) -> VectorGradients:
+    """Computes dQ and dK, and places the gradients of the logs in `memory.scratch.dlog`.
 
-    Registers would not hold these, too. Once they are read, dO gives its place to dP.
+    Once it is read, dO gives its place to dP.
     """
     (q, k, v, logs), do, before, dafter = memory.sources
-    select, turned, register = Selections(), Selections(transposed=True), memory.pairs.register
-    halves = LogParts(memory.queries, memory.pairs.keys)
-
-    def place_halves(value: jax.Array) -> None:
-        release()
-        high = value.astype(jnp.bfloat16)
-        halves.high[...], halves.low[...] = high, (value - high.astype(jnp.float32)).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-
-    def add_log_gradients(selection: jax.Array, value: jax.Array) -> None:
-        place_halves(value)
-        memory.dlog[...] = load_matrix(memory.dlog) + add_selected(selection, halves, register)
-
+    scratch, register = memory.scratch, memory.scratch.pairs.register
+    select, turned = Selections(), Selections(transposed=True)
     # Through S', and through the queries' reads of S.
-    place_halves(_widen(before) * _widen(dafter))
-    turned_halves = LogParts(*(x.transpose((1, 0)) for x in halves))
-    kept = add_selected(select.whole(), turned_halves, register)
-    memory.dlog[...] = kept * make_factors(select.whole(), logs, register)
+    halves = place_halves(widen(before) * widen(dafter), scratch)
+    kept = add_selected(select.whole(), LogParts(*(x.transpose((1, 0)) for x in halves)), register)
+    scratch.dlog[...] = kept * make_factors(select.whole(), logs, register)
     dq = product(do, before.transpose((1, 0))) * make_factors(select.since(), logs, register)
-    add_log_gradients(turned.since(), dq * _widen(q))
+    add_log_gradients(turned.since(), dq * widen(q), scratch)
     dk = product(v, dafter.transpose((1, 0))) * make_factors(select.until(), logs, register)
-    add_log_gradients(turned.until(), dk * _widen(k))
+    add_log_gradients(turned.until(), dk * widen(k), scratch)
     dpairs = product(do, v.transpose((1, 0)))
     release()
     do[...] = dpairs.astype(jnp.bfloat16)
     own = take_own(dpairs).astype(jnp.bfloat16)
     dq, dk = (x + sum_products([(own, y)], scratch=register)[0] for x, y in ((dq, k), (dk, q)))
-
-    def differentiate_level(m: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        factors = make_factors(select.level(m), logs, register)
-        release()
-        memory.weights[...] = take_level(load_matrix(do), m)
-        memory.queries[...], memory.pairs.keys[...] = fade(q, factors), fade(k, factors)
-        plgpu.commit_smem()
-        # One after the other: registers do not hold both.
-        dqueries = product(memory.weights, memory.pairs.keys) * factors
-        dlog = dqueries * _widen(q)
-        dkeys = product(memory.weights.transpose((1, 0)), memory.queries) * factors
-        add_log_gradients(turned.level(m), dlog + dkeys * _widen(k))
-        return gradients[0] + dqueries, gradients[1] + dkeys
-
-    return loop_over_levels(differentiate_level, (dq, dk))
-
-
-def _widen(x) -> jax.Array:
-    return load_matrix(x).astype(jnp.float32)
+    return differentiate_pairs(q, k, logs, do, scratch, VectorGradients(dq, dk))

@@ -6,15 +6,15 @@ the product before.
 """
 
 import jax
-import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.linear_attention.channels import FadingResult, attend_part, attend_whole
 from lm.ops.linear_attention.tpu.channels.backward import differentiate
 from lm.ops.linear_attention.tpu.channels.forward import compute
-from lm.ops.linear_attention.tpu.channels.plan import ChannelSizes, ChannelTokens, estimate_vmem, make_plan
+from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens, estimate_vmem, make_plan
 from lm.ops.linear_attention.types import LinearCall, LinearResult
-from lm.ops.tpu import by_head, by_token
+from lm.ops.tpu import by_head, by_token, chunk_sizes
+from lm.ops.tpu.chunk_sizes import ChunkSizes
 from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
 from lm.ops.tpu.chunks import CHUNK
 
@@ -39,13 +39,7 @@ def linear_attention_on_part(call: LinearCall) -> LinearResult:
 
 def refuse(call: LinearCall) -> str | None:
     """Returns why the kernels cannot compute this call, whose channels have factors of their own; or None."""
-    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
-    dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
-        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if estimate_vmem(ChannelSizes.of_call(call)) > platform.vmem()[0]:
-        return f'would not fit its VMEM with heads of {q.shape[-1]} and {v.shape[-1]}'
-    return platform.uneven_batch(q.shape[0])
+    return chunk_sizes.refuse(call, estimate_vmem(ChunkSizes.measure(call)))
 
 
 def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
@@ -54,7 +48,7 @@ def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
 
 
 def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
-    sizes = ChannelSizes.of_call(call)
+    sizes = ChunkSizes.measure(call)
     plan = make_plan(sizes)
     arrays = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE)
     # Zero tokens after the last one do not change the state.

@@ -1,0 +1,52 @@
+"""DeltaNet of flash-linear-attention."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import LayerTensors
+from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.model import ModelConfig
+from lm.model.options import LayerOptions
+
+
+class DeltaNet(RecurrentDecoder):
+    """DeltaNet (Yang et al. 2024): the delta rule without factors."""
+
+    model_types = ('delta_net',)
+    architecture = 'DeltaNetForCausalLM'
+    layer_type = 'linear_attention'
+    defaults: ClassVar[Mapping[str, Any]] = {
+        'num_heads': 16,
+        'expand_k': 1.0,
+        'expand_v': 1.0,
+        'use_short_conv': True,
+        'use_gate': False,
+        'allow_neg_eigval': False,
+    }
+    fixed: ClassVar[Mapping[str, Any]] = {
+        'use_short_conv': True,
+        'use_beta': True,
+        'qk_norm': 'l2',
+        'qk_activation': 'silu',
+    }
+
+    def has_gate(self, config: Mapping[str, Any]) -> bool:
+        return config['use_gate']
+
+    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {'negative': config['allow_neg_eigval']}
+
+    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
+        return {'mechanism_in.weight': theirs.take('attn.b_proj.weight')}
+
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+        found = super().describe_layer(options, model)
+        del found['num_kv_heads']
+        return found | {
+            'use_gate': found.pop('use_output_gate'),
+            'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
+        }
+
+    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+        return {'attn.b_proj.weight': ours['mechanism_in.weight']}

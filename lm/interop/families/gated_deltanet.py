@@ -1,0 +1,69 @@
+"""Gated DeltaNet of flash-linear-attention."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import LayerTensors
+from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder, cut_rows
+from lm.model import ModelConfig
+from lm.model.options import LayerOptions
+
+
+class GatedDeltaNet(RecurrentDecoder):
+    """Gated DeltaNet (Yang et al. 2025), the delta rule with a factor per head. Values may outnumber keys."""
+
+    model_types = ('gated_deltanet',)
+    architecture = 'GatedDeltaNetForCausalLM'
+    layer_type = 'linear_attention'
+    defaults: ClassVar[Mapping[str, Any]] = {
+        'num_heads': 6,
+        'head_dim': 256,
+        'expand_v': 2.0,
+        'use_short_conv': True,
+        'use_gate': True,
+        'output_gate_activation': 'swish',
+        'allow_neg_eigval': False,
+    }
+    fixed: ClassVar[Mapping[str, Any]] = {'use_short_conv': True}
+
+    def sizes(self, config: Mapping[str, Any]) -> HeadSizes:
+        heads, size = config['num_heads'], config['head_dim']
+        return HeadSizes(heads, heads, config.get('num_v_heads') or heads, size, round(size * config['expand_v']))
+
+    def has_gate(self, config: Mapping[str, Any]) -> bool:
+        return config['use_gate']
+
+    def gate_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        form = {'swish': 'silu'}.get(config['output_gate_activation'], config['output_gate_activation'])
+        return super().gate_options(config) | {'output_gate_form': form}
+
+    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {'gate': True, 'negative': config['allow_neg_eigval']}
+
+    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
+        return {
+            'mechanism_in.weight': theirs.join(['attn.b_proj', 'attn.a_proj']),
+            'attention.gate.bias': theirs.take('attn.dt_bias'),
+            'attention.gate.log_rate': theirs.take('attn.A_log'),
+        }
+
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+        heads, dims, gate = options.heads, options.dims, options.gate
+        return {
+            'num_heads': heads.queries,
+            'num_v_heads': math.lcm(heads.queries, heads.values),  # more than `values` where keys are fewer
+            'head_dim': dims.head_dim,
+            'expand_v': dims.value_size / dims.head_dim,
+            'use_gate': gate is not None,
+            'output_gate_activation': 'sigmoid' if gate is not None and gate.form == 'sigmoid' else 'swish',
+            'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
+        }
+
+    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+        return {
+            **cut_rows(ours['mechanism_in.weight'], ['b_proj', 'a_proj'], options.dims.n_kv_heads),
+            'attn.dt_bias': ours['attention.gate.bias'],
+            'attn.A_log': ours['attention.gate.log_rate'],
+        }

@@ -1,0 +1,43 @@
+"""Gated linear attention of flash-linear-attention."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import LayerTensors
+from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.model.options import LayerOptions
+
+
+class Gla(RecurrentDecoder):
+    """Gated linear attention (Yang et al. 2024), a factor per channel of the key, made by a matrix of rank 16."""
+
+    model_types = ('gla',)
+    architecture = 'GLAForCausalLM'
+    layer_type = 'gated_linear_attention'
+    gain_names = ('g_norm_swish_gate', 'g_norm')
+    defaults: ClassVar[Mapping[str, Any]] = {
+        'num_heads': 4,
+        'expand_k': 0.5,
+        'expand_v': 1.0,
+        'use_short_conv': False,
+        'use_output_gate': True,
+    }
+    fixed: ClassVar[Mapping[str, Any]] = {'feature_map': None, 'clamp_min': None, 'elementwise_affine': True}
+
+    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {'gate': 'channel'}
+
+    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
+        return {
+            'mechanism_in.weight': theirs.take('attn.gk_proj.0.weight'),
+            'attention.gate.logits.weight': theirs.take('attn.gk_proj.1.weight'),
+            'attention.gate.logits.bias': theirs.take('attn.gk_proj.1.bias').reshape(sizes.keys, sizes.key_size),
+        }
+
+    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+        return {
+            'attn.gk_proj.0.weight': ours['mechanism_in.weight'],
+            'attn.gk_proj.1.weight': ours['attention.gate.logits.weight'],
+            'attn.gk_proj.1.bias': ours['attention.gate.logits.bias'].reshape(-1),
+        }

@@ -1,0 +1,40 @@
+"""Retention of flash-linear-attention."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lm.interop.families.recurrent_decoder import RecurrentDecoder
+from lm.model import ModelConfig
+from lm.model.options import LayerOptions
+
+
+class RetNet(RecurrentDecoder):
+    """Retention (Sun et al. 2023): a constant factor per head, rotary positions, and no convolutions."""
+
+    model_types = ('retnet',)
+    architecture = 'RetNetForCausalLM'
+    layer_type = 'multi_scale_retention'
+    gain_names = ('g_norm_swish_gate', 'g_norm')
+    defaults: ClassVar[Mapping[str, Any]] = {
+        'num_heads': 8,
+        'expand_k': 1.0,
+        'expand_v': 2.0,
+        'hidden_ratio': 2,
+        'use_output_gate': True,
+    }
+    fixed: ClassVar[Mapping[str, Any]] = {'feature_map': None, 'elementwise_affine': True}
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read(config) | {'use_short_conv': False}  # their layers have none, whatever is said
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        found = self.read(config)
+        sizes = self.sizes(found)
+        fewer = ['fewer keys than queries'] if sizes.keys != sizes.queries else []  # their factors are of queries
+        return super().differences(config) + fewer
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return super().options(config) | {'rotary_base': self.rotary_base}
+
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+        return super().describe_layer(options, model) | {'num_kv_heads': options.heads.queries}

@@ -1,0 +1,247 @@
+"""The delta rule with a factor per key channel on Hopper GPUs: Mosaic GPU kernels, forward and backward.
+
+Formulas as in `lm.ops.delta_rule.gpu.rule`, with factors exp(G) per channel. Kernels solve the systems of all chunks at
+once, and one walks from chunk to chunk. What the tokens of a chunk add to the state are the values of linear attention
+with a factor per channel: its kernels compute outputs and gradients. The backward pass keeps the arguments and the
+state before each chunk.
+
+The kernels compile for the H100 and H200 and run in JAX's interpreter. They have not run on a GPU, and so are chosen by
+name only.
+
+N are the key heads of all sequences, once for each 64 numbers of a value. G queries share a key. L tokens are in T
+chunks of C. E is the size of a key, and D the size of such a part of a value.
+"""
+
+import functools
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from lm.ops import platform
+from lm.ops.custom_vjp import custom_vjp
+from lm.ops.delta_rule.types import DeltaCall, DeltaResult
+from lm.ops.delta_rule.unit import scale_vectors
+from lm.ops.dots import dot
+from lm.ops.gpu import channel_pairs
+from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan
+from lm.ops.residuals import save_residual
+
+WIDEST = 256
+"""Size of values; each 64 numbers of a value have thread blocks of their own, which solve the systems again."""
+
+
+class DeltaChannelTokens(NamedTuple):
+    """The tokens of a call; sizes are padded to CHUNK."""
+
+    q_NxLxGE: jax.Array
+    k_NxLxE: jax.Array
+    v_NxLxD: jax.Array
+    beta_NxL: jax.Array
+    log_NxLxE: jax.Array
+
+
+class ChannelSides(NamedTuple):
+    """Operands that depend on no state.
+
+    Attributes:
+        new_NxTxCxD: U: what the chunk would add at its keys if the state before it were 0; bfloat16.
+        seen_NxTxCxE: -W: its product with the state is what the chunk adds because of the state; bfloat16.
+        k_NxTxCxE: keys times the factors until the chunk's end; bfloat16.
+        whole_NxTxE: the factors of the whole chunk, float32.
+    """
+
+    new_NxTxCxD: jax.Array
+    seen_NxTxCxE: jax.Array
+    k_NxTxCxE: jax.Array
+    whole_NxTxE: jax.Array
+
+
+def delta_rule(call: DeltaCall) -> DeltaResult:
+    """Computes the call, which `unsupported` must not refuse."""
+    return platform.per_device(_compute, (True,))(scale_vectors(call.fill_state()))
+
+
+def unsupported(call: DeltaCall) -> str | None:
+    """Returns why the kernels cannot compute this call, or None."""
+    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
+    if reason := platform.without_mosaic_gpu():
+        return reason
+    if call.channel_log_decay_BxLxKxE is None:
+        return 'takes one factor per key channel'
+    if dtypes := {x.dtype for x in (q, k, v)} - {jnp.dtype('bfloat16')}:
+        return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
+    if k.shape[-1] > CHUNK or v.shape[-1] > WIDEST:
+        return f'takes keys of up to {CHUNK} and values of up to {WIDEST}, not {k.shape[-1]} and {v.shape[-1]}'
+    return platform.uneven_batch(q.shape[0])
+
+
+def _compute(call: DeltaCall) -> DeltaResult:
+    batch, length, heads, key_size = call.q_BxLxHxE.shape
+    kv_heads, value_size = call.v_BxLxKxD.shape[2:]
+    groups, parts = heads // kv_heads, -(-value_size // CHUNK)
+    plan = ChannelPlan(groups, 1, 1, 1, interpreted=platform.target_platform() != 'gpu')
+
+    def pad(x, size=CHUNK):
+        """Tokens of zeros at the end leave the state as it is, and zero channels add nothing."""
+        return jnp.pad(x, [(0, 0), (0, -length % CHUNK), (0, 0)] + [(0, size - last) for last in x.shape[3:]])
+
+    def arrange(x):
+        """[B, L, heads, …] → [B · K · parts of values, L, G …]."""
+        x = pad(x)
+        x = x.reshape(*x.shape[:2], kv_heads, -1).swapaxes(1, 2)
+        return jnp.repeat(x.reshape(batch * kv_heads, x.shape[2], -1), parts, axis=0)
+
+    def cut_parts(x):
+        """[B, K, …, D] → [B · K · parts, …, 64]."""
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], parts, CHUNK), -2, 2)
+        return x.reshape(-1, *x.shape[3:])
+
+    logs = jnp.maximum(cast(jax.Array, call.all_log_decay_BxLxKxE), channel_pairs.LEAST)
+    q, k, log = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, logs))
+    v = cut_parts(pad(call.v_BxLxKxD, parts * CHUNK).swapaxes(1, 2))
+    tokens = DeltaChannelTokens(q, k, v, arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0], log)
+    missing = ((0, 0), (0, 0), (0, CHUNK - key_size), (0, parts * CHUNK - value_size))
+    state = cut_parts(jnp.pad(call.first_state_BxKxExD, missing))
+    o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, state))
+    o = o.reshape(batch, kv_heads, parts, -1, groups, CHUNK).transpose(0, 3, 1, 4, 2, 5)
+    o = o.reshape(batch, -1, heads, parts * CHUNK)[:, :length, :, :value_size]
+    state = jnp.moveaxis(state.reshape(batch, kv_heads, parts, CHUNK, CHUNK), 2, 3)
+    state = state.reshape(batch, kv_heads, CHUNK, -1)[:, :, :key_size, :value_size]
+    return DeltaResult(o, state)
+
+
+def _cut(x_NxLxE: jax.Array) -> jax.Array:
+    """Returns [N, T, C, E]."""
+    return x_NxLxE.reshape(len(x_NxLxE), -1, CHUNK, x_NxLxE.shape[-1])
+
+
+def _solve(plan: ChannelPlan, tokens: DeltaChannelTokens) -> ChannelSides:
+    # Mosaic GPU takes half a second to import: only runs that use it wait for it.
+    from lm.ops.delta_rule.gpu.channels.systems import solve
+
+    new, seen = solve(_make_system(tokens), tokens.v_NxLxD, plan.interpreted)
+    log_NxTxCxE = _cut(tokens.log_NxLxE)
+    later = jnp.pad(log_NxTxCxE[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    until = jnp.exp(jax.lax.cumsum(later, axis=2, reverse=True))
+    faded = (_cut(tokens.k_NxLxE).astype(jnp.float32) * until).astype(new.dtype)
+    return ChannelSides(_cut(new), _cut(seen), faded, jnp.exp(log_NxTxCxE.sum(axis=2)))
+
+
+def _make_system(tokens: DeltaChannelTokens):
+    from lm.ops.delta_rule.gpu.channels.systems import ChannelSystem
+
+    return ChannelSystem(tokens.k_NxLxE, channel_pairs.split_logs(tokens.log_NxLxE), tokens.beta_NxL)
+
+
+def _make_right_sides(k, beta, log, v) -> tuple[jax.Array, jax.Array]:
+    """Makes diag(β) V and -diag(β) (K exp(G)), float32."""
+    since = jnp.exp(jnp.cumsum(_cut(log), axis=2)).reshape(log.shape)
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    return v * beta[..., None], k * since * -beta[..., None]
+
+
+def _repeat(plan: ChannelPlan, states_NxTxExD: jax.Array, only_first: bool = False) -> jax.Array:
+    """Returns the states of each query head, [N G, L, D]; with `only_first`, zeros for all but a key's first query."""
+    states = states_NxTxExD.reshape(len(states_NxTxExD), 1, -1, CHUNK)
+    more = jnp.zeros_like(states) if only_first else states
+    return jnp.concatenate([states, *[more] * (plan.heads - 1)], axis=1).reshape(-1, *states.shape[2:])
+
+
+@custom_vjp(0)
+def _rule(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs [N, L, G D], and the state after all chunks."""
+    return _forward(plan, tokens, state)[:2]
+
+
+# It is compiled as one function, which all layers share.
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes outputs, the state after all chunks, and the states before each chunk."""
+    from lm.ops.delta_rule.gpu.states import WalkSides, walk_states
+    from lm.ops.linear_attention.gpu.channels.forward import compute
+
+    sides = _solve(plan, tokens)
+    walked = walk_states(WalkSides(sides.seen_NxTxCxE, sides.k_NxTxCxE, sides.new_NxTxCxD, sides.whole_NxTxE), state)
+    arrays = _make_arrays(tokens, walked.new_NxTxCxD)
+    return compute(plan, arrays, _repeat(plan, walked.before_NxTxExD))[0], walked.after_NxExD, walked.before_NxTxExD
+
+
+def _make_arrays(tokens: DeltaChannelTokens, new_NxTxCxD: jax.Array) -> ChannelArrays[jax.Array]:
+    """Returns the tokens of linear attention, whose values are what the tokens add."""
+    new = new_NxTxCxD.reshape(tokens.v_NxLxD.shape)
+    return ChannelArrays(tokens.q_NxLxGE, tokens.k_NxLxE, new, channel_pairs.split_logs(tokens.log_NxLxE))
+
+
+def _rule_forward(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array):
+    o, after, before = _forward(plan, tokens, state)
+    return (save_residual(o), after), (tokens, save_residual(before))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rule_backward(
+    plan: ChannelPlan, residuals: tuple[DeltaChannelTokens, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[DeltaChannelTokens, jax.Array]:
+    from lm.ops.delta_rule.gpu.channels.reads import ReadSources, differentiate_reads
+    from lm.ops.delta_rule.gpu.states import WalkSides, walk_states
+    from lm.ops.linear_attention.gpu.channels.backward import GradientSources, differentiate
+
+    (tokens, before), (do, dafter) = residuals, cotangents
+    sides, dtype = _solve(plan, tokens), do.dtype
+    new = (sides.new_NxTxCxD + dot('ntce,nted->ntcd', sides.seen_NxTxCxE, before)).astype(dtype)
+    arrays = _make_arrays(tokens, new)
+    reads = differentiate_reads(plan, ReadSources(arrays.q, arrays.k, arrays.logs, do))
+    dnew, dstate = _add_groups(plan, reads.dnew), reads.dstate.reshape(-1, plan.heads, *before.shape[1:])
+    dstate = dstate[:, 0] if plan.heads == 1 else dstate.astype(jnp.float32).sum(axis=1).astype(dtype)
+    walked = WalkSides(sides.k_NxTxCxE, sides.seen_NxTxCxE, _cut(dnew), sides.whole_NxTxE, dstate)
+    dlater, dnew, dfirst = walk_states(walked, dafter, backwards=True)
+    # The state after a chunk belongs to a key head, so one of its queries alone gives gradients through it.
+    states = _repeat(plan, before), _repeat(plan, dlater, only_first=True)
+    found = differentiate(plan, GradientSources(arrays, do, *states))
+    dseen = dot('ntcd,nted->ntce', dnew, before).astype(dtype)
+    of_systems = _differentiate_systems(plan, tokens, sides, dnew.reshape(tokens.v_NxLxD.shape), dseen)
+    dk = _add_groups(plan, found.dk[0]).astype(jnp.float32) + of_systems.k_NxLxE
+    dlog = _add_groups(plan, found.dlog[0]) + of_systems.log_NxLxE
+    dv, dbeta = of_systems.v_NxLxD.astype(dtype), of_systems.beta_NxL
+    return DeltaChannelTokens(found.dq[0], dk.astype(dtype), dv, dbeta, dlog), dfirst
+
+
+def _add_groups(plan: ChannelPlan, terms_NxLxGE: jax.Array) -> jax.Array:
+    """Adds the terms of queries that share a key."""
+    if plan.heads == 1:
+        return terms_NxLxGE
+    terms = terms_NxLxGE.reshape(*terms_NxLxGE.shape[:2], plan.heads, CHUNK)
+    return terms.astype(jnp.float32).sum(axis=2).astype(terms.dtype)
+
+
+class SystemTokenGradients(NamedTuple):
+    """The gradients that the systems give to the tokens, float32."""
+
+    k_NxLxE: jax.Array
+    v_NxLxD: jax.Array
+    beta_NxL: jax.Array
+    log_NxLxE: jax.Array
+
+
+def _differentiate_systems(
+    plan: ChannelPlan, tokens: DeltaChannelTokens, sides: ChannelSides, dnew_NxLxD: jax.Array, dseen: jax.Array
+) -> SystemTokenGradients:
+    from lm.ops.delta_rule.gpu.channels.systems import SystemGradientSources, differentiate_systems, solve_transposed
+
+    system, flat = _make_system(tokens), tokens.k_NxLxE.shape
+    k, beta, dtype = tokens.k_NxLxE.astype(jnp.float32), tokens.beta_NxL[..., None], tokens.k_NxLxE.dtype
+    # X (…) = U: the gradient of (…) is Xᵀ dU, and the gradient of A is -Xᵀ dU Uᵀ.
+    dvalues, dkeys = solve_transposed(system, dnew_NxLxD, dseen.reshape(flat), plan.interpreted)
+    new, seen = sides.new_NxTxCxD.reshape(flat), sides.seen_NxTxCxE.reshape(flat)
+    scaled = (k * beta).astype(dtype)
+    sources = SystemGradientSources(scaled, tokens.k_NxLxE, system.logs, dvalues, new, dkeys, seen)
+    found = differentiate_systems(sources, plan.interpreted)
+    sides_of = (tokens.k_NxLxE, tokens.beta_NxL, tokens.log_NxLxE, tokens.v_NxLxD)
+    more = jax.vjp(_make_right_sides, *sides_of)[1]((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))
+    dk, dbeta, dlog, dv = (x.astype(jnp.float32) for x in more)
+    dscaled = found.dscaled.astype(jnp.float32)
+    dk += dscaled * beta + found.dk.astype(jnp.float32)
+    return SystemTokenGradients(dk, dv, dbeta + (dscaled * k).sum(axis=-1), dlog + found.dlog)
+
+
+_rule.defvjp(_rule_forward, _rule_backward)
