@@ -19,10 +19,9 @@ from lm.ops.tpu import dot
 from lm.ops.tpu.channel_pairs import (
     ChannelPairs,
     LevelSums,
+    Side,
     differentiate_sums,
     fold_rows,
-    multiply_own,
-    pack,
     unpack,
 )
 from lm.ops.tpu.order import Turns, together
@@ -78,20 +77,20 @@ class PackedQueries(NamedTuple):
     Attributes:
         numbers: the number of each head's queries in the grid step.
         vectors: the queries of each head.
-        turned: the queries of all heads, [C, E] float32.
+        side: the queries of all heads.
     """
 
     numbers: list[int]
     vectors: list[Vectors]
-    turned: jax.Array
+    side: Side
 
 
-def _pack_queries(plan: DeltaPlan, q: Any, heads: range) -> list[PackedQueries]:
+def _pack_queries(plan: DeltaPlan, chunk: ChannelChunk, q: Any, heads: range) -> list[PackedQueries]:
     packed = []
     for g in range(plan.groups):
         numbers = [n * plan.groups + g for n in heads]
         vectors = [Vectors(q[m], plan.query_length) for m in numbers]
-        packed.append(PackedQueries(numbers, vectors, pack([each.x for each in vectors])))
+        packed.append(PackedQueries(numbers, vectors, chunk.meet([each.x for each in vectors])))
     return packed
 
 
@@ -103,16 +102,16 @@ def compute_heads(plan: DeltaPlan, tokens: Any, state: Any, results: Any, heads:
     chunk = ChannelChunk(keys, [logs[n] for n in heads], state[at])
     if results.states_NxTxDxE is not None:
         results.states_NxTxDxE[at, 0] = chunk.state
-    queries = _pack_queries(plan, q, heads)
-    faded = [chunk.fade(each.turned, chunk.since) for each in queries]
+    queries = _pack_queries(plan, chunk, q, heads)
+    faded = [chunk.fade(each.side.x, chunk.since) for each in queries]
     reads = [[chunk.read(p, x) for p in range(plan.pack)] for x in faded]
-    products, *weights = yield from chunk.weigh([chunk.k, *(each.turned for each in queries)])
+    products, *weights = yield from chunk.weigh([chunk.keys, *(each.side for each in queries)])
     solved = yield from together(chunk.solve(p, v[n], beta[n], products[p]) for p, n in enumerate(heads))
     news = [each.new.astype(chunk.dtype) for each in solved]
     for group, of_heads, read in zip(queries, weights, reads, strict=True):
         for p, m in enumerate(group.numbers):
-            weight = chunk.add_own(multiply_own(group.vectors[p].x, keys[p]), of_heads[p]).astype(chunk.dtype)
-            results.o_MxDxL[m] = (read[p] + dot(news[p], weight, (1, 0))).astype(v.dtype)
+            inside = dot(news[p], of_heads[p].astype(chunk.dtype), (1, 0))
+            results.o_MxDxL[m] = (read[p] + inside).astype(v.dtype)
     state[at] = chunk.whole * state[at] + chunk.merge(dot(new, chunk.k_until, (1, 0)) for new in news)
 
 
@@ -124,8 +123,8 @@ def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
     keys = [Vectors(k[n], plan.key_length) for n in heads]
     chunk = ChannelChunk([each.x for each in keys], [logs[n] for n in heads], refs.states[at, 0])
     dtype, dstate = chunk.dtype, refs.dstate[at]
-    queries = _pack_queries(plan, q, heads)
-    sides = [chunk.k, *(each.turned for each in queries)]
+    queries = _pack_queries(plan, chunk, q, heads)
+    sides = [chunk.keys, *(each.side for each in queries)]
     dstate_operand = dstate.astype(dtype)
     folded = [dot(chunk.pick(dstate, p).astype(dtype), chunk.k_until, (1, 1)) for p in range(plan.pack)]
     products, *weights = yield from chunk.weigh(sides)
@@ -135,8 +134,7 @@ def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
     for p in range(plan.pack):
         dnew = folded[p]
         for group, of_heads in zip(queries, weights, strict=True):
-            weight = chunk.add_own(multiply_own(group.vectors[p].x, keys[p].x), of_heads[p])
-            dnew += dot(do[group.numbers[p]], weight.astype(dtype), (1, 1))
+            dnew += dot(do[group.numbers[p]], of_heads[p].astype(dtype), (1, 1))
         folded[p] = dnew
     yield
     for each, dnew in zip(solved, folded, strict=True):
@@ -157,22 +155,20 @@ def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
     dk_until = chunk.merge(dot(new, dstate_operand, (0, 0)) for new in news)
     dstates = chunk.whole * dstate + chunk.merge(dot(dread, chunk.k_since, (1, 0)) for dread in dreads)
     gradients = yield from chunk.differentiate(sides, [dproducts, *dweights])
-    dkeys = gradients.keys + gradients.sides[0] + dk_since * chunk.since + dk_until * chunk.until
+    dkeys = gradients.keys + dk_since * chunk.since + dk_until * chunk.until
     dkeys, dsince = unpack(dkeys, plan.pack), dk_since * chunk.k_since.astype(jnp.float32)
-    # Through the queries' reads, and through the products of tokens with themselves.
-    for group, dweight, dside in zip(queries, dweights, gradients.sides[1:], strict=True):
+    # Through the queries' reads.
+    for group, dside in zip(queries, gradients.sides, strict=True):
         of_since = chunk.merge(dot(do[m], chunk.state, (0, 0)) for m in group.numbers)
-        x_since = chunk.fade(group.turned, chunk.since)
+        x_since = chunk.fade(group.side.x, chunk.since)
         dqueries = unpack(dside + of_since * chunk.since, plan.pack)
         for p, (m, each) in enumerate(zip(group.numbers, group.vectors, strict=True)):
-            down = chunk.take_own(dweight[p])
-            dq[m] = each.backwards(dqueries[p] + down * keys[p].x.astype(jnp.float32)).astype(dtype)
-            dkeys[p] += down * each.x.astype(jnp.float32)
+            dq[m] = each.backwards(dqueries[p]).astype(dtype)
         dsince += of_since * x_since.astype(jnp.float32)
         dstates += chunk.merge(dot(do[m], x_since, (1, 0)) for m in group.numbers)
     kept = dstate * chunk.state.astype(jnp.float32) * chunk.whole
     duntil = dk_until * chunk.k_until.astype(jnp.float32)
-    dlog = differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
+    dlog = gradients.log + differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
     for n, key, dkey, of_head in zip(heads, keys, dkeys, unpack(dlog, plan.pack), strict=True):
         dk[n] = key.backwards(dkey).astype(dtype)
         dlogs[n] = of_head

@@ -20,8 +20,6 @@ from lm.ops.tpu.channel_pairs import (
     LevelSums,
     differentiate_sums,
     fold_rows,
-    multiply_own,
-    pack,
     unpack,
 )
 from lm.ops.tpu.chunk_walk import ChunkReferences
@@ -46,7 +44,7 @@ def _differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens], heads:
     )
     dtype, dstate = pairs.dtype, refs.dstate[at]
     groups = [[n * plan.groups + g for n in heads] for g in range(plan.groups)]
-    sides = [pack([q[m] for m in group]) for group in groups]
+    sides = [pairs.meet([q[m] for m in group]) for group in groups]
     dstate_operand, k_until = dstate.astype(dtype), pairs.fade(pairs.k, pairs.until)
     dvalues = [dot(pairs.pick(dstate, p).astype(dtype), k_until, (1, 1)) for p in range(plan.pack)]
     dk_until = pairs.merge(dot(v[n], dstate_operand, (0, 0)) for n in heads)
@@ -55,25 +53,22 @@ def _differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens], heads:
     for p, n in enumerate(heads):
         dvalue = dvalues[p]
         for group, of_heads in zip(groups, weights, strict=True):
-            weight = pairs.add_own(multiply_own(q[group[p]], k[n]), of_heads[p])
-            dvalue += dot(do[group[p]], weight.astype(dtype), (1, 1))
+            dvalue += dot(do[group[p]], of_heads[p].astype(dtype), (1, 1))
         dv[n] = dvalue.astype(dtype)
     gradients = yield from pairs.differentiate(sides, dweights)
     dkeys, dsince = unpack(gradients.keys + dk_until * pairs.until, plan.pack), jnp.float32(0.0)
     dstates = pairs.whole * dstate
-    # Through the queries' reads, and through the products of tokens with themselves.
-    for group, x, dweight, dside in zip(groups, sides, dweights, gradients.sides, strict=True):
-        of_since, x_since = pairs.merge(dot(do[m], state, (0, 0)) for m in group), pairs.fade(x, pairs.since)
+    # Through the queries' reads.
+    for group, side, dside in zip(groups, sides, gradients.sides, strict=True):
+        of_since, x_since = pairs.merge(dot(do[m], state, (0, 0)) for m in group), pairs.fade(side.x, pairs.since)
         dqueries = unpack(dside + of_since * pairs.since, plan.pack)
-        for p, (n, m) in enumerate(zip(heads, group, strict=True)):
-            down = pairs.take_own(dweight[p])
-            dq[m] = (dqueries[p] + down * k[n].astype(jnp.float32)).astype(dtype)
-            dkeys[p] += down * q[m].astype(jnp.float32)
+        for p, m in enumerate(group):
+            dq[m] = dqueries[p].astype(dtype)
         dsince += of_since * x_since.astype(jnp.float32)
         dstates += pairs.merge(dot(do[m], x_since, (1, 0)) for m in group)
     kept = dstate * state.astype(jnp.float32) * pairs.whole
     duntil = dk_until * k_until.astype(jnp.float32)
-    dlogs = differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
+    dlogs = gradients.log + differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
     for n, dkey, of_head in zip(heads, dkeys, unpack(dlogs, plan.pack), strict=True):
         dk[n] = dkey.astype(dtype)
         dlog[n] = of_head

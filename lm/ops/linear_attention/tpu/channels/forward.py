@@ -12,7 +12,7 @@ from typing import Any
 
 from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
-from lm.ops.tpu.channel_pairs import ChannelPairs, multiply_own, pack
+from lm.ops.tpu.channel_pairs import ChannelPairs
 from lm.ops.tpu.chunk_walk import WalkOutputs
 from lm.ops.tpu.chunks import ChunkPlan
 from lm.ops.tpu.order import Turns
@@ -29,15 +29,15 @@ def compute(plan: ChunkPlan, tokens: ChannelTokens, state: Any, results: WalkOut
         if results.states_NxTxDxE is not None:
             results.states_NxTxDxE[at, 0] = before.astype(v.dtype)
         groups = [[n * plan.groups + g for n in heads] for g in range(plan.groups)]
-        sides = [pack([q[m] for m in group]) for group in groups]
-        faded = [pairs.fade(x, pairs.since) for x in sides]
+        sides = [pairs.meet([q[m] for m in group]) for group in groups]
+        faded = [pairs.fade(side.x, pairs.since) for side in sides]
         reads = [[dot(operand, x, (1, 1)) for operand in operands] for x in faded]
         k_until = pairs.fade(pairs.k, pairs.until)
         state[at] = pairs.whole * before + pairs.merge(dot(v[n], k_until, (1, 0)) for n in heads)
         weights = yield from pairs.weigh(sides)
         for group, of_heads, read in zip(groups, weights, reads, strict=True):
             for p, (n, m) in enumerate(zip(heads, group, strict=True)):
-                weight = pairs.add_own(multiply_own(q[m], k[n]), of_heads[p]).astype(v.dtype)
-                results.o_MxDxL[m] = (read[p] + dot(v[n], weight, (1, 0))).astype(v.dtype)
+                inside = dot(v[n], of_heads[p].astype(v.dtype), (1, 0))
+                results.o_MxDxL[m] = (read[p] + inside).astype(v.dtype)
 
     return (compute_heads(heads) for heads in plan.packs)
