@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Generic, Protocol, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from lm.ops.chips import HOPPER, MOSAIC_GPU_JAX, limits_of
@@ -71,6 +72,12 @@ def without_mosaic_gpu() -> str | None:
     if jax.__version_info__ < MOSAIC_GPU_JAX:
         return f'needs JAX {".".join(map(str, MOSAIC_GPU_JAX))}, not {jax.__version__}'
     return None
+
+
+def not_bfloat16(*arrays: jax.Array) -> str | None:
+    """Returns why kernels that take bfloat16 alone cannot take these arrays, or None."""
+    dtypes = {x.dtype for x in arrays} - {jnp.dtype('bfloat16')}
+    return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}' if dtypes else None
 
 
 def data_shards(mesh: Mesh) -> int:

@@ -72,17 +72,22 @@ def test_recurrent_kernels(name):
     assert all(error <= 2e-2 for error in found.values()), found
 
 
+def check_agreement(kernels, results, case, implementation):
+    """Compares an implementation with the reference on an example of `kernels`, a module of tests."""
+    arrays, cotangents = kernels.example(**case)
+    got = jax.jit(results(implementation))(arrays, cotangents)
+    with jax.default_matmul_precision('highest'):
+        want = jax.jit(results('reference', jnp.float32))(arrays, cotangents)
+    found = kernels.errors(got, want)
+    assert all(error <= 2e-2 for error in found.values()), found
+
+
 DELTA = {name: settings | {'length': 2500} for name, settings in delta.CASES.items()}
 
 
 @pytest.mark.parametrize('name', DELTA)
 def test_kernels_of_the_delta_rule(name):
-    arrays, cotangents = delta.example(**DELTA[name])
-    got = jax.jit(delta.results('pallas_gpu'))(arrays, cotangents)
-    with jax.default_matmul_precision('highest'):
-        want = jax.jit(delta.results('reference', jnp.float32))(arrays, cotangents)
-    found = delta.errors(got, want)
-    assert all(error <= 2e-2 for error in found.values()), found
+    check_agreement(delta, delta.results, DELTA[name], 'pallas_gpu')
 
 
 CHANNELS = {f'{name}, a factor per channel': case | {'length': 2500} for name, case in channels.CASES.items()}
@@ -90,12 +95,7 @@ CHANNELS = {f'{name}, a factor per channel': case | {'length': 2500} for name, c
 
 @pytest.mark.parametrize('name', CHANNELS)
 def test_kernels_with_a_factor_per_channel(name):
-    arrays, cotangents = channels.example(**CHANNELS[name])
-    got = jax.jit(channels.results('pallas_gpu_channels'))(arrays, cotangents)
-    with jax.default_matmul_precision('highest'):
-        want = jax.jit(channels.results('reference', jnp.float32))(arrays, cotangents)
-    found = channels.errors(got, want)
-    assert all(error <= 2e-2 for error in found.values()), found
+    check_agreement(channels, channels.results, CHANNELS[name], 'pallas_gpu_channels')
 
 
 CHANNEL_DELTA = {
@@ -105,12 +105,7 @@ CHANNEL_DELTA = {
 
 @pytest.mark.parametrize('name', CHANNEL_DELTA)
 def test_kernels_of_the_rule_with_a_factor_per_channel(name):
-    arrays, cotangents = channel_delta.example(**CHANNEL_DELTA[name])
-    got = jax.jit(channel_delta.results('pallas_gpu_channels'))(arrays, cotangents)
-    with jax.default_matmul_precision('highest'):
-        want = jax.jit(channel_delta.results('reference', jnp.float32))(arrays, cotangents)
-    found = channel_delta.errors(got, want)
-    assert all(error <= 2e-2 for error in found.values()), found
+    check_agreement(channel_delta, delta.results, CHANNEL_DELTA[name], 'pallas_gpu_channels')
 
 
 LONG_NETWORKS = {
@@ -204,7 +199,7 @@ def arguments_of(name: str):
     if name in CHANNELS:
         return jax.jit(channels.results('pallas_gpu_channels')), channels.example(**CHANNELS[name])
     if name in CHANNEL_DELTA:
-        return jax.jit(channel_delta.results('pallas_gpu_channels')), channel_delta.example(**CHANNEL_DELTA[name])
+        return jax.jit(delta.results('pallas_gpu_channels')), channel_delta.example(**CHANNEL_DELTA[name])
     return jax.jit(delta.results('pallas_gpu')), delta.example(**DELTA[name])
 
 

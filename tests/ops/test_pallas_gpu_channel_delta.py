@@ -12,7 +12,7 @@ from test_pallas_gpu import H200, can_compile, interpreted, interpreter
 from test_pallas_tpu import quick
 
 from lm.ops import platform
-from lm.ops.delta_rule import IMPLEMENTATIONS, DeltaCall, DeltaResult, compute
+from lm.ops.delta_rule import IMPLEMENTATIONS, DeltaCall, compute
 from lm.ops.delta_rule.gpu.channels import rule
 
 NAMES = (*delta.NAMES, 'dchannels')
@@ -33,29 +33,15 @@ def example(length, **settings):
     return [q, k, v, beta, logs, state, channels], cotangents
 
 
-def results(implementation, dtype=jnp.bfloat16):
-    """Returns outputs, the last state and all gradients."""
-
-    def function(arrays, cotangents):
-        arrays = [x if x is None or x.dtype == jnp.float32 else x.astype(dtype) for x in arrays]
-        compute = IMPLEMENTATIONS[implementation].delta_rule
-        (o, state), vjp = jax.vjp(lambda *a: compute(DeltaCall(*a, query_length=1.0)), *arrays)
-        do, dstate = cotangents
-        return [o, state, *vjp(DeltaResult(do.astype(o.dtype), dstate))]
-
-    return function
-
-
 def errors(got, want) -> dict[str, float]:
     """Returns relative errors by name."""
-    triples = [(n, a, b) for n, a, b in zip(NAMES, got, want, strict=True) if b is not None]
-    return {n: float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for n, a, b in triples}
+    return delta.errors(got, want, NAMES)
 
 
 def check(arrays, cotangents, tolerance):
     with interpreted():
-        got = quick(results('pallas_gpu_channels'))(arrays, cotangents)
-    found = errors(got, jax.jit(results('reference', jnp.float32))(arrays, cotangents))
+        got = quick(delta.results('pallas_gpu_channels'))(arrays, cotangents)
+    found = errors(got, jax.jit(delta.results('reference', jnp.float32))(arrays, cotangents))
     assert all(error <= tolerance for error in found.values()), found
 
 
@@ -79,7 +65,7 @@ def test_a_repeated_key_stays_exact(log_factor):
 def test_repeated_calls_give_the_same_bits():
     arrays, cotangents = example(20)
     with interpreted():
-        function = quick(results('pallas_gpu_channels'))
+        function = quick(delta.results('pallas_gpu_channels'))
         first, second = (jax.tree.leaves(function(arrays, cotangents)) for _ in range(2))
     assert [np.asarray(x).tobytes() for x in first] == [np.asarray(x).tobytes() for x in second]
 

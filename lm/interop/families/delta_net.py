@@ -16,6 +16,7 @@ class DeltaNet(RecurrentDecoder):
     model_types = ('delta_net',)
     architecture = 'DeltaNetForCausalLM'
     layer_type = 'linear_attention'
+    gate_entry = 'use_gate'
     defaults: ClassVar[Mapping[str, Any]] = {
         'num_heads': 16,
         'expand_k': 1.0,
@@ -31,9 +32,6 @@ class DeltaNet(RecurrentDecoder):
         'qk_activation': 'silu',
     }
 
-    def has_gate(self, config: Mapping[str, Any]) -> bool:
-        return config['use_gate']
-
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {'negative': config['allow_neg_eigval']}
 
@@ -43,10 +41,7 @@ class DeltaNet(RecurrentDecoder):
     def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
         found = super().describe_layer(options, model)
         del found['num_kv_heads']
-        return found | {
-            'use_gate': found.pop('use_output_gate'),
-            'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
-        }
+        return found | {'allow_neg_eigval': getattr(model.layers[0], 'negative', False)}
 
     def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
         return {'attn.b_proj.weight': ours['mechanism_in.weight']}

@@ -17,6 +17,7 @@ class GatedDeltaNet(RecurrentDecoder):
     model_types = ('gated_deltanet',)
     architecture = 'GatedDeltaNetForCausalLM'
     layer_type = 'linear_attention'
+    gate_entry = 'use_gate'
     defaults: ClassVar[Mapping[str, Any]] = {
         'num_heads': 6,
         'head_dim': 256,
@@ -31,9 +32,6 @@ class GatedDeltaNet(RecurrentDecoder):
     def sizes(self, config: Mapping[str, Any]) -> HeadSizes:
         heads, size = config['num_heads'], config['head_dim']
         return HeadSizes(heads, heads, config.get('num_v_heads') or heads, size, round(size * config['expand_v']))
-
-    def has_gate(self, config: Mapping[str, Any]) -> bool:
-        return config['use_gate']
 
     def gate_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         form = {'swish': 'silu'}.get(config['output_gate_activation'], config['output_gate_activation'])
@@ -56,7 +54,7 @@ class GatedDeltaNet(RecurrentDecoder):
             'num_v_heads': math.lcm(heads.queries, heads.values),  # more than `values` where keys are fewer
             'head_dim': dims.head_dim,
             'expand_v': dims.value_size / dims.head_dim,
-            'use_gate': gate is not None,
+            self.gate_entry: gate is not None,
             'output_gate_activation': 'sigmoid' if gate is not None and gate.form == 'sigmoid' else 'swish',
             'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
         }

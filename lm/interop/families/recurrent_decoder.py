@@ -37,6 +37,7 @@ class RecurrentDecoder(Decoder):
         defaults: the entries that files leave out, as flash-linear-attention has them.
         fixed: the only values of entries that a model here equals.
         gain_names: the names of the gains of each head's output: with an output gate, and without one.
+        gate_entry: the entry that says whether the output has a gate.
     """
 
     ACTIVATIONS: ClassVar = {'swish': 'silu'}
@@ -48,6 +49,7 @@ class RecurrentDecoder(Decoder):
     defaults: ClassVar[Mapping[str, Any]]
     fixed: ClassVar[Mapping[str, Any]] = {}
     gain_names: ClassVar[tuple[str, str]] = ('o_norm', 'o_norm')
+    gate_entry: ClassVar[str] = 'use_output_gate'
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the entries of a config.json, with the defaults of those that it leaves out."""
@@ -61,17 +63,13 @@ class RecurrentDecoder(Decoder):
         key_size, value_size = (round(width * config[name]) // heads for name in ('expand_k', 'expand_v'))
         return HeadSizes(heads, keys, keys, key_size, value_size)
 
-    def has_gate(self, config: Mapping[str, Any]) -> bool:
-        """Tells whether the output has a gate."""
-        return config['use_output_gate']
-
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of the mechanism, apart from its epsilon."""
         return {}
 
     def gate_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of the model on the output gate."""
-        return {'output_gate': self.has_gate(config), 'output_gate_form': 'silu'}
+        return {'output_gate': config[self.gate_entry], 'output_gate_form': 'silu'}
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         found = self.read(config)
@@ -118,7 +116,7 @@ class RecurrentDecoder(Decoder):
         }
         if found['use_short_conv']:
             tensors['convolution.weight'] = theirs.join(CONVOLUTIONS)[:, 0, ::-1]
-        if self.has_gate(found):
+        if found[self.gate_entry]:
             tensors |= self.gate_tensors(theirs)
         return tensors | self.factor_tensors(theirs, self.sizes(found))
 
@@ -156,7 +154,7 @@ class RecurrentDecoder(Decoder):
             'num_kv_heads': options.heads.keys,
             'expand_k': heads * dims.head_dim / model.d_model,
             'expand_v': heads * dims.value_size / model.d_model,
-            'use_output_gate': options.gate is not None,
+            self.gate_entry: options.gate is not None,
         }
 
     def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:

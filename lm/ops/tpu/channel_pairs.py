@@ -10,7 +10,7 @@ token to token. A product with ones sums over the channels.
 
     y_0 = k        (y_d)_i = a_i (y_{d-1})_{i-1}        w_{i-d,i} = Σ_e (y_d)_i,e x_i,e
 
-C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. Parted of 8 tokens or
+C tokens are on the rows here, and the channels of a pack of heads on the lanes, E in all: [C, E]. Halves of 8 tokens or
 more are then whole registers, which change places at no cost. Rotations of lanes are the dearest operations of a v5e
 beside products.
 """

@@ -64,8 +64,8 @@ def unsupported(call: DeltaCall) -> str | None:
         return reason
     if call.channel_log_decay_BxLxKxE is not None:
         return 'takes one factor per token and head, not one per key channel'
-    if dtypes := {a.dtype for a in (q, k, v)} - {jnp.dtype('bfloat16')}:
-        return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
+    if reason := platform.not_bfloat16(q, k, v):
+        return reason
     if (widest := max(k.shape[-1], v.shape[-1])) > CHUNK:
         return f'takes heads of up to {CHUNK}, not {widest}'
     return platform.uneven_batch(q.shape[0])

@@ -72,8 +72,8 @@ def unsupported(call: LinearCall) -> str | None:
             return f'takes a polynomial of degree {DEGREES} as exact kernel'
     if _block(options) % TILE and call.q_BxLxHxE.shape[1] > _block(options):
         return f'takes blocks that are multiples of {TILE}, not {options.block}'
-    if dtypes := {a.dtype for a in arrays} - {jnp.dtype('bfloat16')}:
-        return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
+    if reason := platform.not_bfloat16(*arrays):
+        return reason
     if (widest := max(a.shape[-1] for a in arrays)) > TILE:
         return f'takes features and heads of up to {TILE}, not {widest}'
     return platform.uneven_batch(call.q_BxLxHxE.shape[0])

@@ -38,8 +38,8 @@ def unsupported(call: SketchCall) -> str | None:
         return f'takes hidden units in multiples of {CHUNK}, not {hidden}'
     if 0 in warpgroups(xs[0].shape[-1], r, hidden, len(call.nodes)):
         return f'would not fit its shared memory with {hidden} hidden units'
-    if dtypes := {x.dtype for x in xs} - {jnp.dtype('bfloat16')}:
-        return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
+    if reason := platform.not_bfloat16(*xs):
+        return reason
     return platform.uneven_batch(xs[0].shape[0])
 
 

@@ -69,8 +69,8 @@ def unsupported(call: DeltaCall) -> str | None:
         return reason
     if call.channel_log_decay_BxLxKxE is None:
         return 'takes one factor per key channel'
-    if dtypes := {x.dtype for x in (q, k, v)} - {jnp.dtype('bfloat16')}:
-        return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
+    if reason := platform.not_bfloat16(q, k, v):
+        return reason
     if k.shape[-1] > CHUNK or v.shape[-1] > WIDEST:
         return f'takes keys of up to {CHUNK} and values of up to {WIDEST}, not {k.shape[-1]} and {v.shape[-1]}'
     return platform.uneven_batch(q.shape[0])

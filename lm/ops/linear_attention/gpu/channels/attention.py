@@ -37,8 +37,8 @@ def unsupported(call: LinearCall) -> str | None:
         return reason
     if call.channel_log_decay_BxLxKxE is None:
         return 'takes one factor per key channel'
-    if dtypes := {x.dtype for x in (q, k, v)} - {jnp.dtype('bfloat16')}:
-        return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}'
+    if reason := platform.not_bfloat16(q, k, v):
+        return reason
     if (widest := max(k.shape[-1], v.shape[-1])) > WIDEST:
         return f'takes heads of up to {WIDEST}, not {widest}'
     return platform.uneven_batch(q.shape[0])
