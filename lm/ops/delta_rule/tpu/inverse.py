@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.tpu import SUBLANES, dot
+from lm.ops.tpu.masks import keep
 
 
 def inverse(m_CxC: jax.Array, split: bool) -> Generator[None, None, jax.Array]:
@@ -96,18 +97,16 @@ def _repeat_odd(x_LxC, size):
 
 def _keep(rows_2LxC, block, length, first):
     """Returns the lanes of a block of a pair's rows, 0 elsewhere, of the first rows alone or of at least the second."""
-    # Masks for 32 bits take two rows of bfloat16 at once.
-    words = pltpu.bitcast(rows_2LxC, jnp.int32)
-    half, keep = len(words) // 2, _number_lanes(words) // length == block
-    if half % SUBLANES:
-        if first:
-            keep &= lax.broadcasted_iota(jnp.int32, words.shape, 0) < half
-        found = jnp.where(keep, words, 0)
-    else:
-        none, words = jnp.zeros_like(words[:half]), words[:half] if first else words[half:]
-        found = jnp.where(keep, words, 0)
-        found = jnp.concatenate([found, none] if first else [none, found])
-    return pltpu.bitcast(found, rows_2LxC.dtype)
+    lanes = _number_lanes(rows_2LxC) // length == block
+    if length * rows_2LxC.dtype.itemsize % (4 * SUBLANES):
+        # Both blocks share a register.
+        words = len(rows_2LxC) * rows_2LxC.dtype.itemsize // 4
+        row = lax.broadcasted_iota(jnp.int32, (words, rows_2LxC.shape[1]), 0)
+        return keep(rows_2LxC, lanes & (row < words // 2) if first else lanes)
+    none = jnp.zeros_like(rows_2LxC[:length])
+    if first:
+        return jnp.concatenate([keep(rows_2LxC[:length], lanes), none])
+    return jnp.concatenate([none, keep(rows_2LxC[length:], lanes)])
 
 
 def _number_lanes(x):
