@@ -80,6 +80,14 @@ def not_bfloat16(*arrays: jax.Array) -> str | None:
     return f'takes arrays that are all bfloat16, not {", ".join(sorted(map(str, dtypes)))}' if dtypes else None
 
 
+def mixed_types(*arrays: jax.Array) -> str | None:
+    """Returns why kernels that take bfloat16 or float32, one of them alone, cannot take these arrays; or None."""
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) == 1 and dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
+        return None
+    return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
+
+
 def data_shards(mesh: Mesh) -> int:
     """Returns into how many parts `mesh` splits the batch: the devices along its data axes."""
     return math.prod(mesh.shape.get(name, 1) for name in DATA_AXES)

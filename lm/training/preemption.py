@@ -28,16 +28,19 @@ class Preemption:
         self._polls = 0
         self._flag: signal.Signals | None = None
         self._stop = False
+        self._several = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> 'Preemption':
+        # Handlers must not ask JAX: while it starts, the main thread holds a lock that this would wait for, forever.
+        self._several = jax.process_count() > 1
         if threading.current_thread() is threading.main_thread():
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
                 self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._pass_on)
-            if jax.process_count() == 1:
+            if not self._several:
                 self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._notice)
-        if jax.process_count() > 1:  # only the handler of jax.distributed can tell the other processes
+        if self._several:  # only the handler of jax.distributed can tell the other processes
             install_notices()
         return self
 
@@ -59,7 +62,7 @@ class Preemption:
         """
         if not self._stop:
             self._polls += 1
-            if jax.process_count() > 1:
+            if self._several:
                 # A count of polls, not of steps: the agreement needs a number that grows at every call.
                 self._stop = multihost_utils.reached_preemption_sync_point(self._polls)
             else:
@@ -80,7 +83,7 @@ class Preemption:
 
     def _pass_on(self, signum: int, frame: Any) -> None:
         self._notice(signum, frame)
-        if jax.process_count() > 1:
+        if self._several:
             os.kill(os.getpid(), signal.SIGTERM)  # jax.distributed tells the others
 
 

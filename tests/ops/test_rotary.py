@@ -123,7 +123,7 @@ def test_batch_split_over_a_mesh():
 REFUSED = {
     'heads whose size': {'size': 48},
     'a multiple of 128 tokens': {'length': 100},
-    'bfloat16 or float32': {'dtype': jnp.float16},
+    'all bfloat16 or all float32': {'dtype': jnp.float16},
     'VMEM': {'heads': 200, 'keys': 200, 'size': 128, 'batch': 1},
 }
 

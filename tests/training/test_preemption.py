@@ -100,6 +100,34 @@ with Preemption() as preemption:
 """
 
 
+STARTING = """
+import time
+from jax._src import xla_bridge
+from lm.training.preemption import Preemption
+
+plain = xla_bridge.discover_pjrt_plugins
+
+def discover():
+    print('starting')
+    time.sleep(5)
+    plain()
+
+xla_bridge.discover_pjrt_plugins = discover
+try:
+    with Preemption() as preemption:
+        print(preemption.is_requested())
+except KeyboardInterrupt:
+    print('interrupted')
+"""
+
+
+def test_an_interrupt_while_jax_starts_stops_the_process():
+    process = start(STARTING)
+    wait_for(process, 'starting')
+    process.send_signal(signal.SIGINT)
+    assert finish(process).split() == ['interrupted']
+
+
 def test_a_signal_during_compilation_sets_the_flag():
     process = start(COMPILING)
     wait_for(process, 'compiling')

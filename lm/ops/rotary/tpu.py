@@ -84,8 +84,8 @@ def unsupported(call: RotaryCall) -> str | None:
         return f'takes heads whose size is a multiple of {2 * ROWS}, not {size}'
     if length % LANES:
         return f'takes a multiple of {LANES} tokens, not {length}'
-    if qk.dtype not in (jnp.bfloat16, jnp.float32):
-        return f'takes arrays that are bfloat16 or float32, not {qk.dtype}'
+    if reason := platform.mixed_types(qk):
+        return reason
     if not _fits(LANES, heads, size):
         return f'would not fit its VMEM with {heads} heads of {size}'
     return platform.uneven_batch(batch)

@@ -83,9 +83,7 @@ def unsupported(call: ConvolutionCall) -> str | None:
         return f'takes a multiple of {ROWS} channels, not {channels}'
     if len(kernel) > LANES:
         return f'sees at most {LANES} tokens, not {len(kernel)}'
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f'takes arrays that are bfloat16 or float32, not {x.dtype}'
-    return platform.uneven_batch(batch)
+    return platform.mixed_types(x) or platform.uneven_batch(batch)
 
 
 def block_sizes(channels: int, length: int) -> tuple[int, int]:

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
-
 from lm.ops import platform
 from lm.ops.tpu import padded_rows
 from lm.ops.tpu.chunks import CHUNK, ChunkPlan, count_heads, count_packed
@@ -87,9 +85,8 @@ def cut(kind: type[Plan], sizes: ChunkSizes, bytes_of_head: int, pack: bool, **o
 def refuse(call: Any, bytes_of_head: int) -> str | None:
     """Returns why no kernel can compute a call whose heads take so many bytes of VMEM; or None."""
     q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
-    dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
-        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
+    if reason := platform.mixed_types(q, k, v):
+        return reason
     if bytes_of_head > platform.vmem()[0]:
         return f'would not fit its VMEM with heads of {q.shape[-1]} and {v.shape[-1]}'
     return platform.uneven_batch(q.shape[0])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
 from lm.ops import platform
@@ -109,8 +108,8 @@ def unsupported(call: ExactCall) -> str | None:
         return f'takes no window of {call.window} tokens over parts of {q.shape[1]}'
     if block is not None and (block % LANES or block > MAX_BLOCK):
         return f'takes blocks that are multiples of {LANES} up to {MAX_BLOCK}, not {block}'
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f'takes arrays that are all bfloat16 or all float32, not {q.dtype}, {k.dtype}, {v.dtype}'
+    if reason := platform.mixed_types(q, k, v):
+        return reason
     if max(q.shape[-1], v.shape[-1]) > LANES:
         return f'takes head sizes up to {LANES}, not {max(q.shape[-1], v.shape[-1])}'
     length = q.shape[1]

@@ -100,12 +100,12 @@ def refuse(call: LinearCall, part: bool) -> str | None:
         if block % LANES and (part or call.q_BxLxHxE.shape[1] > block):
             return f'takes blocks that are multiples of {LANES}, not {block}'
     # The inputs of a map may be more precise than its features.
-    inputs = (call.q_BxLxHxE, call.k_BxLxKxE)
-    dtypes = {a.dtype for a in (call.v_BxLxKxD, *(call.local or ()))}
-    dtypes |= {a.dtype for a in inputs if options.feature_map is None or a.dtype != jnp.float32}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
-        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    return platform.uneven_batch(call.q_BxLxHxE.shape[0]) or _refuse_sizes(call, part)
+    inputs = [a for a in (call.q_BxLxHxE, call.k_BxLxKxE) if options.feature_map is None or a.dtype != jnp.float32]
+    return (
+        platform.mixed_types(call.v_BxLxKxD, *(call.local or ()), *inputs)
+        or platform.uneven_batch(call.q_BxLxHxE.shape[0])
+        or _refuse_sizes(call, part)
+    )
 
 
 def _refuse_map(call: LinearCall) -> str | None:

@@ -39,10 +39,7 @@ def unsupported(call: SketchCall) -> str | None:
             return f'takes {name} whose size is a multiple of {ROWS}, not {size}'
     if x.shape[1] < LANES:
         return f'takes {LANES} tokens or more, not {x.shape[1]}'
-    dtypes = {x.dtype for x in call.xs_BxLxNxGxM}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype('bfloat16'), jnp.dtype('float32')}:
-        return f'takes arrays that are all bfloat16 or all float32, not {", ".join(sorted(map(str, dtypes)))}'
-    if reason := platform.uneven_batch(x.shape[0]):
+    if reason := platform.mixed_types(*call.xs_BxLxNxGxM) or platform.uneven_batch(x.shape[0]):
         return reason
     if vmem_estimate(LANES, max(x.shape[-1], r), hidden, r, x.dtype.itemsize) > 0.8 * platform.vmem()[0]:
         return f'would not fit its VMEM with sketches of {r} and {hidden} hidden units'
