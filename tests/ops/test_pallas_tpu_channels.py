@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate', 'dchannels')
 assert_near = functools.partial(nearness.assert_near, NAMES)
 kernels = {by_products: jax.jit(functools.partial(both, of_arrays(rule))) for by_products in (False, True)}
-"""Whether products sum logs in blocks of 8 tokens, as on a v4 → the kernels."""
+"""The kernels; True: products sum logs in blocks of 8 tokens, as on a v4."""
 recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
 

@@ -399,9 +399,7 @@ class ChannelPairs:
             operand, keys = self._make_operand(sides, factors, m), self._stack((k.first * of.first).astype(self.dtype))
             ds = [[self._take(d, m) for d in of_heads] for of_heads in (dpairs if m < ROWS else rounded)]
             stacked = [jnp.concatenate(of_heads).astype(self.dtype) for of_heads in ds]
-            dkey = of.first * self.merge(
-                jnp.split(dot(jnp.concatenate(stacked, axis=1), operand, (1, 0)), self.heads)
-            )
+            dkey = of.first * self.merge(jnp.split(dot(jnp.concatenate(stacked, axis=1), operand, (1, 0)), self.heads))
             dlater, dlevel = [], []
             for n, (side, of_heads) in enumerate(zip(sides, ds, strict=True)):
                 later = Parted.of_rows(jnp.concatenate(of_heads).T, m).second.astype(self.dtype)
