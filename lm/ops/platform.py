@@ -159,6 +159,12 @@ Call = TypeVar('Call')
 CallOfModule = TypeVar('CallOfModule', contravariant=True)
 
 
+def rotates_by_steps() -> bool:
+    """Returns whether a TPU rotates the rows of a register by one row at a time, and so is slow at it."""
+    chip = limits_of(device_kind())
+    return chip is not None and chip.rotates_by_steps
+
+
 class Implementation(Protocol[CallOfModule]):
     """A module that computes an operation. It also has the operation's function, which takes the same call object."""
 

@@ -19,20 +19,23 @@ from lm.ops.tpu import channel_pairs, chunks
 pytestmark = pytest.mark.usefixtures('no_races')
 NAMES = ('o', 'state', 'dq', 'dk', 'dv', 'dbeta', 'dg', 'dstate', 'dchannels')
 assert_near = functools.partial(nearness.assert_near, NAMES)
-kernels = jax.jit(functools.partial(both, of_arrays(rule)))
+kernels = {by_products: jax.jit(functools.partial(both, of_arrays(rule))) for by_products in (False, True)}
+"""The kernels; True: products sum logs in blocks of 8 tokens, as on a v4."""
 recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
 
-def by_kernels(arrays):
-    with interpret_kernels():
-        return kernels(*arrays)
+def by_kernels(arrays, by_products=False):
+    with pytest.MonkeyPatch.context() as patch, interpret_kernels():
+        patch.setattr(platform, 'rotates_by_steps', lambda: by_products)
+        return kernels[by_products](*arrays)
 
 
+@pytest.mark.parametrize('by_products', [False, True])
 @pytest.mark.parametrize(('length', 'dtype', 'tolerance'), [(150, jnp.float32, 3e-5), (128, jnp.bfloat16, 2e-2)])
-def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
+def test_kernels_agree_with_the_recurrence(length, dtype, tolerance, by_products):
     """Two queries per key head, factors of 0 for heads and for channels, β up to 2, an initial state."""
     arrays = draw_channels(length, seed=length, dtype=dtype)
-    assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
+    assert_near(by_kernels(arrays, by_products), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
 
 
 def test_any_order_of_heads_on_two_cores(monkeypatch):
@@ -54,25 +57,36 @@ def test_equal_keys_with_factors_of_any_size(log_factor):
     assert_near(by_kernels(arrays), recurrence(*arrays), 1e-3)
 
 
-def test_later_and_forgotten_tokens_change_nothing():
+@pytest.mark.parametrize('by_products', [False, True])
+def test_later_and_forgotten_tokens_change_nothing(by_products):
     *arrays, logs = draw_channels(200)
     q, k, v, *rest = arrays
     logs = logs.at[:, 150].set(-jnp.inf)
-    o = by_kernels((*arrays, logs))[0]
-    wild = by_kernels((q, k.at[:, 140].mul(50), v.at[:, 140].set(1e4), *rest, logs))[0]
+    o = by_kernels((*arrays, logs), by_products)[0]
+    wild = by_kernels((q, k.at[:, 140].mul(50), v.at[:, 140].set(1e4), *rest, logs), by_products)[0]
     np.testing.assert_array_equal(o[:, :140], wild[:, :140])
     np.testing.assert_array_equal(o[:, 150:], wild[:, 150:])
 
 
-def test_gradients_of_sums_of_logs(monkeypatch):
+@pytest.mark.parametrize('by_products', [False, True])
+def test_gradients_of_sums_of_logs(monkeypatch, by_products):
     monkeypatch.setattr(channel_pairs, '_roll', lambda x, by: jnp.roll(x, by, 0))
     log = -jax.random.gamma(jax.random.key(0), 0.5, (32, 8))
-    sums, pull = jax.vjp(channel_pairs.sum_levels, log)
+
+    def sum_logs(log):
+        return channel_pairs.sum_levels(log.T, jnp.float32, by_products)
+
+    sums, pull = jax.vjp(sum_logs, log)
     np.testing.assert_allclose(sums.since, np.cumsum(log, axis=0), rtol=1e-5)
     np.testing.assert_allclose(sums.until, np.cumsum(log[::-1], axis=0)[::-1] - log, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(sums.total, np.tile(log.sum(0), (8, 1)), rtol=1e-5)
     gradients = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), sums)
-    np.testing.assert_allclose(channel_pairs.differentiate_sums(gradients), pull(gradients)[0], rtol=1e-4, atol=1e-5)
+    gradients = gradients._replace(lasts=[jnp.zeros_like(x) for x in sums.lasts])
+    got = channel_pairs.SumGradients(gradients.since, gradients.until, gradients.total)
+    for m, of in reversed(list(zip((8, 16), gradients.levels[1:], strict=True))):
+        got.add(m, channel_pairs.Parted.of_rows(of, m))
+    dlog = got.finish(gradients.levels[0], jnp.float32, by_products)
+    np.testing.assert_allclose(dlog, pull(gradients)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_parts_of_a_window():

@@ -18,9 +18,8 @@ from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import dot
 from lm.ops.tpu.channel_pairs import (
     ChannelPairs,
-    LevelSums,
     Side,
-    differentiate_sums,
+    SumGradients,
     fold_rows,
     unpack,
 )
@@ -54,7 +53,7 @@ class ChannelChunk(ChannelPairs):
     def __init__(self, keys: Sequence[jax.Array], log_ExC: Sequence[jax.Array], state_DxE: jax.Array):
         super().__init__(keys, log_ExC)
         self.state = state_DxE.astype(self.dtype)
-        self._states = [self.pick(state_DxE.astype(jnp.float32), p).astype(self.dtype) for p in range(self.heads)]
+        self._states = [self.pick(self.state, p) for p in range(self.heads)]
         self.k_since, self.k_until = self.fade(self.k, self.since), self.fade(self.k, self.until)
 
     def read(self, p: int, x_CxE: jax.Array) -> jax.Array:
@@ -126,7 +125,7 @@ def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
     queries = _pack_queries(plan, chunk, q, heads)
     sides = [chunk.keys, *(each.side for each in queries)]
     dstate_operand = dstate.astype(dtype)
-    folded = [dot(chunk.pick(dstate, p).astype(dtype), chunk.k_until, (1, 1)) for p in range(plan.pack)]
+    folded = [dot(chunk.pick(dstate_operand, p), chunk.k_until, (1, 1)) for p in range(plan.pack)]
     products, *weights = yield from chunk.weigh(sides)
     solved = yield from together(chunk.solve(p, v[n], beta[n], products[p]) for p, n in enumerate(heads))
     # First dW, then dR, dM and dP.
@@ -154,22 +153,24 @@ def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
     dk_since = chunk.merge(dot(dread, chunk.state, (0, 0)) for dread in dreads)
     dk_until = chunk.merge(dot(new, dstate_operand, (0, 0)) for new in news)
     dstates = chunk.whole * dstate + chunk.merge(dot(dread, chunk.k_since, (1, 0)) for dread in dreads)
-    gradients = yield from chunk.differentiate(sides, [dproducts, *dweights])
-    dkeys = gradients.keys + dk_since * chunk.since + dk_until * chunk.until
-    dkeys, dsince = unpack(dkeys, plan.pack), dk_since * chunk.k_since.astype(jnp.float32)
     # Through the queries' reads.
-    for group, dside in zip(queries, gradients.sides, strict=True):
+    dsince, reads = dk_since * chunk.k_since.astype(jnp.float32), []
+    for group in queries:
         of_since = chunk.merge(dot(do[m], chunk.state, (0, 0)) for m in group.numbers)
         x_since = chunk.fade(group.side.x, chunk.since)
-        dqueries = unpack(dside + of_since * chunk.since, plan.pack)
-        for p, (m, each) in enumerate(zip(group.numbers, group.vectors, strict=True)):
-            dq[m] = each.backwards(dqueries[p]).astype(dtype)
+        reads.append(of_since * chunk.since)
         dsince += of_since * x_since.astype(jnp.float32)
         dstates += chunk.merge(dot(do[m], x_since, (1, 0)) for m in group.numbers)
     kept = dstate * chunk.state.astype(jnp.float32) * chunk.whole
     duntil = dk_until * chunk.k_until.astype(jnp.float32)
-    dlog = gradients.log + differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
-    for n, key, dkey, of_head in zip(heads, keys, dkeys, unpack(dlog, plan.pack), strict=True):
+    refs.dstate[at] = dstates
+    dsums = SumGradients(dsince, duntil, fold_rows(kept))
+    gradients = yield from chunk.differentiate(sides, [dproducts, *dweights], dsums)
+    dkeys = unpack(gradients.keys + dk_since * chunk.since + dk_until * chunk.until, plan.pack)
+    for group, dside, read in zip(queries, gradients.sides, reads, strict=True):
+        dqueries = unpack(dside + read, plan.pack)
+        for p, (m, each) in enumerate(zip(group.numbers, group.vectors, strict=True)):
+            dq[m] = each.backwards(dqueries[p]).astype(dtype)
+    for n, key, dkey, of_head in zip(heads, keys, dkeys, unpack(gradients.log, plan.pack), strict=True):
         dk[n] = key.backwards(dkey).astype(dtype)
         dlogs[n] = of_head
-    refs.dstate[at] = dstates

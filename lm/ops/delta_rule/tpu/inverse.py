@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.tpu import SUBLANES, dot
+from lm.ops.tpu.masks import keep
 
 
 def inverse(m_CxC: jax.Array, split: bool) -> Generator[None, None, jax.Array]:
@@ -27,18 +28,18 @@ def inverse(m_CxC: jax.Array, split: bool) -> Generator[None, None, jax.Array]:
         m_CxC: M, float32, zeros on and below the diagonal; C a power of two and at least 8.
         split: compute products of float32 numbers in three parts of bfloat16, to 16 bits, instead of six, to 24.
     """
-    size = m_CxC.shape[0]
-    x_LxC = _solve_blocks(_take_diagonal(m_CxC))
-    while len(x_LxC) < size:
-        x_LxC = yield from _join(x_LxC, m_CxC, _multiply_in_parts if split else _multiply_exactly)
+    x_LxC, m = _solve_blocks(_take_diagonal(m_CxC)), _part(m_CxC, split)
+    while len(x_LxC) < len(m_CxC):
+        x_LxC = yield from _join(x_LxC, m, split)
     return x_LxC
 
 
 def _take_diagonal(m_CxC):
     """Returns the blocks of 8 on the diagonal, side by side."""
-    of = _number_lanes(m_CxC) // SUBLANES
-    parts = [jnp.where(of == i, m_CxC[SUBLANES * i : SUBLANES * (i + 1)], 0.0) for i in range(len(m_CxC) // SUBLANES)]
-    return sum(parts[1:], parts[0])
+    of, found = _number_lanes(m_CxC) // SUBLANES, m_CxC[:SUBLANES]
+    for i in range(1, len(m_CxC) // SUBLANES):
+        found = jnp.where(of == i, m_CxC[SUBLANES * i : SUBLANES * (i + 1)], found)
+    return found
 
 
 def _solve_blocks(m_8xC):
@@ -70,38 +71,60 @@ def _roll(x, by):
     return pltpu.roll(x, by % x.shape[1], 1)
 
 
-def _join(x_LxC, m_CxC, product):
-    """Returns the inverses of blocks of twice the size."""
+def _join(x_LxC, m, split):
+    """Returns the inverses of blocks of twice the size; `m` has the parts of M."""
     length, size = x_LxC.shape
-    of = _number_lanes(x_LxC) // length
-    odd = of % 2 == 1
-    beside, later = [], []
-    for i in range(size // length):
-        rows = m_CxC[length * i : length * (i + 1)]
-        beside.append(jnp.where(of == i + 1, rows, 0.0) if i % 2 == 0 else jnp.zeros_like(rows))
-        later.append(jnp.where(of == i, x_LxC, 0.0))
-    half = product(x_LxC, jnp.concatenate(beside))
+    odd = _number_lanes(x_LxC) // length % 2 == 1
+    x = _part(x_LxC, split)
+    half = _multiply(x, [_take_beside(part, length) for part in m])
     yield
-    joint = product(half, jnp.concatenate(later))
+    joint = _multiply(_part(half, split), [_repeat_odd(part, size) for part in x])
     yield
     return jnp.concatenate([jnp.where(odd, -joint, x_LxC), jnp.where(odd, x_LxC, 0.0)])
+
+
+def _take_beside(m_CxC, length):
+    """Returns the blocks at the right of each first block of a pair, 0 elsewhere."""
+    rows = [m_CxC[at : at + 2 * length] for at in range(0, len(m_CxC), 2 * length)]
+    return jnp.concatenate([_keep(x, 2 * i + 1, length, first=True) for i, x in enumerate(rows)])
+
+
+def _repeat_odd(x_LxC, size):
+    """Returns the second block of each pair in its place on the diagonal; rows of first blocks may be any of it."""
+    length, pair = len(x_LxC), jnp.concatenate([x_LxC, x_LxC])
+    return jnp.concatenate([_keep(pair, 2 * i + 1, length, first=False) for i in range(size // (2 * length))])
+
+
+def _keep(rows_2LxC, block, length, first):
+    """Returns the lanes of a block of a pair's rows, 0 elsewhere, of the first rows alone or of at least the second."""
+    lanes = _number_lanes(rows_2LxC) // length == block
+    if length * rows_2LxC.dtype.itemsize % (4 * SUBLANES):
+        # Both blocks share a register.
+        words = len(rows_2LxC) * rows_2LxC.dtype.itemsize // 4
+        row = lax.broadcasted_iota(jnp.int32, (words, rows_2LxC.shape[1]), 0)
+        return keep(rows_2LxC, lanes & (row < words // 2) if first else lanes)
+    none = jnp.zeros_like(rows_2LxC[:length])
+    if first:
+        return jnp.concatenate([keep(rows_2LxC[:length], lanes), none])
+    return jnp.concatenate([none, keep(rows_2LxC[length:], lanes)])
 
 
 def _number_lanes(x):
     return lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1)
 
 
-def _multiply_exactly(a, b):
-    return dot(a, b, (1, 0))
-
-
-def _multiply_in_parts(a, b):
-    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+def _multiply(a, b):
+    """Multiplies two factors in parts."""
+    if len(a) == 1:
+        return dot(a[0], b[0], (1, 0))
+    (a_high, a_low), (b_high, b_low) = a, b
     both = dot(jnp.concatenate([a_high, a_low]), b_high, (1, 0))
-    return both[: len(a)] + both[len(a) :] + dot(a_high, b_low, (1, 0))
+    return both[: len(a_high)] + both[len(a_high) :] + dot(a_high, b_low, (1, 0))
 
 
-def _split(x):
-    """Returns two bfloat16 arrays whose sum is x to 16 bits."""
+def _part(x, split):
+    """Returns x alone, or two bfloat16 arrays whose sum is x to 16 bits."""
+    if not split:
+        return [x]
     high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]

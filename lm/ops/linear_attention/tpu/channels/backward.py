@@ -17,8 +17,7 @@ from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
 from lm.ops.tpu.channel_pairs import (
     ChannelPairs,
-    LevelSums,
-    differentiate_sums,
+    SumGradients,
     fold_rows,
     unpack,
 )
@@ -46,7 +45,7 @@ def _differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens], heads:
     groups = [[n * plan.groups + g for n in heads] for g in range(plan.groups)]
     sides = [pairs.meet([q[m] for m in group]) for group in groups]
     dstate_operand, k_until = dstate.astype(dtype), pairs.fade(pairs.k, pairs.until)
-    dvalues = [dot(pairs.pick(dstate, p).astype(dtype), k_until, (1, 1)) for p in range(plan.pack)]
+    dvalues = [dot(pairs.pick(dstate_operand, p), k_until, (1, 1)) for p in range(plan.pack)]
     dk_until = pairs.merge(dot(v[n], dstate_operand, (0, 0)) for n in heads)
     dweights = [[dot(v[n], do[m], (0, 0)) for n, m in zip(heads, group, strict=True)] for group in groups]
     weights = yield from pairs.weigh(sides)
@@ -55,21 +54,22 @@ def _differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens], heads:
         for group, of_heads in zip(groups, weights, strict=True):
             dvalue += dot(do[group[p]], of_heads[p].astype(dtype), (1, 1))
         dv[n] = dvalue.astype(dtype)
-    gradients = yield from pairs.differentiate(sides, dweights)
-    dkeys, dsince = unpack(gradients.keys + dk_until * pairs.until, plan.pack), jnp.float32(0.0)
-    dstates = pairs.whole * dstate
+    dsince, dstates, reads = jnp.float32(0.0), pairs.whole * dstate, []
     # Through the queries' reads.
-    for group, side, dside in zip(groups, sides, gradients.sides, strict=True):
+    for group, side in zip(groups, sides, strict=True):
         of_since, x_since = pairs.merge(dot(do[m], state, (0, 0)) for m in group), pairs.fade(side.x, pairs.since)
-        dqueries = unpack(dside + of_since * pairs.since, plan.pack)
-        for p, m in enumerate(group):
-            dq[m] = dqueries[p].astype(dtype)
+        reads.append(of_since * pairs.since)
         dsince += of_since * x_since.astype(jnp.float32)
         dstates += pairs.merge(dot(do[m], x_since, (1, 0)) for m in group)
     kept = dstate * state.astype(jnp.float32) * pairs.whole
     duntil = dk_until * k_until.astype(jnp.float32)
-    dlogs = gradients.log + differentiate_sums(LevelSums(gradients.levels, dsince, duntil, fold_rows(kept)))
-    for n, dkey, of_head in zip(heads, dkeys, unpack(dlogs, plan.pack), strict=True):
+    refs.dstate[at] = dstates
+    gradients = yield from pairs.differentiate(sides, dweights, SumGradients(dsince, duntil, fold_rows(kept)))
+    dkeys = unpack(gradients.keys + dk_until * pairs.until, plan.pack)
+    for group, dside, read in zip(groups, gradients.sides, reads, strict=True):
+        dqueries = unpack(dside + read, plan.pack)
+        for p, m in enumerate(group):
+            dq[m] = dqueries[p].astype(dtype)
+    for n, dkey, of_head in zip(heads, dkeys, unpack(gradients.log, plan.pack), strict=True):
         dk[n] = dkey.astype(dtype)
         dlog[n] = of_head
-    refs.dstate[at] = dstates

@@ -25,7 +25,7 @@ def compute(plan: ChunkPlan, tokens: ChannelTokens, state: Any, results: WalkOut
     def compute_heads(heads: range) -> Turns:
         pairs, at = ChannelPairs([k[n] for n in heads], [log[n] for n in heads]), heads.start // plan.pack
         before = state[at]
-        operands = [pairs.pick(before, p).astype(v.dtype) for p in range(plan.pack)]
+        operands = [pairs.pick(before.astype(v.dtype), p) for p in range(plan.pack)]
         if results.states_NxTxDxE is not None:
             results.states_NxTxDxE[at, 0] = before.astype(v.dtype)
         groups = [[n * plan.groups + g for n in heads] for g in range(plan.groups)]

@@ -1,0 +1,28 @@
+"""Choices between the numbers of registers, by masks of 32-bit numbers that take two rows of bfloat16 at once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+
+def to_words(x: jax.Array) -> jax.Array:
+    """Returns the 32-bit numbers that hold the rows of x."""
+    return x if x.dtype.itemsize == 4 else pltpu.bitcast(x, jnp.int32)
+
+
+def from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """Undoes `to_words`."""
+    return words if words.dtype == dtype else pltpu.bitcast(words, dtype)
+
+
+def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns x where the mask is True, else 0. The mask has the lanes of x, and one row or the rows of its words."""
+    words = to_words(x)
+    return from_words(jnp.where(mask, words, jnp.zeros((), words.dtype)), x.dtype)
+
+
+def choose(mask: jax.Array, x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns x where the mask is True, else the other one of the same type."""
+    return from_words(jnp.where(mask, to_words(x), to_words(other)), x.dtype)
