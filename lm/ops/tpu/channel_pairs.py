@@ -50,8 +50,8 @@ class LevelSums(NamedTuple):
         since: from the start of the chunk to each token, [C, E].
         until: from after each token to the end, [C, E].
         total: the sum of all tokens, the same in each of 8 rows, [8, E]. A gradient is the sum of its rows.
-        lasts: of each token and the one or two before it, [C, E], where products sum; else none. Tokens of another
-            block of 8 add nothing.
+        lasts: the sums of a token and the one or two before it, [C, E], where products sum; else none. Tokens of
+            another block of 8 add nothing.
     """
 
     levels: list[jax.Array]
@@ -329,10 +329,10 @@ class ChannelPairs:
         self.dtype, self.heads, self.k = k_ExC[0].dtype, len(k_ExC), pack(k_ExC)
         self.by_products = platform.rotates_by_steps()
         # Powers of 2 cost one multiplication less than exponentials.
-        log_ExC = jnp.concatenate(log_ExC) * LOG_2_E
-        self.sums = sum_levels(log_ExC, self.dtype, self.by_products)
+        logs = jnp.concatenate(log_ExC) * LOG_2_E
+        self.sums = sum_levels(logs, self.dtype, self.by_products)
         self.factors = [jnp.exp2(level) for level in self.sums.levels]
-        self.factor, self.faded = jnp.exp2(log_ExC.T), [self.k]
+        self.factor, self.faded = jnp.exp2(logs.T), [self.k]
         if self.by_products:
             lasts = map(jnp.exp2, self.sums.lasts)
             for d, factor in enumerate([self.factor, *lasts], 1):
