@@ -47,14 +47,15 @@ def test_any_order_of_heads_on_two_cores(monkeypatch):
     assert_near(got, recurrence(*arrays), 3e-5)
 
 
+@pytest.mark.parametrize('by_products', [False, True])
 @pytest.mark.parametrize('log_factor', [0.0, -1e4])
-def test_equal_keys_with_factors_of_any_size(log_factor):
+def test_equal_keys_with_factors_of_any_size(log_factor, by_products):
     q, k, v, *_ = draw_channels(130)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     logs = jnp.full(k.shape, log_factor).at[..., ::2].set(0.0)
     none = jnp.zeros(k.shape[:3])
     arrays = (q, k, v, jnp.full(k.shape[:3], 2.0), none, jnp.zeros((2, 2, 8, 12)), logs)
-    assert_near(by_kernels(arrays), recurrence(*arrays), 1e-3)
+    assert_near(by_kernels(arrays, by_products), recurrence(*arrays), 1e-3)
 
 
 @pytest.mark.parametrize('by_products', [False, True])
