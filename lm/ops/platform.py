@@ -155,14 +155,14 @@ def matrix_side() -> int:
     return 128 if chip is None else chip.matrix_side
 
 
-Call = TypeVar('Call')
-CallOfModule = TypeVar('CallOfModule', contravariant=True)
-
-
 def rotates_by_steps() -> bool:
     """Returns whether a TPU rotates the rows of a register by one row at a time, and so is slow at it."""
     chip = limits_of(device_kind())
     return chip is not None and chip.rotates_by_steps
+
+
+Call = TypeVar('Call')
+CallOfModule = TypeVar('CallOfModule', contravariant=True)
 
 
 class Implementation(Protocol[CallOfModule]):

@@ -20,7 +20,7 @@ class Preemption:
     """A context manager inside which SIGTERM only makes `is_requested` return True.
 
     This holds at any moment: while a program compiles, during evaluation, and for a second SIGTERM. SIGHUP does the
-    same unless it is ignored, and so does the first SIGINT (Ctrl-C); the second raises KeyboardInterrupt. Enter it
+    same unless it is ignored, and so does the first SIGINT (Ctrl-C); the second raises KeyboardInterrupt. Make it
     after jax.distributed.initialize, in the main thread.
     """
 
@@ -28,12 +28,11 @@ class Preemption:
         self._polls = 0
         self._flag: signal.Signals | None = None
         self._stop = False
-        self._several = False
+        # Handlers must not ask JAX: while it starts, the main thread holds a lock that this would wait for, forever.
+        self._several = jax.process_count() > 1
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> 'Preemption':
-        # Handlers must not ask JAX: while it starts, the main thread holds a lock that this would wait for, forever.
-        self._several = jax.process_count() > 1
         if threading.current_thread() is threading.main_thread():
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
 from lm.ops.tpu import ROWS, SUBLANES, dot
-from lm.ops.tpu.masks import choose, from_words, keep, to_words
+from lm.ops.tpu.masks import choose, from_words, keep, take_diagonal, to_words
 from lm.ops.tpu.order import Turns
 
 NEAR = 4
@@ -185,11 +185,11 @@ def _multiply_near(log_ExC: jax.Array, dtype: Any):
     lasts = [functools.partial(_is_last, count=count) for count in range(2, NEAR)]
     size, kinds = log_ExC.shape[1], [_is_to_middle, _is_since, _is_until, *lasts]
     if dtype == jnp.float32:
-        return _cut(dot(make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
+        return _cut(dot(_make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
     high = log_ExC.astype(dtype)
     low = (log_ExC - high.astype(jnp.float32)).astype(dtype)
     # Both parts of half of the tokens fill a matrix unit.
-    sums = make_blocks(kinds, size, dtype, repeats=2)
+    sums = _make_blocks(kinds, size, dtype, repeats=2)
     is_first = lax.broadcasted_iota(jnp.int32, (1, size), 1) < size // 2
     halves = [(high, _roll_lanes(low, size // 2)), (_roll_lanes(high, size // 2), low)]
     found = [_cut(dot(sums, choose(is_first, *pair), (1, 1)), size // 2) for pair in halves]
@@ -208,12 +208,12 @@ def _differentiate_additions(dmiddle, dsince, duntil, dtotal, _) -> jax.Array:
 def _differentiate_products(dmiddle, dsince, duntil, dtotal, dtype) -> jax.Array:
     # The total of 8 tokens is the sum of `since` and `until` of any of them.
     size = len(dsince)
-    sums = make_blocks([_is_to_middle, _is_since, _is_until], size, dtype, turned=True)
+    sums = _make_blocks([_is_to_middle, _is_since, _is_until], size, dtype, turned=True)
     pairs = zip(_cut(sums, size), (dmiddle, dsince + dtotal, duntil + dtotal), strict=True)
     return _add([dot(of, x.astype(dtype), (1, 0)) for of, x in pairs])
 
 
-def make_blocks(kinds: Sequence[Kind], size: int, dtype: Any, repeats: int = 1, turned: bool = False) -> jax.Array:
+def _make_blocks(kinds: Sequence[Kind], size: int, dtype: Any, repeats: int = 1, turned: bool = False) -> jax.Array:
     """Returns matrices of C columns, one below the other: 1 for pairs of a kind in a block of 8 tokens, else 0.
 
     Args:
@@ -228,10 +228,10 @@ def make_blocks(kinds: Sequence[Kind], size: int, dtype: Any, repeats: int = 1, 
     is_same = row // SUBLANES == column % height // SUBLANES
     i, t = (column, row) if turned else (row, column)
     patterns = [jnp.where(is_same & kind(i % SUBLANES, t % SUBLANES), 1.0, 0.0).astype(dtype) for kind in kinds]
-    return jnp.concatenate([x for pattern in patterns for x in spread_blocks(pattern, size // repeats)])
+    return jnp.concatenate([x for pattern in patterns for x in _spread_blocks(pattern, size // repeats)])
 
 
-def spread_blocks(x: jax.Array, rows: int) -> list[jax.Array]:
+def _spread_blocks(x: jax.Array, rows: int) -> list[jax.Array]:
     """Returns the rows of a matrix that has the lanes of x in blocks on its diagonal, and 0 elsewhere."""
     lane = lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1) % rows // len(x)
     return [keep(x, lane == at) for at in range(rows // len(x))]
@@ -265,15 +265,6 @@ def _add_to_all(x: jax.Array, total_8xE: jax.Array) -> jax.Array:
 def fold_rows(x: jax.Array) -> jax.Array:
     """Returns 8 rows whose sum is the sum of all rows."""
     return x.reshape(-1, SUBLANES, x.shape[1]).sum(0)
-
-
-def _choose(x_CxC: jax.Array) -> jax.Array:
-    """Returns the blocks of 8 on the diagonal side by side, [8, C]."""
-    found, *others = _cut(x_CxC, SUBLANES)
-    lane = lax.broadcasted_iota(jnp.int32, (1, len(x_CxC)), 1) // SUBLANES
-    for at, rows in enumerate(others, 1):
-        found = jnp.where(lane == at, rows, found)
-    return found
 
 
 def _add(terms: Sequence[jax.Array]) -> jax.Array:
@@ -387,7 +378,7 @@ class ChannelPairs:
 
     def differentiate(self, sides: Sequence[Side], dpairs: Sequence[Sequence[jax.Array]], dsums: SumGradients) -> Turns:
         """Returns the `PairGradients` of the products of keys with `sides`, for each side and head, and of sums."""
-        near = [[_choose(d) for d in of_heads] for of_heads in dpairs]
+        near = [[take_diagonal(d) for d in of_heads] for of_heads in dpairs]
         rounded = [[d.astype(self.dtype) for d in of_heads] for of_heads in dpairs]
         dkeys, dsides, dlog = self._differentiate_near(sides, near)
         yield
@@ -479,7 +470,7 @@ class ChannelPairs:
         operand = self._make_operand(sides, self.factors[0], NEAR)
         for p, keys in zip(range(0, self.heads, 2), self._couple_keys(), strict=True):
             for n, product in enumerate(jnp.split(dot(keys, operand, (1, 1)), len(sides), axis=1)):
-                found = _choose(product)
+                found = take_diagonal(product)
                 near[n][p] = jnp.where(self._is_halved, found, near[n][p])
                 if p + 1 < self.heads:
                     near[n][p + 1] = jnp.where(self._is_halved, _roll(found, NEAR), near[n][p + 1])
@@ -533,7 +524,7 @@ class ChannelPairs:
             # As many blocks of 8 rows as a register of operands holds.
             count = 4 // self.dtype.itemsize
             blocks = [jnp.where(lane // SUBLANES % count == n, both, 0.0) for n in range(count)]
-            couples.append(jnp.concatenate(spread_blocks(jnp.concatenate(blocks).astype(self.dtype), size)))
+            couples.append(jnp.concatenate(_spread_blocks(jnp.concatenate(blocks).astype(self.dtype), size)))
         return couples
 
     def _stack(self, x: jax.Array) -> jax.Array:

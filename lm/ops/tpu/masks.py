@@ -1,10 +1,13 @@
-"""Choices between the numbers of registers, by masks of 32-bit numbers that take two rows of bfloat16 at once."""
+"""Choices between the numbers of registers. Masks of 32-bit numbers take two rows of bfloat16 at once."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+
+from lm.ops.tpu import SUBLANES
 
 
 def to_words(x: jax.Array) -> jax.Array:
@@ -26,3 +29,12 @@ def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
 def choose(mask: jax.Array, x: jax.Array, other: jax.Array) -> jax.Array:
     """Returns x where the mask is True, else the other one of the same type."""
     return from_words(jnp.where(mask, to_words(x), to_words(other)), x.dtype)
+
+
+def take_diagonal(x_CxC: jax.Array) -> jax.Array:
+    """Returns the blocks of 8 on the diagonal side by side, [8, C]."""
+    found = x_CxC[:SUBLANES]
+    block = lax.broadcasted_iota(jnp.int32, (1, x_CxC.shape[1]), 1) // SUBLANES
+    for at in range(1, len(x_CxC) // SUBLANES):
+        found = jnp.where(block == at, x_CxC[SUBLANES * at : SUBLANES * (at + 1)], found)
+    return found

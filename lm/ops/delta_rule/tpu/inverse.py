@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.tpu import SUBLANES, dot
-from lm.ops.tpu.masks import keep
+from lm.ops.tpu.masks import keep, take_diagonal
 
 
 def inverse(m_CxC: jax.Array, split: bool) -> Generator[None, None, jax.Array]:
@@ -28,18 +28,10 @@ def inverse(m_CxC: jax.Array, split: bool) -> Generator[None, None, jax.Array]:
         m_CxC: M, float32, zeros on and below the diagonal; C a power of two and at least 8.
         split: compute products of float32 numbers in three parts of bfloat16, to 16 bits, instead of six, to 24.
     """
-    x_LxC, m = _solve_blocks(_take_diagonal(m_CxC)), _part(m_CxC, split)
+    x_LxC, m = _solve_blocks(take_diagonal(m_CxC)), _part(m_CxC, split)
     while len(x_LxC) < len(m_CxC):
         x_LxC = yield from _join(x_LxC, m, split)
     return x_LxC
-
-
-def _take_diagonal(m_CxC):
-    """Returns the blocks of 8 on the diagonal, side by side."""
-    of, found = _number_lanes(m_CxC) // SUBLANES, m_CxC[:SUBLANES]
-    for i in range(1, len(m_CxC) // SUBLANES):
-        found = jnp.where(of == i, m_CxC[SUBLANES * i : SUBLANES * (i + 1)], found)
-    return found
 
 
 def _solve_blocks(m_8xC):
