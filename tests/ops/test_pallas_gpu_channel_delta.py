@@ -20,7 +20,7 @@ CASES = {
     'factors of any size': {'length': 130},
     'odd sizes, grouped, negative': {'length': 70, 'heads': (4, 2), 'sizes': (40, 48), 'beta': 2.0},
     'less than a chunk, no factors of heads': {'length': 20, 'decay': False},
-    'values twice as wide': {'length': 64, 'heads': (2, 1), 'sizes': (48, 100)},
+    'parts of keys and values': {'length': 70, 'heads': (2, 1), 'sizes': (100, 180)},
 }
 
 
@@ -98,7 +98,7 @@ def test_the_kernels_are_chosen_by_name_only_and_refuse_other_calls(hopper):
     with platform.choices() as chosen:
         compute(call)
     assert set(chosen.values()) == {'xla'}
-    assert 'keys of up to 64' in rule.unsupported(DeltaCall(*example(130, sizes=(128, 64))[0]))
+    assert 'keys of up to 128' in rule.unsupported(DeltaCall(*example(130, sizes=(129, 64))[0]))
     wide = dataclasses.replace(call, v_BxLxKxD=call.v_BxLxKxD.astype(jnp.float32))
     assert 'bfloat16, not float32' in rule.unsupported(wide)
     scalar = dataclasses.replace(call, channel_log_decay_BxLxKxE=None)
@@ -106,13 +106,16 @@ def test_the_kernels_are_chosen_by_name_only_and_refuse_other_calls(hopper):
 
 
 @pytest.mark.skipif(not can_compile(), reason="needs JAX's CUDA plugin and ptxas")
-def test_compiles_for_an_h200():
+@pytest.mark.parametrize('sizes', [(64, 64), (128, 256)])
+def test_compiles_for_an_h200(sizes):
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(topology_name='h200', platform='cuda', target_config=H200, topology='1x1x1')
     mesh = jax.sharding.Mesh(np.array(topology.devices), ('data',))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in example(1000, heads=(4, 2))[0]]
+    arrays = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in example(1000, heads=(4, 2), sizes=sizes)[0]
+    ]
 
     def loss(*arrays):
         o, state = compute(DeltaCall(*arrays, query_length=1.0), 'pallas_gpu_channels')

@@ -18,6 +18,7 @@ CASES = {
     'odd sizes, grouped, negative': {'length': 140, 'heads': (4, 2), 'sizes': (40, 48), 'beta': 2.0},
     'values twice as wide': {'length': 140, 'heads': (4, 2), 'sizes': (32, 64)},
     'less than a chunk': {'length': 20},
+    'parts of keys and values': {'length': 70, 'heads': (2, 1), 'sizes': (100, 180)},
 }
 
 
@@ -117,20 +118,21 @@ def test_hoppers_get_the_kernels_and_other_calls_are_refused(hopper, monkeypatch
     call = DeltaCall(*arrays)
     assert IMPLEMENTATIONS.choose(None, call) is rule
     assert 'bfloat16, not float32' in rule.unsupported(DeltaCall(arrays[0].astype(jnp.float32), *arrays[1:]))
-    assert 'heads of up to 64' in rule.unsupported(DeltaCall(*example(100, sizes=(64, 128))[0]))
+    for sizes in ((129, 64), (64, 257)):
+        assert 'keys of up to 128 and values of up to 256' in rule.unsupported(DeltaCall(*example(100, sizes=sizes)[0]))
     monkeypatch.setattr(platform, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
     assert IMPLEMENTATIONS.choose(None, call) is IMPLEMENTATIONS['xla']
 
 
 @pytest.mark.skipif(not can_compile(), reason="needs JAX's CUDA plugin and ptxas")
-@pytest.mark.parametrize('decay', [True, False])
-def test_compiles_for_an_h200(decay):
+@pytest.mark.parametrize(('decay', 'sizes'), [(True, (64, 64)), (False, (64, 64)), (True, (128, 256))])
+def test_compiles_for_an_h200(decay, sizes):
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(topology_name='h200', platform='cuda', target_config=H200, topology='1x1x1')
     mesh = jax.sharding.Mesh(np.array(topology.devices), ('data',))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    arrays = [x for x in example(1000, heads=(4, 2), decay=decay)[0][:5] if x is not None]
+    arrays = [x for x in example(1000, heads=(4, 2), sizes=sizes, decay=decay)[0][:5] if x is not None]
     arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated) for a in arrays]
 
     def loss(*arrays):

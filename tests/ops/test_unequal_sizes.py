@@ -122,8 +122,8 @@ FORMS = {
     'linear attention, wide values': (linear_attention, make_linear, (32, 128), False),
     'linear attention, wide keys': (linear_attention, make_linear, (520, 64), False),
     'linear attention, a factor per channel': (linear_attention, make_linear, (32, 64), True),
-    'delta rule, wide values': (delta_rule, make_delta, (64, 128), False),
-    'delta rule, wide keys': (delta_rule, make_delta, (96, 64), False),
+    'delta rule, wide values': (delta_rule, make_delta, (64, 260), False),
+    'delta rule, wide keys': (delta_rule, make_delta, (136, 64), False),
     'delta rule, a factor per channel': (delta_rule, make_delta, (32, 64), True),
 }
 """Name → the operation, what makes its call, the sizes of keys and values, and whether factors are per channel."""

@@ -94,6 +94,11 @@ def repeat_per_column(vector: jax.Array, rows: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,))
 
 
+def slice_part(part: Any) -> Any:
+    """Returns the slice of rows or columns that are part number `part` of a key or a value."""
+    return pl.ds(part * TILE, TILE)
+
+
 def slice_head(array, number, heads: int, segments: int = 1, chunk: Any = 0, chunks: int = 1):
     """Returns 64 columns of one head over the tokens of one segment, a matrix in memory, [L / segments, 64].
 

@@ -4,7 +4,8 @@ Formulas as in `lm.ops.delta_rule.xla`, with factors from t, the sums of the log
 on no state is computed first. The kernel computes n_t = U_t - W_t S_t and S_{t+1}, and also their gradients, which have
 the same form. The backward pass keeps the arguments and the state before each chunk.
 
-N key heads of all sequences, G queries of each, T chunks of C tokens, E key size, D value size.
+N key heads of all sequences, G queries of each, T chunks of C tokens, E key size, D value size. Kernels take 64 numbers
+of a key or of a value at a time, a part.
 """
 
 from typing import NamedTuple, cast
@@ -20,6 +21,10 @@ from lm.ops.dots import dot
 from lm.ops.residuals import save_residual
 
 CHUNK = 64
+WIDEST_KEY = 128
+"""A thread block that walks over the states has all parts of a key in shared memory."""
+WIDEST_VALUE = 256
+"""A thread block that solves the systems of a chunk has all parts of a value in shared memory."""
 
 
 class ChunkTokens(NamedTuple):
@@ -66,9 +71,20 @@ def unsupported(call: DeltaCall) -> str | None:
         return 'takes one factor per token and head, not one per key channel'
     if reason := platform.not_bfloat16(q, k, v):
         return reason
-    if (widest := max(k.shape[-1], v.shape[-1])) > CHUNK:
-        return f'takes heads of up to {CHUNK}, not {widest}'
-    return platform.uneven_batch(q.shape[0])
+    return refuse_wide_heads(call) or platform.uneven_batch(q.shape[0])
+
+
+def refuse_wide_heads(call: DeltaCall) -> str | None:
+    """Returns what the kernels say of keys or values that are too large, or None."""
+    key_size, value_size = call.k_BxLxKxE.shape[-1], call.v_BxLxKxD.shape[-1]
+    if key_size <= WIDEST_KEY and value_size <= WIDEST_VALUE:
+        return None
+    return f'takes keys of up to {WIDEST_KEY} and values of up to {WIDEST_VALUE}, not {key_size} and {value_size}'
+
+
+def fill_parts(size: int) -> int:
+    """Returns the size of a key or a value whose last part is filled with zeros."""
+    return -(-size // CHUNK) * CHUNK
 
 
 def _compute(call: DeltaCall) -> DeltaResult:
@@ -78,7 +94,7 @@ def _compute(call: DeltaCall) -> DeltaResult:
 
     def arrange(x):
         """[B, L, heads, …] → [B · K, G, T, C, …]; tokens of zeros at the end, which leave the state as it is."""
-        pad = [(0, 0), (0, chunks * CHUNK - length), (0, 0)] + [(0, CHUNK - size) for size in x.shape[3:]]
+        pad = [(0, 0), (0, chunks * CHUNK - length), (0, 0)] + [(0, fill_parts(size) - size) for size in x.shape[3:]]
         x = jnp.moveaxis(jnp.pad(x, pad), 1, 2)
         return x.reshape(batch * kv_heads, x.shape[1] // kv_heads, chunks, CHUNK, *x.shape[3:])
 
@@ -86,11 +102,12 @@ def _compute(call: DeltaCall) -> DeltaResult:
     k, v, beta = (arrange(x)[:, 0] for x in (call.k_BxLxKxE, call.v_BxLxKxD, beta))
     log_decay = None if log_decay is None else arrange(log_decay.astype(jnp.float32))[:, 0]
     state = call.first_state_BxKxExD
-    state = jnp.pad(state, ((0, 0), (0, 0), (0, CHUNK - key_size), (0, CHUNK - value_size)))
+    sizes = fill_parts(key_size), fill_parts(value_size)
+    state = jnp.pad(state, ((0, 0), (0, 0), (0, sizes[0] - key_size), (0, sizes[1] - value_size)))
     tokens = ChunkTokens(arrange(call.q_BxLxHxE), k, v, beta, log_decay)
-    o, state = cast(tuple[jax.Array, jax.Array], _rule(tokens, state.reshape(-1, CHUNK, CHUNK)))
-    o = jnp.moveaxis(o.reshape(batch, heads, chunks * CHUNK, CHUNK), 1, 2)[:, :length, :, :value_size]
-    return DeltaResult(o, state.reshape(batch, kv_heads, CHUNK, CHUNK)[:, :, :key_size, :value_size])
+    o, state = cast(tuple[jax.Array, jax.Array], _rule(tokens, state.reshape(-1, *sizes)))
+    o = jnp.moveaxis(o.reshape(batch, heads, chunks * CHUNK, -1), 1, 2)[:, :length, :, :value_size]
+    return DeltaResult(o, state.reshape(batch, kv_heads, *sizes)[:, :, :key_size, :value_size])
 
 
 def prepare(tokens: ChunkTokens) -> Prepared:

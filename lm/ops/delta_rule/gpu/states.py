@@ -3,7 +3,8 @@
     n_t = c_t + a_t S_t          S_{t+1} = w_t S_t + b_tᵀ n_t + d_t
 
 w_t is a number, or a diagonal matrix with a number per row of S. N key heads of all sequences, T chunks of CHUNK
-tokens, E key size, D value size, both CHUNK.
+tokens, E key size, D value size. Keys and values are in *parts* of TILE numbers. Each part of a value has a thread
+block of its own, which holds the rows of S part by part of the key.
 """
 
 from typing import Any, NamedTuple
@@ -14,19 +15,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, load_rows, matrix, product, repeat_per_row, wait_for_copies, walk, write
+from lm.ops.gpu import (
+    TILE,
+    load_matrix,
+    load_rows,
+    matrix,
+    product,
+    repeat_per_row,
+    slice_part,
+    sum_products,
+    wait_for_copies,
+    walk,
+    write,
+)
 
 CHUNK = TILE
 
 
 class WalkSides(NamedTuple):
-    """The arrays of the formula; bfloat16, but w float32, [N, T] or [N, T, E]. d: None for 0."""
+    """The arrays of the formula; bfloat16, but w float32, [N, T] or [N, T, E]. d: None for 0.
 
-    a_NxTxCxE: jax.Array
-    b_NxTxCxE: jax.Array
-    c_NxTxCxD: jax.Array
-    w: jax.Array
-    d_NxTxExD: jax.Array | None = None
+    Inside of the kernel they are references, or lists of references to the parts of keys.
+    """
+
+    a_NxTxCxE: Any
+    b_NxTxCxE: Any
+    c_NxTxCxD: Any
+    w: Any
+    d_NxTxExD: Any = None
 
 
 class WalkedStates(NamedTuple):
@@ -40,45 +56,91 @@ class WalkedStates(NamedTuple):
 def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = False) -> WalkedStates:
     """Walks from the first S, float32, through all chunks.
 
-    With `backwards` it walks from the last chunk to the first, and "before" means after.
-
-    Each head has one thread block, with S in registers.
+    With `backwards` it walks from the last chunk to the first, and "before" means after. S is in registers.
     """
-    n, chunks, _, size = sides.c_NxTxCxD.shape
-    by_row = sides.w.ndim == 3
+    n, chunks, _, value_size = sides.c_NxTxCxD.shape
+    key_size, by_row = sides.a_NxTxCxE.shape[3], sides.w.ndim == 3
+    parts = range(key_size // TILE)
 
     def delta_rule_states(sides, start, results, before_smem, new_smem):
-        head = lax.axis_index('head')
+        head, columns = lax.axis_index('head'), slice_part(lax.axis_index('part'))
 
-        def step(number, tiles: WalkSides, state_ExD):
-            rows = pl.ds(number * TILE, TILE)
+        def step(number, tiles: WalkSides, states: tuple):
             wait_for_copies()
-            before_smem[...] = state_ExD.astype(before_smem.dtype)
+            for state, smem in zip(states, before_smem, strict=True):
+                smem[...] = state.astype(smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(before_smem, results.before_NxTxExD.at[head, rows])
-            new_CxD = load_matrix(tiles.c_NxTxCxD).astype(jnp.float32) + product(tiles.a_NxTxCxE, before_smem)
-            new_smem[...] = new_CxD.astype(new_smem.dtype)
+            for part, smem in zip(parts, before_smem, strict=True):
+                rows = pl.ds((number * len(parts) + part) * TILE, TILE)
+                plgpu.copy_smem_to_gmem(smem, results.before_NxTxExD.at[head, rows, columns])
+            (seen_CxD,) = sum_products(list(zip(tiles.a_NxTxCxE, before_smem, strict=True)))
+            new_smem[...] = (load_matrix(tiles.c_NxTxCxD).astype(jnp.float32) + seen_CxD).astype(new_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(new_smem, results.new_NxTxCxD.at[head, rows])
-            factors = repeat_per_row(load_rows(tiles.w), size) if by_row else tiles.w[0]
-            state_ExD = state_ExD * factors + product(tiles.b_NxTxCxE.transpose((1, 0)), new_smem)
-            if tiles.d_NxTxExD is None:
-                return state_ExD
-            return state_ExD + load_matrix(tiles.d_NxTxExD).astype(jnp.float32)
+            plgpu.copy_smem_to_gmem(new_smem, results.new_NxTxCxD.at[head, pl.ds(number * TILE, TILE), columns])
 
-        sources = jax.tree.map(lambda x: x.at[head], sides)
-        state_ExD = walk(sources, 0, 0, chunks, step, load_matrix(start.at[head]), backwards)
-        write(state_ExD, results.after_NxExD.at[head], matrix(TILE, size, dtype=jnp.float32))
+            def advance(part: int) -> jax.Array:
+                factors = repeat_per_row(load_rows(tiles.w[part]), TILE) if by_row else tiles.w[0]
+                state = states[part] * factors + product(tiles.b_NxTxCxE[part].transpose((1, 0)), new_smem)
+                if tiles.d_NxTxExD is None:
+                    return state
+                return state + load_matrix(tiles.d_NxTxExD[part]).astype(jnp.float32)
 
-    rows = jax.ShapeDtypeStruct((n, chunks * TILE, size), jnp.bfloat16)
-    matrices = jax.tree.map(lambda x: x.reshape(n, chunks * TILE, -1), sides._replace(w=None))
-    w = sides.w.reshape(n, -1) if by_row else jnp.repeat(sides.w, TILE, axis=1)
+            return tuple(advance(part) for part in parts)
+
+        sources = _slice_head(sides, parts, head, columns)
+        first = tuple(load_matrix(start.at[head, slice_part(part), columns]) for part in parts)
+        last = walk(sources, 0, 0, chunks, step, first, backwards)
+        for part, state in zip(parts, last, strict=True):
+            to = results.after_NxExD.at[head, slice_part(part), columns]
+            write(state, to, matrix(TILE, TILE, dtype=jnp.float32))
+
+    tile, after = matrix(TILE, TILE), jax.ShapeDtypeStruct(start_NxExD.shape, jnp.float32)
+    before, new = (jax.ShapeDtypeStruct((n, chunks * rows, value_size), jnp.bfloat16) for rows in (key_size, TILE))
     (results,) = plgpu.kernel(
         delta_rule_states,
-        out_type=(WalkedStates(rows, rows, jax.ShapeDtypeStruct(start_NxExD.shape, jnp.float32)),),
-        grid=(n,),
-        grid_names=('head',),
-        scratch_types=[matrix(TILE, size), matrix(TILE, size)],
-    )(matrices._replace(w=w), start_NxExD)
-    shape = sides.c_NxTxCxD.shape
-    return WalkedStates(results.before_NxTxExD.reshape(shape), results.new_NxTxCxD.reshape(shape), results.after_NxExD)
+        out_type=(WalkedStates(before, new, after),),
+        grid=(n, value_size // TILE),
+        grid_names=('head', 'part'),
+        scratch_types=[[tile] * len(parts), tile],
+    )(_flatten_chunks(sides), start_NxExD)
+    return WalkedStates(
+        results.before_NxTxExD.reshape(n, chunks, key_size, value_size),
+        results.new_NxTxCxD.reshape(sides.c_NxTxCxD.shape),
+        results.after_NxExD,
+    )
+
+
+def _flatten_chunks(sides: WalkSides) -> WalkSides:
+    """Joins the rows of all chunks: the walk takes TILE rows per chunk of every array.
+
+    w with a number per row of S is [N, parts of keys, T · TILE], and d is [N, parts of keys, T · TILE, D].
+    """
+    n, chunks, _, key_size = sides.a_NxTxCxE.shape
+
+    def flatten(x_NxTxCxF):
+        return x_NxTxCxF.reshape(n, chunks * TILE, -1)
+
+    def gather_parts(x_NxTxEx):
+        last = x_NxTxEx.shape[3:]
+        x = x_NxTxEx.reshape(n, chunks, key_size // TILE, TILE, *last).swapaxes(1, 2)
+        return x.reshape(n, key_size // TILE, chunks * TILE, *last)
+
+    return WalkSides(
+        flatten(sides.a_NxTxCxE),
+        flatten(sides.b_NxTxCxE),
+        flatten(sides.c_NxTxCxD),
+        gather_parts(sides.w) if sides.w.ndim == 3 else jnp.repeat(sides.w, TILE, axis=1),
+        None if sides.d_NxTxExD is None else gather_parts(sides.d_NxTxExD),
+    )
+
+
+def _slice_head(sides: WalkSides, parts: range, head: Any, columns: Any) -> WalkSides:
+    """Returns what one thread block walks over, inside of the kernel; arrays with keys are lists of their parts."""
+    d = sides.d_NxTxExD
+    return WalkSides(
+        [sides.a_NxTxCxE.at[head, :, slice_part(part)] for part in parts],
+        [sides.b_NxTxCxE.at[head, :, slice_part(part)] for part in parts],
+        sides.c_NxTxCxD.at[head, :, columns],
+        [sides.w.at[head, part] for part in parts] if len(sides.w.shape) == 3 else sides.w.at[head],
+        None if d is None else [d.at[head, part, :, columns] for part in parts],
+    )

@@ -6,7 +6,8 @@ Products alone compute it. Blocks of 8 are inverted by their powers, which stay 
 X be the inverse of a pair's blocks on the diagonal, and C the block below it: the pair's inverse is X - X C X. Products
 take two bfloat16 numbers per factor, 16 bits.
 
-N key heads of all sequences, T chunks of CHUNK tokens, E key size, D value size, both CHUNK.
+N key heads of all sequences, T chunks of CHUNK tokens, E key size, D value size. Keys and values are in *parts* of TILE
+numbers.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,13 @@ from lm.ops.gpu import (
     load_columns,
     load_rows,
     matrix,
-    product,
     release,
     repeat_per_column,
     repeat_per_row,
     send,
+    slice_part,
     sum_products,
+    wait_for_copies,
 )
 
 FIRST = 8
@@ -39,20 +41,20 @@ class ChunkMemory(NamedTuple):
     """Shared memory of a chunk.
 
     Attributes:
-        k_CxE: keys.
-        factors: [C, D] or [C, E] each, the other factors of the inverse.
+        k_CxE: the parts of keys.
+        factors: the parts of each other array that the inverse is multiplied with.
         ready: the barrier of both.
         beta_C: float32.
         t_C: the sums of the logs of the chunk's tokens, float32.
         tokens_ready: the barrier of both.
         high: where an operand's first bfloat16 part is placed.
         low: where its second part is placed.
-        out: where the two results are placed.
+        out: where a part of each of the two results is placed.
         register: scratch of `multiply` for operands, where the kernel is interpreted; else an empty list.
     """
 
-    k_CxE: Any
-    factors: list
+    k_CxE: list
+    factors: list[list]
     ready: Any
     beta_C: Any
     t_C: Any
@@ -68,9 +70,10 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
 
     def pair(x, memory: ChunkMemory):
         beta, (v_CxD,) = load_columns(memory.beta_C), memory.factors
-        factors = beta, -beta * jnp.exp(load_columns(memory.t_C))
-        parts = [split(x * repeat_per_column(factor, TILE)) for factor in factors]
-        return [[(part, b) for part in two] for two, b in zip(parts, (v_CxD, memory.k_CxE), strict=True)]
+        values, keys = (
+            split(x * repeat_per_column(factor, TILE)) for factor in (beta, -beta * jnp.exp(load_columns(memory.t_C)))
+        )
+        return [Factors(values, v_CxD), Factors(keys, memory.k_CxE)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
 
@@ -83,20 +86,45 @@ def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE
         release()
         high[...], low[...] = split(x)
         plgpu.commit_smem()
-        return [[(part.transpose((1, 0)), d) for part in (high, low)] for d in memory.factors]
+        inverse = [x.transpose((1, 0)) for x in (high, low)]
+        return [Factors(inverse, d) for d in memory.factors]
 
     return _call('gradients', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [dnew_NxTxCxD, dseen_NxTxCxE])
 
 
+class Factors(NamedTuple):
+    """The two factors of a result.
+
+    Attributes:
+        inverse: the two bfloat16 numbers of X, or of Xᵀ, or of X with factors per column.
+        parts: the parts of the other matrix, in shared memory.
+    """
+
+    inverse: list
+    parts: list
+
+
+def send_products(results: list[Factors], staging: list, out: list, register: list) -> None:
+    """Sends each result to its matrix in memory, one part of each of them at the same time."""
+    for part in range(max(len(result.parts) for result in results)):
+        wait_for_copies()
+        release()
+        wide = [number for number, result in enumerate(results) if part < len(result.parts)]
+        pairs = [[(x, results[number].parts[part]) for x in results[number].inverse] for number in wide]
+        for number, value in zip(wide, sum_products(*pairs, scratch=register), strict=True):
+            send(value, staging[number], out[number].at[:, slice_part(part)])
+
+
 def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and the memory, and returns pairs of operands for each result."""
-    n, chunks, _, size = k.shape
+    """Runs the kernel: `pair` takes the inverse and the memory, and returns the `Factors` of each result."""
+    n, chunks = k.shape[:2]
     interpreted = platform.target_platform() != 'gpu'
 
     def body(k, beta, t, factors, out, memory: ChunkMemory):
         chunk, head = lax.axis_index('chunk'), lax.axis_index('head')
-        for source, to in zip((k, *factors), (memory.k_CxE, *memory.factors), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, memory.ready)
+        for source, parts in zip((k, *factors), (memory.k_CxE, *memory.factors), strict=True):
+            for part, to in enumerate(parts):
+                plgpu.copy_gmem_to_smem(source.at[head, chunk, :, slice_part(part)], to, memory.ready)
         for source, to in ((beta, memory.beta_C), (t, memory.t_C)):
             plgpu.copy_gmem_to_smem(source.at[head, chunk], to, memory.tokens_ready)
         plgpu.barrier_wait(memory.ready)
@@ -112,24 +140,23 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
             return sum_products(pairs, scratch=memory.register)[0]
 
         x = invert(_make_system(memory), multiply)
-        results = sum_products(*pair(x, memory), scratch=memory.register)
-        for value, place, to in zip(results, memory.out, out, strict=True):
-            send(value, place, to.at[head, chunk])
+        send_products(pair(x, memory), memory.out, [to.at[head, chunk] for to in out], memory.register)
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'delta_rule_{name}'
-    tile, tokens = matrix(TILE, size), plgpu.SMEM((TILE,), jnp.float32)
+    tile, tokens = matrix(TILE, TILE), plgpu.SMEM((TILE,), jnp.float32)
+    parts = [[tile] * (array.shape[3] // TILE) for array in (k, *factors)]
     (results,) = plgpu.kernel(
         body,
-        out_type=([jax.ShapeDtypeStruct(k.shape, jnp.bfloat16)] * 2,),
+        out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], k)],),
         grid=(chunks, n),
         grid_names=('chunk', 'head'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[
             ChunkMemory(
-                tile,
-                [tile] * len(factors),
-                plgpu.Barrier(num_arrivals=1 + len(factors)),
+                parts[0],
+                parts[1:],
+                plgpu.Barrier(num_arrivals=sum(map(len, parts))),
                 tokens,
                 tokens,
                 plgpu.Barrier(num_arrivals=2),
@@ -151,8 +178,9 @@ def split(x: jax.Array) -> list[jax.Array]:
 
 def _make_system(memory: ChunkMemory) -> jax.Array:
     """Makes A, float32 in registers."""
-    k_CxE, t_rows = memory.k_CxE, repeat_per_row(load_rows(memory.t_C), TILE)
-    products = product(k_CxE, k_CxE.transpose((1, 0))) * repeat_per_row(load_rows(memory.beta_C), TILE)
+    t_rows = repeat_per_row(load_rows(memory.t_C), TILE)
+    (products,) = sum_products([(k, k.transpose((1, 0))) for k in memory.k_CxE])
+    products *= repeat_per_row(load_rows(memory.beta_C), TILE)
     later = t_rows - repeat_per_column(load_columns(memory.t_C), TILE)
     row, column = number_entries()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)

@@ -3,7 +3,7 @@
     dN = Pᵀ dO          dS = (Q exp(G))ᵀ dO
 
 The walk back over the states starts from them. P are the weights of `lm.ops.gpu.channel_pairs`. N key heads of all
-sequences, G queries of each, L tokens in chunks of C; other sizes are TILE.
+sequences, G queries of each, L tokens in chunks of C. A plan of linear attention says how heads are cut into parts.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, matrix, release, send, sum_products
 from lm.ops.gpu.channel_pairs import LogParts, PairMemory, Selections, fade, make_factors, weigh
-from lm.ops.linear_attention.gpu.channels.plan import ChannelPlan
+from lm.ops.linear_attention.gpu.channels.plan import ChannelPlan, describe_terms
 
 
 class ReadSources(NamedTuple):
-    """Queries and gradients of outputs, bfloat16 [N, L, G 64]; keys and logs, [N, L, 64]."""
+    """Queries, bfloat16 [N, L, G E]; keys and logs, [N, L, E]; gradients of outputs, bfloat16 [N, L, G D]."""
 
     q: Any
     k: Any
@@ -29,7 +29,7 @@ class ReadSources(NamedTuple):
 
 
 class ReadGradients(NamedTuple):
-    """Terms of each query head, bfloat16: dN [N, L, G 64], and dS of each chunk [N G, L, 64]."""
+    """Terms of each query head, bfloat16: dN [key parts, N, L, G D], and dS of each chunk and part [N parts, L, 64]."""
 
     dnew: Any
     dstate: Any
@@ -64,7 +64,7 @@ def differentiate_reads(plan: ChannelPlan, sources: ReadSources) -> ReadGradient
         dnew, dstate = sum_products(
             [(memory.weights.transpose((1, 0)), do)], [(memory.pairs.keys.transpose((1, 0)), do)]
         )
-        send(dnew, memory.out[0], plan.slice_outputs(out.dnew, number).at[rows])
+        send(dnew, memory.out[0], plan.slice_output_terms(out.dnew, number).at[rows])
         send(dstate, memory.out[1], out.dstate.at[number, rows])
         plgpu.wait_smem_to_gmem(0)
 
@@ -76,11 +76,12 @@ def differentiate_reads(plan: ChannelPlan, sources: ReadSources) -> ReadGradient
         tile,
         [tile, tile],
     )
-    states = jax.ShapeDtypeStruct((n * plan.heads, length, TILE), jnp.bfloat16)
+    dnew = describe_terms(plan.key_parts, sources.do, sources.do.shape[2], jnp.bfloat16)
+    states = jax.ShapeDtypeStruct((n * plan.parts, length, TILE), jnp.bfloat16)
     (gradients,) = plgpu.kernel(
         channel_delta_reads,
-        out_type=(ReadGradients(jax.ShapeDtypeStruct(sources.do.shape, jnp.bfloat16), states),),
-        grid=(length // TILE, n * plan.heads),
+        out_type=(ReadGradients(dnew, states),),
+        grid=(length // TILE, n * plan.parts),
         grid_names=('chunk', 'part'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[memory],

@@ -8,8 +8,8 @@ state before each chunk.
 The kernels compile for the H100 and H200 and run in JAX's interpreter. They have not run on a GPU, and so are chosen by
 name only.
 
-N are the key heads of all sequences, once for each 64 numbers of a value. G queries share a key. L tokens are in T
-chunks of C. E is the size of a key, and D the size of such a part of a value.
+N are the key heads of all sequences. G queries share a key. L tokens are in T chunks of C. E is the size of a key, and
+D the size of a value; both are in parts of 64 numbers.
 """
 
 import functools
@@ -20,15 +20,13 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
+from lm.ops.delta_rule.gpu.rule import fill_parts, refuse_wide_heads
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
 from lm.ops.gpu import channel_pairs
-from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan
+from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan, add_terms
 from lm.ops.residuals import save_residual
-
-WIDEST = 256
-"""Size of values; each 64 numbers of a value have thread blocks of their own, which solve the systems again."""
 
 
 class DeltaChannelTokens(NamedTuple):
@@ -71,44 +69,31 @@ def unsupported(call: DeltaCall) -> str | None:
         return 'takes one factor per key channel'
     if reason := platform.not_bfloat16(q, k, v):
         return reason
-    if k.shape[-1] > CHUNK or v.shape[-1] > WIDEST:
-        return f'takes keys of up to {CHUNK} and values of up to {WIDEST}, not {k.shape[-1]} and {v.shape[-1]}'
-    return platform.uneven_batch(q.shape[0])
+    return refuse_wide_heads(call) or platform.uneven_batch(q.shape[0])
 
 
 def _compute(call: DeltaCall) -> DeltaResult:
     batch, length, heads, key_size = call.q_BxLxHxE.shape
     kv_heads, value_size = call.v_BxLxKxD.shape[2:]
-    groups, parts = heads // kv_heads, -(-value_size // CHUNK)
-    plan = ChannelPlan(groups, 1, 1, 1, interpreted=platform.target_platform() != 'gpu')
-
-    def pad(x, size=CHUNK):
-        """Tokens of zeros at the end leave the state as it is, and zero channels add nothing."""
-        return jnp.pad(x, [(0, 0), (0, -length % CHUNK), (0, 0)] + [(0, size - last) for last in x.shape[3:]])
+    groups, sizes = heads // kv_heads, (fill_parts(key_size), fill_parts(value_size))
+    plan = ChannelPlan(groups, 1, sizes[0] // CHUNK, sizes[1] // CHUNK, interpreted=platform.target_platform() != 'gpu')
 
     def arrange(x):
-        """[B, L, heads, …] → [B · K · parts of values, L, G …]."""
-        x = pad(x)
+        """[B, L, heads, …] → [B · K, L, G …]; zero tokens leave the state as it is, and zero channels add nothing."""
+        last = [(0, fill_parts(size) - size) for size in x.shape[3:]]
+        x = jnp.pad(x, [(0, 0), (0, -length % CHUNK), (0, 0), *last])
         x = x.reshape(*x.shape[:2], kv_heads, -1).swapaxes(1, 2)
-        return jnp.repeat(x.reshape(batch * kv_heads, x.shape[2], -1), parts, axis=0)
-
-    def cut_parts(x):
-        """[B, K, …, D] → [B · K · parts, …, 64]."""
-        x = jnp.moveaxis(x.reshape(*x.shape[:-1], parts, CHUNK), -2, 2)
-        return x.reshape(-1, *x.shape[3:])
+        return x.reshape(batch * kv_heads, x.shape[2], -1)
 
     logs = jnp.maximum(cast(jax.Array, call.all_log_decay_BxLxKxE), channel_pairs.LEAST)
-    q, k, log = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, logs))
-    v = cut_parts(pad(call.v_BxLxKxD, parts * CHUNK).swapaxes(1, 2))
-    tokens = DeltaChannelTokens(q, k, v, arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0], log)
-    missing = ((0, 0), (0, 0), (0, CHUNK - key_size), (0, parts * CHUNK - value_size))
-    state = cut_parts(jnp.pad(call.first_state_BxKxExD, missing))
+    beta = arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0]
+    tokens = DeltaChannelTokens(*map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD)), beta, arrange(logs))
+    missing = ((0, 0), (0, 0), (0, sizes[0] - key_size), (0, sizes[1] - value_size))
+    state = jnp.pad(call.first_state_BxKxExD, missing).reshape(-1, *sizes)
     o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, state))
-    o = o.reshape(batch, kv_heads, parts, -1, groups, CHUNK).transpose(0, 3, 1, 4, 2, 5)
-    o = o.reshape(batch, -1, heads, parts * CHUNK)[:, :length, :, :value_size]
-    state = jnp.moveaxis(state.reshape(batch, kv_heads, parts, CHUNK, CHUNK), 2, 3)
-    state = state.reshape(batch, kv_heads, CHUNK, -1)[:, :, :key_size, :value_size]
-    return DeltaResult(o, state)
+    o = o.reshape(batch, kv_heads, -1, groups, sizes[1]).swapaxes(1, 2)
+    o = o.reshape(batch, -1, heads, sizes[1])[:, :length, :, :value_size]
+    return DeltaResult(o, state.reshape(batch, kv_heads, *sizes)[:, :, :key_size, :value_size])
 
 
 def _cut(x_NxLxE: jax.Array) -> jax.Array:
@@ -141,11 +126,23 @@ def _make_right_sides(k, beta, log, v) -> tuple[jax.Array, jax.Array]:
     return v * beta[..., None], k * since * -beta[..., None]
 
 
-def _repeat(plan: ChannelPlan, states_NxTxExD: jax.Array, only_first: bool = False) -> jax.Array:
-    """Returns the states of each query head, [N G, L, D]; with `only_first`, zeros for all but a key's first query."""
-    states = states_NxTxExD.reshape(len(states_NxTxExD), 1, -1, CHUNK)
+def _cut_states(plan: ChannelPlan, states_NxTxExD: jax.Array, only_first: bool = False) -> jax.Array:
+    """Returns the states of each part of each query head, [N parts, T C, 64].
+
+    With `only_first`, all but a key's first query have zeros.
+    """
+    n, chunks = states_NxTxExD.shape[:2]
+    states = states_NxTxExD.reshape(n, chunks, plan.key_parts, CHUNK, plan.value_parts, CHUNK)
+    states = states.transpose(0, 2, 4, 1, 3, 5).reshape(n, 1, -1, chunks * CHUNK, CHUNK)
     more = jnp.zeros_like(states) if only_first else states
-    return jnp.concatenate([states, *[more] * (plan.heads - 1)], axis=1).reshape(-1, *states.shape[2:])
+    return jnp.concatenate([states, *[more] * (plan.heads - 1)], axis=1).reshape(-1, *states.shape[3:])
+
+
+def _add_state_gradients(plan: ChannelPlan, terms: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Adds the terms [N parts, T C, 64] of queries that share a key, and joins parts; `shape` is [N, T, E, D]."""
+    terms = terms.reshape(shape[0], plan.heads, plan.key_parts, plan.value_parts, shape[1], CHUNK, CHUNK)
+    joined = terms[:, 0] if plan.heads == 1 else terms.astype(jnp.float32).sum(axis=1).astype(terms.dtype)
+    return joined.transpose(0, 3, 1, 4, 2, 5).reshape(shape)
 
 
 @custom_vjp(0)
@@ -164,7 +161,8 @@ def _forward(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array) ->
     sides = _solve(plan, tokens)
     walked = walk_states(WalkSides(sides.seen_NxTxCxE, sides.k_NxTxCxE, sides.new_NxTxCxD, sides.whole_NxTxE), state)
     arrays = _make_arrays(tokens, walked.new_NxTxCxD)
-    return compute(plan, arrays, _repeat(plan, walked.before_NxTxExD))[0], walked.after_NxExD, walked.before_NxTxExD
+    o = add_terms(compute(plan, arrays, _cut_states(plan, walked.before_NxTxExD)))
+    return o.astype(tokens.v_NxLxD.dtype), walked.after_NxExD, walked.before_NxTxExD
 
 
 def _make_arrays(tokens: DeltaChannelTokens, new_NxTxCxD: jax.Array) -> ChannelArrays[jax.Array]:
@@ -191,27 +189,27 @@ def _rule_backward(
     new = (sides.new_NxTxCxD + dot('ntce,nted->ntcd', sides.seen_NxTxCxE, before)).astype(dtype)
     arrays = _make_arrays(tokens, new)
     reads = differentiate_reads(plan, ReadSources(arrays.q, arrays.k, arrays.logs, do))
-    dnew, dstate = _add_groups(plan, reads.dnew), reads.dstate.reshape(-1, plan.heads, *before.shape[1:])
-    dstate = dstate[:, 0] if plan.heads == 1 else dstate.astype(jnp.float32).sum(axis=1).astype(dtype)
-    walked = WalkSides(sides.k_NxTxCxE, sides.seen_NxTxCxE, _cut(dnew), sides.whole_NxTxE, dstate)
+    dnew = _cut(_add_groups(plan, reads.dnew).astype(dtype))
+    dstate = _add_state_gradients(plan, reads.dstate, before.shape)
+    walked = WalkSides(sides.k_NxTxCxE, sides.seen_NxTxCxE, dnew, sides.whole_NxTxE, dstate)
     dlater, dnew, dfirst = walk_states(walked, dafter, backwards=True)
     # The state after a chunk belongs to a key head, so one of its queries alone gives gradients through it.
-    states = _repeat(plan, before), _repeat(plan, dlater, only_first=True)
+    states = _cut_states(plan, before), _cut_states(plan, dlater, only_first=True)
     found = differentiate(plan, GradientSources(arrays, do, *states))
     dseen = dot('ntcd,nted->ntce', dnew, before).astype(dtype)
     of_systems = _differentiate_systems(plan, tokens, sides, dnew.reshape(tokens.v_NxLxD.shape), dseen)
-    dk = _add_groups(plan, found.dk[0]).astype(jnp.float32) + of_systems.k_NxLxE
-    dlog = _add_groups(plan, found.dlog[0]) + of_systems.log_NxLxE
+    dk = _add_groups(plan, found.dk).astype(jnp.float32) + of_systems.k_NxLxE
+    dlog = _add_groups(plan, found.dlog) + of_systems.log_NxLxE
     dv, dbeta = of_systems.v_NxLxD.astype(dtype), of_systems.beta_NxL
-    return DeltaChannelTokens(found.dq[0], dk.astype(dtype), dv, dbeta, dlog), dfirst
+    return DeltaChannelTokens(add_terms(found.dq).astype(dtype), dk.astype(dtype), dv, dbeta, dlog), dfirst
 
 
-def _add_groups(plan: ChannelPlan, terms_NxLxGE: jax.Array) -> jax.Array:
-    """Adds the terms of queries that share a key."""
+def _add_groups(plan: ChannelPlan, terms: jax.Array) -> jax.Array:
+    """Adds terms of parts, [terms, N, L, G E], and of queries that share a key."""
+    x = add_terms(terms)
     if plan.heads == 1:
-        return terms_NxLxGE
-    terms = terms_NxLxGE.reshape(*terms_NxLxGE.shape[:2], plan.heads, CHUNK)
-    return terms.astype(jnp.float32).sum(axis=2).astype(terms.dtype)
+        return x
+    return x.reshape(*x.shape[:2], plan.heads, -1).astype(jnp.float32).sum(axis=2).astype(x.dtype)
 
 
 class SystemTokenGradients(NamedTuple):
@@ -228,13 +226,14 @@ def _differentiate_systems(
 ) -> SystemTokenGradients:
     from lm.ops.delta_rule.gpu.channels.systems import SystemGradientSources, differentiate_systems, solve_transposed
 
-    system, flat = _make_system(tokens), tokens.k_NxLxE.shape
-    k, beta, dtype = tokens.k_NxLxE.astype(jnp.float32), tokens.beta_NxL[..., None], tokens.k_NxLxE.dtype
+    system, dtype = _make_system(tokens), tokens.k_NxLxE.dtype
+    k, beta = tokens.k_NxLxE.astype(jnp.float32), tokens.beta_NxL[..., None]
     # X (…) = U: the gradient of (…) is Xᵀ dU, and the gradient of A is -Xᵀ dU Uᵀ.
-    dvalues, dkeys = solve_transposed(system, dnew_NxLxD, dseen.reshape(flat), plan.interpreted)
-    new, seen = sides.new_NxTxCxD.reshape(flat), sides.seen_NxTxCxE.reshape(flat)
-    scaled = (k * beta).astype(dtype)
-    sources = SystemGradientSources(scaled, tokens.k_NxLxE, system.logs, dvalues, new, dkeys, seen)
+    dvalues, dkeys = solve_transposed(system, dnew_NxLxD, dseen.reshape(k.shape), plan.interpreted)
+    dsystem = dot('ntid,ntjd->ntij', _cut(dvalues), sides.new_NxTxCxD)
+    dsystem += dot('ntie,ntje->ntij', _cut(dkeys), sides.seen_NxTxCxE)
+    dsystem = (-dsystem).astype(dtype).reshape(*k.shape[:2], CHUNK)
+    sources = SystemGradientSources((k * beta).astype(dtype), tokens.k_NxLxE, system.logs, dsystem)
     found = differentiate_systems(sources, plan.interpreted)
     sides_of = (tokens.k_NxLxE, tokens.beta_NxL, tokens.log_NxLxE, tokens.v_NxLxD)
     more = jax.vjp(_make_right_sides, *sides_of)[1]((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))

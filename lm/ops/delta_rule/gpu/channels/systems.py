@@ -3,7 +3,8 @@
     X = (I + A)⁻¹     A_ij = β_i w_ij, j < i     w: `lm.ops.gpu.channel_pairs`, of keys with keys
 
 The inverse is made as in `lm.ops.delta_rule.gpu.systems`. G are sums of the logs since the chunk's start. N key heads
-of all sequences, L tokens in chunks of C, E key size, D value size; C, E and D are TILE.
+of all sequences, L tokens in chunks of C, E key size, D value size. C is TILE, and keys and values are in parts of TILE
+numbers.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.delta_rule.gpu.systems import invert, split
+from lm.ops.delta_rule.gpu.systems import Factors, invert, send_products, split
 from lm.ops.gpu import (
     TILE,
     load_columns,
@@ -25,6 +26,7 @@ from lm.ops.gpu import (
     repeat_per_column,
     repeat_per_row,
     send,
+    slice_part,
     sum_products,
     wait_for_copies,
     zeros,
@@ -50,23 +52,30 @@ class ChannelSystem(NamedTuple):
     beta: Any
 
 
+class KeyPart(NamedTuple):
+    """A part of a chunk's keys, and of their logs, in shared memory."""
+
+    k: Any
+    logs: LogParts
+
+
 class SystemMemory(NamedTuple):
     """Shared memory of a chunk.
 
     Attributes:
-        system: the arrays of A, but for β.
-        factors: the two other factors of the inverse; one of them is None where the kernel makes it.
+        keys: the parts of the keys and their logs.
+        factors: the parts of each other array that the inverse is multiplied with.
         ready: the barrier of these.
         beta: β, float32.
         beta_ready: the barrier of β.
         pairs: memory of the products.
         high: where an operand's first bfloat16 part is placed.
         low: where its second part is placed.
-        out: where the two results are placed.
+        out: where a part of each of the two results is placed.
     """
 
-    system: ChannelSystem
-    factors: list
+    keys: list[KeyPart]
+    factors: list[list]
     ready: Any
     beta: Any
     beta_ready: Any
@@ -79,14 +88,14 @@ class SystemMemory(NamedTuple):
 def solve(system: ChannelSystem, v_NxLxD: jax.Array, interpreted: bool) -> list[jax.Array]:
     """Computes X diag(β) V and -X diag(β) (K exp(G)), bfloat16 [N, L, D] and [N, L, E]."""
 
-    def pair(x: jax.Array, memory: SystemMemory) -> list:
-        since = make_factors(Selections().since(), memory.system.logs, memory.pairs.register)
-        release()
-        memory.pairs.keys[...] = fade(memory.system.k, since)
+    def pair(x: jax.Array, memory: SystemMemory) -> list[Factors]:
+        for k, logs in memory.keys:
+            since = make_factors(Selections().since(), logs, memory.pairs.register)
+            release()
+            k[...] = fade(k, since)
         plgpu.commit_smem()
-        beta = repeat_per_column(load_columns(memory.beta), TILE)
-        sides = ((x * beta, memory.factors[0]), (-x * beta, memory.pairs.keys))
-        return [[(part, b) for part in split(a)] for a, b in sides]
+        values, keys = (split(x * repeat_per_column(beta, TILE)) for beta in _load_signs(memory.beta))
+        return [Factors(values, memory.factors[0]), Factors(keys, [k for k, _ in memory.keys])]
 
     return _call('solutions', pair, system, [v_NxLxD], interpreted)
 
@@ -96,11 +105,12 @@ def solve_transposed(
 ) -> list[jax.Array]:
     """Computes Xᵀ times the gradients of both solutions, in their shapes."""
 
-    def pair(x: jax.Array, memory: SystemMemory) -> list:
+    def pair(x: jax.Array, memory: SystemMemory) -> list[Factors]:
         release()
         memory.high[...], memory.low[...] = split(x)
         plgpu.commit_smem()
-        return [[(part.transpose((1, 0)), d) for part in (memory.high, memory.low)] for d in memory.factors]
+        inverse = [part.transpose((1, 0)) for part in (memory.high, memory.low)]
+        return [Factors(inverse, d) for d in memory.factors]
 
     return _call('gradients', pair, system, [dnew_NxLxD, dseen_NxLxE], interpreted)
 
@@ -108,14 +118,16 @@ def solve_transposed(
 def _call(
     name: str, pair: Callable, system: ChannelSystem, factors: list[jax.Array], interpreted: bool
 ) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and the memory, and returns pairs of operands for each result."""
-    n, length, _ = system.k.shape
+    """Runs the kernel: `pair` takes the inverse and the memory, and returns the `Factors` of each result."""
+    n, length, key_size = system.k.shape
 
     def body(system, factors, out, memory: SystemMemory):
         head, rows = lax.axis_index('head'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
-        copied = [*jax.tree.leaves(memory.system), *memory.factors]
-        for source, to in zip((system.k, *system.logs, *factors), copied, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[head, rows], to, memory.ready)
+        sources = (KeyPart(system.k, system.logs), memory.keys), *zip(factors, memory.factors, strict=True)
+        for source, parts in sources:
+            for part, place in enumerate(parts):
+                for x, to in zip(jax.tree.leaves(source), jax.tree.leaves(place), strict=True):
+                    plgpu.copy_gmem_to_smem(x.at[head, rows, slice_part(part)], to, memory.ready)
         plgpu.copy_gmem_to_smem(system.beta.at[head, rows], memory.beta, memory.beta_ready)
         plgpu.barrier_wait(memory.ready)
         plgpu.barrier_wait(memory.beta_ready)
@@ -130,17 +142,17 @@ def _call(
             return sum_products(pairs, scratch=memory.pairs.register)[0]
 
         x = invert(_make_system(memory), multiply)
-        results = sum_products(*pair(x, memory), scratch=memory.pairs.register)
-        for value, place, to in zip(results, memory.out, out, strict=True):
-            send(value, place, to.at[head, rows])
+        send_products(pair(x, memory), memory.out, [to.at[head, rows] for to in out], memory.pairs.register)
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'channel_delta_{name}'
     tile, tokens = matrix(TILE, TILE), plgpu.SMEM((TILE,), jnp.float32)
+    keys = [KeyPart(tile, LogParts(tile, tile))] * (key_size // TILE)
+    parts = [[tile] * (factor.shape[2] // TILE) for factor in factors]
     memory = SystemMemory(
-        ChannelSystem(tile, LogParts(tile, tile), None),
-        [tile] * len(factors),
-        plgpu.Barrier(num_arrivals=3 + len(factors)),
+        keys,
+        parts,
+        plgpu.Barrier(num_arrivals=len(jax.tree.leaves((keys, parts)))),
         tokens,
         plgpu.Barrier(num_arrivals=1),
         PairMemory(tile, [tile] if interpreted else []),
@@ -150,7 +162,7 @@ def _call(
     )
     (results,) = plgpu.kernel(
         body,
-        out_type=([jax.ShapeDtypeStruct(system.k.shape, jnp.bfloat16)] * 2,),
+        out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], system.k)],),
         grid=(length // TILE, n),
         grid_names=('chunk', 'head'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -161,29 +173,30 @@ def _call(
 
 def _make_system(memory: SystemMemory) -> jax.Array:
     """Makes A, float32 in registers."""
-    k, logs = memory.system.k, memory.system.logs
-    weights = weigh_earlier(k, k, logs, memory.pairs, zeros(TILE, TILE))
-    return weights * repeat_per_row(load_rows(memory.beta), TILE)
+    parts = [weigh_earlier(k, k, logs, memory.pairs, zeros(TILE, TILE)) for k, logs in memory.keys]
+    return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(memory.beta), TILE)
+
+
+def _load_signs(beta) -> list[jax.Array]:
+    """Loads β and -β, a number per column."""
+    columns = load_columns(beta)
+    return [columns, -columns]
 
 
 class SystemGradientSources(NamedTuple):
-    """The arrays of the gradients of A, bfloat16 [N, L, 64].
+    """The gradients of A, and what it was made of, bfloat16.
 
     Attributes:
-        scaled: keys times β.
-        k: keys.
-        logs: logs of the factors.
-        dvalues, new: the gradients of A through U are the products of these, negative.
-        dkeys, seen: the gradients of A through W are the products of these, negative.
+        scaled: keys times β, [N, L, E].
+        k: keys, [N, L, E].
+        logs: logs of the factors, [N, L, E].
+        dsystem: the gradients of each chunk's A, [N, L, C].
     """
 
     scaled: Any
     k: Any
     logs: LogParts
-    dvalues: Any
-    new: Any
-    dkeys: Any
-    seen: Any
+    dsystem: Any
 
 
 class SystemGradients(NamedTuple):
@@ -205,36 +218,32 @@ class SystemGradientMemory(NamedTuple):
 
 def differentiate_systems(sources: SystemGradientSources, interpreted: bool) -> SystemGradients:
     """Computes the gradients of keys and logs through A, whose rows are pairs of keys times β with keys."""
-    n, length, _ = sources.k.shape
+    n, length, key_size = sources.k.shape
 
     def channel_delta_system_gradients(sources, out, memory: SystemGradientMemory):
         head, rows = lax.axis_index('head'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
-        copied, scratch = memory.sources, memory.scratch
-        for source, to in zip(jax.tree.leaves(sources), jax.tree.leaves(copied), strict=True):
-            plgpu.copy_gmem_to_smem(source.at[head, rows], to, memory.ready)
+        columns, copied, scratch = slice_part(lax.axis_index('part')), memory.sources, memory.scratch
+        for source, to in zip(jax.tree.leaves(sources[:-1]), jax.tree.leaves(copied[:-1]), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[head, rows, columns], to, memory.ready)
+        plgpu.copy_gmem_to_smem(sources.dsystem.at[head, rows], copied.dsystem, memory.ready)
         plgpu.barrier_wait(memory.ready)
-        dsystem = sum_products(
-            [(copied.dvalues, copied.new.transpose((1, 0))), (copied.dkeys, copied.seen.transpose((1, 0)))]
-        )[0]
-        release()
-        copied.new[...] = (-dsystem).astype(jnp.bfloat16)
         nothing = zeros(TILE, TILE)
         scratch.dlog[...] = nothing
         found = differentiate_pairs(
-            copied.scaled, copied.k, copied.logs, copied.new, scratch, VectorGradients(nothing, nothing)
+            copied.scaled, copied.k, copied.logs, copied.dsystem, scratch, VectorGradients(nothing, nothing)
         )
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.dlog, out.dlog.at[head, rows])
+        plgpu.copy_smem_to_gmem(scratch.dlog, out.dlog.at[head, rows, columns])
         for value, to in zip(found, (out.dscaled, out.dk), strict=True):
             wait_for_copies()
             release()
-            send(value, memory.out, to.at[head, rows])
+            send(value, memory.out, to.at[head, rows, columns])
         plgpu.wait_smem_to_gmem(0)
 
     tile, shape = matrix(TILE, TILE), sources.k.shape
     memory = SystemGradientMemory(
-        SystemGradientSources(tile, tile, LogParts(tile, tile), tile, tile, tile, tile),
-        plgpu.Barrier(num_arrivals=8),
+        SystemGradientSources(tile, tile, LogParts(tile, tile), tile),
+        plgpu.Barrier(num_arrivals=5),
         PairGradientMemory.allocate(interpreted),
         tile,
     )
@@ -242,8 +251,8 @@ def differentiate_systems(sources: SystemGradientSources, interpreted: bool) -> 
     (gradients,) = plgpu.kernel(
         channel_delta_system_gradients,
         out_type=(SystemGradients(of_keys, of_keys, jax.ShapeDtypeStruct(shape, jnp.float32)),),
-        grid=(length // TILE, n),
-        grid_names=('chunk', 'head'),
+        grid=(length // TILE, n, key_size // TILE),
+        grid_names=('chunk', 'head', 'part'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[memory],
     )(sources)

@@ -17,7 +17,7 @@ from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.gpu import channel_pairs
 from lm.ops.linear_attention.channels import FadingResult, attend_whole
-from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan
+from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan, add_terms
 from lm.ops.linear_attention.types import LinearCall, LinearResult
 from lm.ops.residuals import save_residual
 
@@ -145,11 +145,7 @@ def _forward(plan: ChannelPlan, tokens: ChannelTokenArrays, state: jax.Array) ->
     walked = WalkedTokens(_fade(tokens.k, sums.until, 1, plan), tokens.v, _repeat_whole(plan, sums.whole))
     before, after = walk_states(walked, state, plan.slice_keys, plan.slice_values)
     o = compute(plan, tokens.split(), before)
-    return _add_terms(o).astype(tokens.v.dtype), after, before
-
-
-def _add_terms(x: jax.Array) -> jax.Array:
-    return x[0] if len(x) == 1 else x.astype(jnp.float32).sum(axis=0)
+    return add_terms(o).astype(tokens.v.dtype), after, before
 
 
 def _attend_forward(plan: ChannelPlan, tokens: ChannelTokenArrays, state: jax.Array):
@@ -171,7 +167,7 @@ def _attend_backward(
     found = differentiate(plan, GradientSources(tokens.split(), do, before, dafter))
 
     def add_groups(terms: jax.Array) -> jax.Array:
-        x = _add_terms(terms)
+        x = add_terms(terms)
         if groups == 1:
             return x
         x = x.reshape(*x.shape[:2], plan.key_heads, groups, -1).astype(jnp.float32)
@@ -179,7 +175,7 @@ def _attend_backward(
 
     dk, dv, dlog = (add_groups(x) for x in (found.dk, found.dv, found.dlog))
     dtype = tokens.q.dtype
-    dtokens = ChannelTokenArrays(_add_terms(found.dq).astype(dtype), dk.astype(dtype), dv.astype(dtype), dlog)
+    dtokens = ChannelTokenArrays(add_terms(found.dq).astype(dtype), dk.astype(dtype), dv.astype(dtype), dlog)
     return dtokens, dfirst
 
 

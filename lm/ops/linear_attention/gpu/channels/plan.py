@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -114,3 +115,8 @@ def _slice(array: Ref, column: Any) -> Ref:
 def describe_terms(count: int, array: jax.Array, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """Returns the type of `count` terms of a sum; `array` has their batch and length."""
     return jax.ShapeDtypeStruct((count, *array.shape[:2], size), dtype)
+
+
+def add_terms(x: jax.Array) -> jax.Array:
+    """Adds the terms of `describe_terms`, in float32; a single term keeps its type."""
+    return x[0] if len(x) == 1 else x.astype(jnp.float32).sum(axis=0)
