@@ -87,7 +87,8 @@ def _compute(call: DeltaCall) -> DeltaResult:
 
     logs = jnp.maximum(cast(jax.Array, call.all_log_decay_BxLxKxE), channel_pairs.LEAST)
     beta = arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0]
-    tokens = DeltaChannelTokens(*map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD)), beta, arrange(logs))
+    q, k, v = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
+    tokens = DeltaChannelTokens(q, k, v, beta, arrange(logs))
     missing = ((0, 0), (0, 0), (0, sizes[0] - key_size), (0, sizes[1] - value_size))
     state = jnp.pad(call.first_state_BxKxExD, missing).reshape(-1, *sizes)
     o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, state))
