@@ -94,9 +94,9 @@ def repeat_per_column(vector: jax.Array, rows: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), (1,))
 
 
-def slice_part(part: Any) -> Any:
-    """Returns the slice of rows or columns that are part number `part` of a key or a value."""
-    return pl.ds(part * TILE, TILE)
+def slice_tile(number: Any) -> Any:
+    """Returns the rows or columns of a tile, or of a part of a key or a value."""
+    return pl.ds(number * TILE, TILE)
 
 
 def slice_head(array, number, heads: int, segments: int = 1, chunk: Any = 0, chunks: int = 1):
@@ -116,7 +116,7 @@ def slice_head(array, number, heads: int, segments: int = 1, chunk: Any = 0, chu
     batch, head = lax.div(head, heads), lax.rem(head, heads)
     length, group = array.shape[1] // segments, heads * chunks * TILE // array.shape[2]
     column = lax.div(head, group) * chunks + chunk
-    return array.at[batch, pl.ds(segment * length, length), pl.ds(column * TILE, TILE)]
+    return array.at[batch, pl.ds(segment * length, length), slice_tile(column)]
 
 
 def load_matrix(ref) -> jax.Array:

@@ -28,7 +28,7 @@ WIDEST_VALUE = 256
 
 
 class ChunkTokens(NamedTuple):
-    """The tokens of a call in chunks; sizes are padded to CHUNK."""
+    """The tokens of a call in chunks; sizes are padded to multiples of CHUNK."""
 
     q_NxGxTxCxE: jax.Array
     k_NxTxCxE: jax.Array
@@ -102,12 +102,12 @@ def _compute(call: DeltaCall) -> DeltaResult:
     k, v, beta = (arrange(x)[:, 0] for x in (call.k_BxLxKxE, call.v_BxLxKxD, beta))
     log_decay = None if log_decay is None else arrange(log_decay.astype(jnp.float32))[:, 0]
     state = call.first_state_BxKxExD
-    sizes = fill_parts(key_size), fill_parts(value_size)
-    state = jnp.pad(state, ((0, 0), (0, 0), (0, sizes[0] - key_size), (0, sizes[1] - value_size)))
+    wide_key, wide_value = fill_parts(key_size), fill_parts(value_size)
+    state = jnp.pad(state, ((0, 0), (0, 0), (0, wide_key - key_size), (0, wide_value - value_size)))
     tokens = ChunkTokens(arrange(call.q_BxLxHxE), k, v, beta, log_decay)
-    o, state = cast(tuple[jax.Array, jax.Array], _rule(tokens, state.reshape(-1, *sizes)))
-    o = jnp.moveaxis(o.reshape(batch, heads, chunks * CHUNK, -1), 1, 2)[:, :length, :, :value_size]
-    return DeltaResult(o, state.reshape(batch, kv_heads, *sizes)[:, :, :key_size, :value_size])
+    o, state = cast(tuple[jax.Array, jax.Array], _rule(tokens, state.reshape(-1, wide_key, wide_value)))
+    o = jnp.moveaxis(o.reshape(batch, heads, chunks * CHUNK, wide_value), 1, 2)[:, :length, :, :value_size]
+    return DeltaResult(o, state.reshape(batch, kv_heads, wide_key, wide_value)[:, :, :key_size, :value_size])
 
 
 def prepare(tokens: ChunkTokens) -> Prepared:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import (
@@ -22,7 +21,7 @@ from lm.ops.gpu import (
     matrix,
     product,
     repeat_per_row,
-    slice_part,
+    slice_tile,
     sum_products,
     wait_for_copies,
     walk,
@@ -63,7 +62,7 @@ def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = F
     parts = range(key_size // TILE)
 
     def delta_rule_states(sides, start, results, before_smem, new_smem):
-        head, columns = lax.axis_index('head'), slice_part(lax.axis_index('part'))
+        head, columns = lax.axis_index('head'), slice_tile(lax.axis_index('part'))
 
         def step(number, tiles: WalkSides, states: tuple):
             wait_for_copies()
@@ -71,12 +70,12 @@ def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = F
                 smem[...] = state.astype(smem.dtype)
             plgpu.commit_smem()
             for part, smem in zip(parts, before_smem, strict=True):
-                rows = pl.ds((number * len(parts) + part) * TILE, TILE)
+                rows = slice_tile(number * len(parts) + part)
                 plgpu.copy_smem_to_gmem(smem, results.before_NxTxExD.at[head, rows, columns])
             (seen_CxD,) = sum_products(list(zip(tiles.a_NxTxCxE, before_smem, strict=True)))
             new_smem[...] = (load_matrix(tiles.c_NxTxCxD).astype(jnp.float32) + seen_CxD).astype(new_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(new_smem, results.new_NxTxCxD.at[head, pl.ds(number * TILE, TILE), columns])
+            plgpu.copy_smem_to_gmem(new_smem, results.new_NxTxCxD.at[head, slice_tile(number), columns])
 
             def advance(part: int) -> jax.Array:
                 factors = repeat_per_row(load_rows(tiles.w[part]), TILE) if by_row else tiles.w[0]
@@ -87,11 +86,11 @@ def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = F
 
             return tuple(advance(part) for part in parts)
 
-        sources = _slice_head(sides, parts, head, columns)
-        first = tuple(load_matrix(start.at[head, slice_part(part), columns]) for part in parts)
+        sources = _slice_sources(sides, parts, head, columns)
+        first = tuple(load_matrix(start.at[head, slice_tile(part), columns]) for part in parts)
         last = walk(sources, 0, 0, chunks, step, first, backwards)
         for part, state in zip(parts, last, strict=True):
-            to = results.after_NxExD.at[head, slice_part(part), columns]
+            to = results.after_NxExD.at[head, slice_tile(part), columns]
             write(state, to, matrix(TILE, TILE, dtype=jnp.float32))
 
     tile, after = matrix(TILE, TILE), jax.ShapeDtypeStruct(start_NxExD.shape, jnp.float32)
@@ -134,12 +133,12 @@ def _flatten_chunks(sides: WalkSides) -> WalkSides:
     )
 
 
-def _slice_head(sides: WalkSides, parts: range, head: Any, columns: Any) -> WalkSides:
+def _slice_sources(sides: WalkSides, parts: range, head: Any, columns: Any) -> WalkSides:
     """Returns what one thread block walks over, inside of the kernel; arrays with keys are lists of their parts."""
     d = sides.d_NxTxExD
     return WalkSides(
-        [sides.a_NxTxCxE.at[head, :, slice_part(part)] for part in parts],
-        [sides.b_NxTxCxE.at[head, :, slice_part(part)] for part in parts],
+        [sides.a_NxTxCxE.at[head, :, slice_tile(part)] for part in parts],
+        [sides.b_NxTxCxE.at[head, :, slice_tile(part)] for part in parts],
         sides.c_NxTxCxD.at[head, :, columns],
         [sides.w.at[head, part] for part in parts] if len(sides.w.shape) == 3 else sides.w.at[head],
         None if d is None else [d.at[head, part, :, columns] for part in parts],

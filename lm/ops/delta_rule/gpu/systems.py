@@ -28,7 +28,7 @@ from lm.ops.gpu import (
     repeat_per_column,
     repeat_per_row,
     send,
-    slice_part,
+    slice_tile,
     sum_products,
     wait_for_copies,
 )
@@ -70,9 +70,8 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
 
     def pair(x, memory: ChunkMemory):
         beta, (v_CxD,) = load_columns(memory.beta_C), memory.factors
-        values, keys = (
-            split(x * repeat_per_column(factor, TILE)) for factor in (beta, -beta * jnp.exp(load_columns(memory.t_C)))
-        )
+        factors = beta, -beta * jnp.exp(load_columns(memory.t_C))
+        values, keys = (split(x * repeat_per_column(factor, TILE)) for factor in factors)
         return [Factors(values, v_CxD), Factors(keys, memory.k_CxE)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
@@ -112,7 +111,7 @@ def send_products(results: list[Factors], staging: list, out: list, register: li
         wide = [number for number, result in enumerate(results) if part < len(result.parts)]
         pairs = [[(x, results[number].parts[part]) for x in results[number].inverse] for number in wide]
         for number, value in zip(wide, sum_products(*pairs, scratch=register), strict=True):
-            send(value, staging[number], out[number].at[:, slice_part(part)])
+            send(value, staging[number], out[number].at[:, slice_tile(part)])
 
 
 def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> list[jax.Array]:
@@ -124,7 +123,7 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
         chunk, head = lax.axis_index('chunk'), lax.axis_index('head')
         for source, parts in zip((k, *factors), (memory.k_CxE, *memory.factors), strict=True):
             for part, to in enumerate(parts):
-                plgpu.copy_gmem_to_smem(source.at[head, chunk, :, slice_part(part)], to, memory.ready)
+                plgpu.copy_gmem_to_smem(source.at[head, chunk, :, slice_tile(part)], to, memory.ready)
         for source, to in ((beta, memory.beta_C), (t, memory.t_C)):
             plgpu.copy_gmem_to_smem(source.at[head, chunk], to, memory.tokens_ready)
         plgpu.barrier_wait(memory.ready)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, release, send, sum_products
+from lm.ops.gpu import TILE, matrix, release, send, slice_tile, sum_products
 from lm.ops.gpu.channel_pairs import LogParts, PairMemory, Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelPlan, describe_terms
 
@@ -50,7 +49,7 @@ def differentiate_reads(plan: ChannelPlan, sources: ReadSources) -> ReadGradient
     n, length, _ = sources.k.shape
 
     def channel_delta_reads(sources, out, memory: ReadMemory):
-        number, rows = lax.axis_index('part'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
+        number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
         find = ReadSources(plan.slice_queries, plan.slice_keys, LogParts(*[plan.slice_keys] * 2), plan.slice_outputs)
         for source, to, cut in zip(*map(jax.tree.leaves, (sources, memory.sources, find)), strict=True):
             plgpu.copy_gmem_to_smem(cut(source, number).at[rows], to, memory.ready)

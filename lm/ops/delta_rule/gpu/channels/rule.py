@@ -30,7 +30,7 @@ from lm.ops.residuals import save_residual
 
 
 class DeltaChannelTokens(NamedTuple):
-    """The tokens of a call; sizes are padded to CHUNK."""
+    """The tokens of a call; sizes are padded to multiples of CHUNK."""
 
     q_NxLxGE: jax.Array
     k_NxLxE: jax.Array
@@ -75,8 +75,14 @@ def unsupported(call: DeltaCall) -> str | None:
 def _compute(call: DeltaCall) -> DeltaResult:
     batch, length, heads, key_size = call.q_BxLxHxE.shape
     kv_heads, value_size = call.v_BxLxKxD.shape[2:]
-    groups, sizes = heads // kv_heads, (fill_parts(key_size), fill_parts(value_size))
-    plan = ChannelPlan(groups, 1, sizes[0] // CHUNK, sizes[1] // CHUNK, interpreted=platform.target_platform() != 'gpu')
+    groups, wide_key, wide_value = heads // kv_heads, fill_parts(key_size), fill_parts(value_size)
+    plan = ChannelPlan(
+        heads=groups,
+        key_heads=1,
+        key_parts=wide_key // CHUNK,
+        value_parts=wide_value // CHUNK,
+        interpreted=platform.target_platform() != 'gpu',
+    )
 
     def arrange(x):
         """[B, L, heads, …] → [B · K, L, G …]; zero tokens leave the state as it is, and zero channels add nothing."""
@@ -89,12 +95,12 @@ def _compute(call: DeltaCall) -> DeltaResult:
     beta = arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0]
     q, k, v = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
     tokens = DeltaChannelTokens(q, k, v, beta, arrange(logs))
-    missing = ((0, 0), (0, 0), (0, sizes[0] - key_size), (0, sizes[1] - value_size))
-    state = jnp.pad(call.first_state_BxKxExD, missing).reshape(-1, *sizes)
+    missing = ((0, 0), (0, 0), (0, wide_key - key_size), (0, wide_value - value_size))
+    state = jnp.pad(call.first_state_BxKxExD, missing).reshape(-1, wide_key, wide_value)
     o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, state))
-    o = o.reshape(batch, kv_heads, -1, groups, sizes[1]).swapaxes(1, 2)
-    o = o.reshape(batch, -1, heads, sizes[1])[:, :length, :, :value_size]
-    return DeltaResult(o, state.reshape(batch, kv_heads, *sizes)[:, :, :key_size, :value_size])
+    o = o.reshape(batch, kv_heads, -1, groups, wide_value).swapaxes(1, 2)
+    o = o.reshape(batch, -1, heads, wide_value)[:, :length, :, :value_size]
+    return DeltaResult(o, state.reshape(batch, kv_heads, wide_key, wide_value)[:, :, :key_size, :value_size])
 
 
 def _cut(x_NxLxE: jax.Array) -> jax.Array:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.delta_rule.gpu.systems import Factors, invert, send_products, split
@@ -26,7 +25,7 @@ from lm.ops.gpu import (
     repeat_per_column,
     repeat_per_row,
     send,
-    slice_part,
+    slice_tile,
     sum_products,
     wait_for_copies,
     zeros,
@@ -94,7 +93,8 @@ def solve(system: ChannelSystem, v_NxLxD: jax.Array, interpreted: bool) -> list[
             release()
             k[...] = fade(k, since)
         plgpu.commit_smem()
-        values, keys = (split(x * repeat_per_column(beta, TILE)) for beta in _load_signs(memory.beta))
+        beta = load_columns(memory.beta)
+        values, keys = (split(x * repeat_per_column(factor, TILE)) for factor in (beta, -beta))
         return [Factors(values, memory.factors[0]), Factors(keys, [k for k, _ in memory.keys])]
 
     return _call('solutions', pair, system, [v_NxLxD], interpreted)
@@ -122,12 +122,12 @@ def _call(
     n, length, key_size = system.k.shape
 
     def body(system, factors, out, memory: SystemMemory):
-        head, rows = lax.axis_index('head'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
+        head, rows = lax.axis_index('head'), slice_tile(lax.axis_index('chunk'))
         sources = (KeyPart(system.k, system.logs), memory.keys), *zip(factors, memory.factors, strict=True)
         for source, parts in sources:
             for part, place in enumerate(parts):
                 for x, to in zip(jax.tree.leaves(source), jax.tree.leaves(place), strict=True):
-                    plgpu.copy_gmem_to_smem(x.at[head, rows, slice_part(part)], to, memory.ready)
+                    plgpu.copy_gmem_to_smem(x.at[head, rows, slice_tile(part)], to, memory.ready)
         plgpu.copy_gmem_to_smem(system.beta.at[head, rows], memory.beta, memory.beta_ready)
         plgpu.barrier_wait(memory.ready)
         plgpu.barrier_wait(memory.beta_ready)
@@ -177,12 +177,6 @@ def _make_system(memory: SystemMemory) -> jax.Array:
     return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(memory.beta), TILE)
 
 
-def _load_signs(beta) -> list[jax.Array]:
-    """Loads β and -β, a number per column."""
-    columns = load_columns(beta)
-    return [columns, -columns]
-
-
 class SystemGradientSources(NamedTuple):
     """The gradients of A, and what it was made of, bfloat16.
 
@@ -221,9 +215,10 @@ def differentiate_systems(sources: SystemGradientSources, interpreted: bool) -> 
     n, length, key_size = sources.k.shape
 
     def channel_delta_system_gradients(sources, out, memory: SystemGradientMemory):
-        head, rows = lax.axis_index('head'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
-        columns, copied, scratch = slice_part(lax.axis_index('part')), memory.sources, memory.scratch
-        for source, to in zip(jax.tree.leaves(sources[:-1]), jax.tree.leaves(copied[:-1]), strict=True):
+        head, rows = lax.axis_index('head'), slice_tile(lax.axis_index('chunk'))
+        columns, copied, scratch = slice_tile(lax.axis_index('part')), memory.sources, memory.scratch
+        of_keys = (jax.tree.leaves(x._replace(dsystem=None)) for x in (sources, copied))
+        for source, to in zip(*of_keys, strict=True):
             plgpu.copy_gmem_to_smem(source.at[head, rows, columns], to, memory.ready)
         plgpu.copy_gmem_to_smem(sources.dsystem.at[head, rows], copied.dsystem, memory.ready)
         plgpu.barrier_wait(memory.ready)

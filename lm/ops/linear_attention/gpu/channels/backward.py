@@ -13,10 +13,9 @@ from typing import Any, Generic, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, product, release, send, sum_products, wait_for_copies
+from lm.ops.gpu import TILE, matrix, product, release, send, slice_tile, sum_products, wait_for_copies
 from lm.ops.gpu.channel_pairs import (
     LogParts,
     PairGradientMemory,
@@ -87,7 +86,7 @@ def differentiate(plan: ChannelPlan, sources: GradientSources[jax.Array]) -> Cha
     count, length, _ = sources.before.shape
 
     def channel_gradients(sources, out, memory: GradientMemory):
-        number, rows = lax.axis_index('part'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
+        number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
         copied = memory.sources
         copy_tokens(plan, sources.tokens, copied.tokens, number, rows, memory.ready)
         plgpu.copy_gmem_to_smem(plan.slice_outputs(sources.do, number).at[rows], copied.do, memory.ready)

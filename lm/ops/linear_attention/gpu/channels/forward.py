@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, send, sum_products
+from lm.ops.gpu import TILE, matrix, send, slice_tile, sum_products
 from lm.ops.gpu.channel_pairs import LogParts, PairMemory, Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, describe_terms
 
@@ -33,7 +32,7 @@ def compute(plan: ChannelPlan, tokens: ChannelArrays[jax.Array], before: jax.Arr
     count, length, _ = before.shape
 
     def channel_outputs(tokens, before, out, memory: OutputMemory):
-        number, rows = lax.axis_index('part'), pl.ds(lax.axis_index('chunk') * TILE, TILE)
+        number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
         copy_tokens(plan, tokens, memory.tokens, number, rows, memory.ready)
         plgpu.copy_gmem_to_smem(before.at[number, rows], memory.before, memory.ready)
         plgpu.barrier_wait(memory.ready)

@@ -13,9 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from lm.ops.gpu import TILE
+from lm.ops.gpu import TILE, slice_tile
 from lm.ops.gpu.channel_pairs import LogParts
 
 CHUNK = TILE
@@ -109,7 +108,7 @@ class _Place(NamedTuple):
 
 
 def _slice(array: Ref, column: Any) -> Ref:
-    return array.at[:, pl.ds(column * TILE, TILE)]
+    return array.at[:, slice_tile(column)]
 
 
 def describe_terms(count: int, array: jax.Array, size: int, dtype: Any) -> jax.ShapeDtypeStruct:

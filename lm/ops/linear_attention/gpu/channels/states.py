@@ -13,10 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, load_rows, matrix, product, repeat_per_row, wait_for_copies, walk, write
+from lm.ops.gpu import (
+    TILE,
+    load_matrix,
+    load_rows,
+    matrix,
+    product,
+    repeat_per_row,
+    slice_tile,
+    wait_for_copies,
+    walk,
+    write,
+)
 
 
 class WalkedTokens(NamedTuple):
@@ -51,7 +61,7 @@ def walk_states(
             wait_for_copies()
             placed[...] = state.astype(placed.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(placed, results.before.at[number, pl.ds(chunk * TILE, TILE)])
+            plgpu.copy_smem_to_gmem(placed, results.before.at[number, slice_tile(chunk)])
             return state * repeat_per_row(load_rows(tiles.w), TILE) + product(tiles.b.transpose((1, 0)), tiles.c)
 
         sources = WalkedTokens(slice_b(tokens.b, number), slice_c(tokens.c, number), tokens.w.at[number])
