@@ -1,12 +1,24 @@
 #!/usr/bin/env bash
 # Students of one teacher, with 5 % of its tokens: what each attention loses, with and without stage 1, at three windows,
-# and by which layer stays full (docs/results.md). The teacher is the softmax model of seed 1 of
+# by which layer stays full, and by what learns (docs/results.md). The teacher is the softmax model of seed 1 of
 # configs/papers/study/mechanisms/sweep.gin after 800 steps. A stage that has ended is not run again, and one that was
 # stopped goes on.
 #
 #   configs/papers/study/distill/convert.sh TEACHER [ROOT] [NAME …]
 #
-# ROOT (runs/students) gets the runs, two per student: NAME_align and NAME. NAME … are the students; default: all.
+# ROOT (runs/students) gets the runs, two per student: NAME_align and NAME. NAME … are the students; default: all. A name
+# is an attention of find_flags, and may end in
+#
+#   _alone           stage 2 alone, for the tokens of both
+#   _new             stage 1 trains only what the teacher lacks
+#   _frozen          stage 2 keeps the feed-forward layers as they are
+#   _full_0 to _3    the layer keeps the teacher's attention
+#   _full_recall     the same for the layer whose swap costs recall most
+#   _full_ratio      the same for the layer whose swap costs recall most per loss of plain text
+#
+# ALIGN_STEPS, DISTILL_STEPS and DISTILL_RATE are the steps of both stages, of one window each, and the rate of stage 2.
+# Their defaults are 5 % of the tokens of this teacher. EVAL_TOKENS is the number of tokens that both models are
+# compared on.
 #
 # Hardware: 2 CPU cores, 3 to 5 minutes per student on one of them
 set -euo pipefail
@@ -19,11 +31,14 @@ root=${2:-runs/students}
 shift $(($# < 2 ? $# : 2))
 cd "$(dirname "$0")/../../../.."
 lm=${LM:-lm}
+align_steps=${ALIGN_STEPS:-120}
+distill_steps=${DISTILL_STEPS:-200}
+distill_rate=${DISTILL_RATE:-3e-4}
 common=(
-  --set train.tokens_per_step=1024 --set train.log_every=10 --set train.eval_every=None --set train.eval_tokens=65536
+  --set train.tokens_per_step=1024 --set train.log_every=10 --set train.eval_every=None
+  --set "train.eval_tokens=${EVAL_TOKENS:-65536}"
   --set "optimizer.rule=@adamw()" --set optimizer.weight_decay=0.0 --set optimizer.warmup_steps=10
 )
-plain=(--set model.convolution=None --set model.output_gate=False)
 
 # run STAGE NAME STEPS RATE [flags]: one stage of one student.
 run() {
@@ -34,66 +49,85 @@ run() {
     "${common[@]}" --set "train.steps=$steps" --set "optimizer.peak_learning_rate=$rate" "$@"
 }
 
-# both NAME [flags]: both stages of one student, 1.9 % and 3.1 % of the tokens, in steps of one window.
-# alone NAME [flags]: stage 2 for the tokens of both, at the rate that it needs then.
-both() {
+# align NAME [flags]: stage 1.
+# distill NAME BASE [flags]: stage 2 after stage 1 of BASE.
+align() {
   local name=$1
   shift
-  run align "${name}_align" 120 3e-3 "$@"
-  run distill "$name" 200 3e-4 --init_from "$root/${name}_align" "$@"
+  run align "${name}_align" "$align_steps" 3e-3 "$@"
 }
-alone() {
-  local name=$1
-  shift
-  run distill "$name" 320 1e-3 "$@"
+distill() {
+  local name=$1 base=$2
+  shift 2
+  run distill "$name" "$distill_steps" "$distill_rate" --init_from "$root/${base}_align" "$@"
 }
 
-# student NAME: the flags of a student.
-student() {
-  local attention=configs/attention
+# find_flags ATTENTION: the flags of a student whose layers are all alike. Gated students have no output gate, and no
+# convolution but for one.
+find_flags() {
+  local folder=configs/attention
   case $1 in
-    hedgehog) both "$1" --gin_file $attention/hedgehog.gin ;;
-    hedgehog_alone) alone "$1" --gin_file $attention/hedgehog.gin ;;
-    window_64) both "$1" --gin_file $attention/window_linear.gin ;;
-    window_64_alone) alone "$1" --gin_file $attention/window_linear.gin ;;
-    window_128) both "$1" --gin_file $attention/window_linear.gin --set window_linear.window=128 ;;
-    polysketch) both "$1" --gin_file $attention/polysketch.gin --set polysketch.sketch_size=16 --set polysketch.block=128 ;;
-    llops) both "$1" --gin_file $attention/llops.gin --set llops.n_features=128 ;;
-    gated_linear) both "$1" --gin_file $attention/gated_linear.gin "${plain[@]}" ;;
-    gated_delta) both "$1" --gin_file $attention/gated_delta.gin "${plain[@]}" ;;
-    gated_delta_alone) alone "$1" --gin_file $attention/gated_delta.gin "${plain[@]}" ;;
-    gated_delta_convolution) both "$1" --gin_file $attention/gated_delta.gin --set model.output_gate=False ;;
-    hedgehog_full_*) hybrid "$1" hedgehog "${1##*_}" --gin_file $attention/hedgehog.gin ;;
-    window_64_full_*) hybrid "$1" window_64 "${1##*_}" --gin_file $attention/window_linear.gin ;;
+    hedgehog) flags=(--gin_file "$folder/hedgehog.gin") ;;
+    window_64) flags=(--gin_file "$folder/window_linear.gin") ;;
+    window_128) flags=(--gin_file "$folder/window_linear.gin" --set window_linear.window=128) ;;
+    polysketch) flags=(--gin_file "$folder/polysketch.gin" --set polysketch.sketch_size=16 --set polysketch.block=128) ;;
+    llops) flags=(--gin_file "$folder/llops.gin" --set llops.n_features=128) ;;
+    gated_linear | gated_delta)
+      flags=(--gin_file "$folder/$1.gin" --set model.convolution=None --set model.output_gate=False)
+      ;;
+    gated_delta_convolution) flags=(--gin_file "$folder/gated_delta.gin" --set model.output_gate=False) ;;
     *) echo "convert: $1: no such student" >&2 && exit 2 ;;
   esac
 }
 
-# hybrid NAME BASE LAYER [flags]: stage 2 of BASE with layer LAYER full. `recall` is the layer whose swap costs recall
-# most, `ratio` the layer whose swap costs it most per loss of plain text.
-hybrid() {
-  local name=$1 base=$2 layer=$3
-  shift 3
-  student "$base"
+# find_layer BASE LAYER: the flags of a student of one full layer.
+find_layer() {
+  local base=$1 layer=$2
   if [ "$layer" = recall ] || [ "$layer" = ratio ]; then
     local ranking=recall_per_loss
     [ "$layer" = ratio ] || ranking=recall
     $lm distill --choose 1 --rank_by "$ranking" --teacher "$teacher" --run_dir "$root/${base}_align"
-    set -- "$@" --gin_file "$root/${base}_align/pattern.gin"
+    flags+=(--gin_file "$root/${base}_align/pattern.gin")
   else
-    local each=(@mechanism @mechanism @mechanism @mechanism)
-    each[layer]=@softmax
-    local pattern="[${each[0]}(), ${each[1]}(), ${each[2]}(), ${each[3]}()]"
     local mechanism=hedgehog
     [ "$base" = hedgehog ] || mechanism=window_linear
-    set -- "$@" --set "model.attention=${pattern//mechanism/$mechanism}"
+    local each=("@$mechanism()" "@$mechanism()" "@$mechanism()" "@$mechanism()")
+    each[layer]='@softmax()'
+    flags+=(--set "model.attention=[${each[0]}, ${each[1]}, ${each[2]}, ${each[3]}]")
   fi
-  run distill "$name" 200 3e-4 --init_from "$root/${base}_align" "$@"
+}
+
+# student NAME: all stages of one student.
+student() {
+  local name=$1 base=$1 flags=()
+  base=${base%_full_*}; base=${base%_alone}; base=${base%_new}; base=${base%_frozen}
+  find_flags "$base"
+  case $name in
+    *_alone) run distill "$name" $((align_steps + distill_steps)) 1e-3 "${flags[@]}" ;;
+    *_new)
+      align "$name" "${flags[@]}" --set "align.trains='new'"
+      distill "$name" "$name" "${flags[@]}"
+      ;;
+    *_frozen)
+      align "$base" "${flags[@]}"
+      distill "$name" "$base" "${flags[@]}" --set "optimizer.frozen=['glu']"
+      ;;
+    *_full_*)
+      align "$base" "${flags[@]}"
+      find_layer "$base" "${name##*_}"
+      distill "$name" "$base" "${flags[@]}"
+      ;;
+    *)
+      align "$base" "${flags[@]}"
+      distill "$name" "$base" "${flags[@]}"
+      ;;
+  esac
 }
 
 all=(
   hedgehog window_64 window_128 window_64_full_recall window_64_full_ratio polysketch llops gated_linear gated_delta
-  window_64_alone hedgehog_alone gated_delta_alone gated_delta_convolution
+  window_64_alone hedgehog_alone gated_delta_alone gated_delta_convolution window_64_new hedgehog_new window_64_frozen
+  gated_delta_frozen
 )
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name in "$@"; do student "$name"; done
