@@ -21,6 +21,17 @@ def side_by_side(computations: Iterable[Turns]) -> None:
         running = [each for each in running if next(each, StopIteration) is None]
 
 
+def stagger(computations: Iterable[Turns]) -> Iterable[Turns]:
+    """Has each begin one turn after the one before it: products of one then meet vector work of another."""
+    return (_wait(turns, each) for turns, each in enumerate(computations))
+
+
+def _wait(turns: int, computation: Turns) -> Turns:
+    for _ in range(turns):
+        yield
+    return (yield from computation)
+
+
 def together(computations: Iterable[Turns]) -> Turns:
     """Runs them all, each up to its next `yield`, in turn, and then yields; returns the list of their results."""
     running, results = dict(enumerate(computations)), {}

@@ -12,7 +12,7 @@ one gradient and takes from the other.
 Other letters are explained in the forward kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -23,13 +23,14 @@ from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors, sum_rows
 from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
 from lm.ops.tpu import SUBLANES, dot
 from lm.ops.tpu.chunk_walk import ChunkReferences
-from lm.ops.tpu.order import Turns
+from lm.ops.tpu.order import Turns, stagger
 
 
-def differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens]) -> Iterator[Turns]:
-    """Yields the work on each head, or pack of heads: the gradients of a chunk."""
+def differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens]) -> Iterable[Turns]:
+    """Returns the work on each head, or pack of heads: the gradients of a chunk."""
     if plan.channels:
-        return (channels.differentiate_heads(plan, refs, heads) for heads in plan.packs)
+        packs = (channels.differentiate_heads(plan, refs, heads) for heads in plan.packs)
+        return stagger(packs) if plan.staggered else packs
     return (_differentiate(plan, refs, n) for n in range(plan.heads))
 
 

@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import jax
 
+from lm.ops import platform
 from lm.ops.delta_rule.types import DeltaCall
+from lm.ops.tpu import LANES
 from lm.ops.tpu.chunk_sizes import ChunkSizes, cut
 from lm.ops.tpu.chunks import ChunkPlan
 from lm.ops.tpu.decay import LogSums
@@ -61,10 +63,12 @@ class DeltaPlan(ChunkPlan):
     Attributes:
         query_length: queries are scaled to this length and keys to length 1; None: neither is scaled.
         channels: whether key channels have factors of their own.
+        staggered: whether the packs of a backward step begin one after the other, in a plan with `channels`.
     """
 
     query_length: float | None
     channels: bool
+    staggered: bool
 
     @property
     def key_length(self) -> float | None:
@@ -73,7 +77,9 @@ class DeltaPlan(ChunkPlan):
 
 def make_plan(sizes: DeltaSizes) -> DeltaPlan:
     """Plans the kernels of a call."""
-    options = {'query_length': sizes.query_length, 'channels': sizes.channels}
+    # Where matrix units are the busier ones, on v5e and v5p: elsewhere the longer life of numbers costs more.
+    staggered = platform.matrix_side() == LANES and not platform.rotates_by_steps()
+    options = {'query_length': sizes.query_length, 'channels': sizes.channels, 'staggered': staggered}
     return cut(DeltaPlan, sizes, estimate_vmem(sizes), pack=sizes.channels, **options)
 
 
