@@ -98,6 +98,12 @@ def test_nats_behind_by_tokens_are_those_of_the_tables():
     assert all(list(pair) in found for pair in zip(shares['after stage 1'], shares['after both'], strict=True))
 
 
+def test_nats_of_the_students_of_the_study_are_those_of_the_table():
+    rows = read_table("Students of the study's model, with settings chosen before", 'student | full layers')
+    found = [as_numbers(cells[2])[0] for same in rows.values() for cells in same]
+    assert [value for (value,) in read_panels('conversion_lessons')[0]['curves'].values()] == sorted(found)
+
+
 def test_states_are_those_of_the_models():
     panel = next(p for p in read_panels('step_and_state') if 'states.py' in p['command'])
     states = importlib.import_module('states')

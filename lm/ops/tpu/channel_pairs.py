@@ -61,6 +61,21 @@ class LevelSums(NamedTuple):
     lasts: list[jax.Array]
 
 
+class NearSums(NamedTuple):
+    """Sums inside blocks of 8 tokens, [C, E] each.
+
+    Attributes:
+        middle: F_4.
+        since, until: from the start of the block to each token, and from after each token to its end.
+        lasts: as in `LevelSums`.
+    """
+
+    middle: jax.Array
+    since: jax.Array
+    until: jax.Array
+    lasts: list[jax.Array]
+
+
 class Side(NamedTuple):
     """Vectors that meet the keys of the same chunk.
 
@@ -128,8 +143,9 @@ def sum_levels(log_ExC: jax.Array, dtype: Any, by_products: bool) -> LevelSums:
 
     `by_products`: products sum inside blocks of 8 tokens; in bfloat16 they take 16 bits of each log. Else rotations do.
     """
-    middle, since, until, *lasts = (_multiply_near if by_products else _add_near)(log_ExC, dtype)
-    levels, totals = [middle], _cut(since + until, SUBLANES)
+    near = _multiply_near(log_ExC, dtype) if by_products else _add_near(log_ExC)
+    since, until = near.since, near.until
+    levels, totals = [near.middle], _cut(since + until, SUBLANES)
     for m in _levels(since):
         if m < SUBLANES:
             continue
@@ -140,7 +156,7 @@ def sum_levels(log_ExC: jax.Array, dtype: Any, by_products: bool) -> LevelSums:
         since = Parted(sinces.first, jnp.concatenate(second)).in_order(m)
         until = Parted(jnp.concatenate(first), untils.second).in_order(m)
         totals = [a + b for a, b in zip(totals[::2], totals[1::2], strict=True)]
-    return LevelSums(levels, since, until, totals[0], lasts)
+    return LevelSums(levels, since, until, totals[0], near.lasts)
 
 
 class SumGradients:
@@ -164,8 +180,8 @@ class SumGradients:
         return differentiate(dmiddle, self._since, self._until, jnp.concatenate(self._totals), dtype)
 
 
-def _add_near(log_ExC: jax.Array, _):
-    """Returns F_4, and the sums since and until the ends of blocks of 8 tokens."""
+def _add_near(log_ExC: jax.Array) -> NearSums:
+    """Sums by rotations, without `lasts`."""
     total = since = log_ExC.T
     until = middle = jnp.zeros_like(since)
     for m in (1, 2, 4):
@@ -175,17 +191,18 @@ def _add_near(log_ExC: jax.Array, _):
         since += _select(m, sibling, 0.0)
         until += _select(m, 0.0, sibling)
         total += sibling
-    return middle, since, until
+    return NearSums(middle, since, until, [])
 
 
-def _multiply_near(log_ExC: jax.Array, dtype: Any):
-    """Returns the same by products, and the sums of the last two and three tokens."""
+def _multiply_near(log_ExC: jax.Array, dtype: Any) -> NearSums:
+    """Sums by products."""
     # A product of 0 and an infinite log would not be 0.
     log_ExC = jnp.maximum(log_ExC, LEAST)
-    lasts = [functools.partial(_is_last, count=count) for count in range(2, NEAR)]
-    size, kinds = log_ExC.shape[1], [_is_to_middle, _is_since, _is_until, *lasts]
+    are_last = [functools.partial(_is_last, count=count) for count in range(2, NEAR)]
+    size, kinds = log_ExC.shape[1], [_is_to_middle, _is_since, _is_until, *are_last]
     if dtype == jnp.float32:
-        return _cut(dot(_make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
+        middle, since, until, *lasts = _cut(dot(_make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
+        return NearSums(middle, since, until, lasts)
     high = log_ExC.astype(dtype)
     low = (log_ExC - high.astype(jnp.float32)).astype(dtype)
     # Both parts of half of the tokens fill a matrix unit.
@@ -193,7 +210,8 @@ def _multiply_near(log_ExC: jax.Array, dtype: Any):
     is_first = lax.broadcasted_iota(jnp.int32, (1, size), 1) < size // 2
     halves = [(high, _roll_lanes(low, size // 2)), (_roll_lanes(high, size // 2), low)]
     found = [_cut(dot(sums, choose(is_first, *pair), (1, 1)), size // 2) for pair in halves]
-    return [jnp.concatenate(pair) for pair in zip(*found, strict=True)]
+    middle, since, until, *lasts = (jnp.concatenate(pair) for pair in zip(*found, strict=True))
+    return NearSums(middle, since, until, lasts)
 
 
 def _differentiate_additions(dmiddle, dsince, duntil, dtotal, _) -> jax.Array:
