@@ -195,6 +195,16 @@ def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, t
     raise AssertionError(f'step {step} was not reached:\n{process.stdout.read() if process.poll() is not None else ""}')
 
 
+def wait_for_checkpoint(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 300) -> None:
+    """Returns when the checkpoint of `step` is whole: saves go on behind the steps after it."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        if (run_dir / 'checkpoints' / str(step)).exists():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f'no checkpoint of step {step} was written before the process ended')
+
+
 def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 300) -> tuple[int, str]:
     """Sends a signal and returns (exit code, output)."""
     process.send_signal(how)

@@ -241,7 +241,7 @@ def test_a_mixture_of_experts_resumes_exactly(tokens, tmp_path):
     done = tiny.lm('train', '--run_dir', str(whole), *flags)
     assert done.returncode == 0, done.stderr
     process = tiny.start('train', '--run_dir', str(parts), *flags)
-    tiny.wait_for_step(parts, 6, process)
+    tiny.wait_for_checkpoint(parts, 4, process)
     tiny.stop(process, signal.SIGKILL)
     again = tiny.lm('train', '--run_dir', str(parts), *flags)
     assert 'resumed from step' in again.stdout
