@@ -8,21 +8,12 @@ The script prints a Markdown row per run, with the nats per token of each file o
 """
 
 import argparse
-import dataclasses
 import pathlib
 import sys
 
 import lm
 from lm.errors import LmError
-from lm.inference.loaded_run import LoadedRun
 from lm.text import make_markdown_table
-
-
-def measure(run: LoadedRun, text: str, length: int) -> float:
-    """Returns the nats per token of `text`."""
-    evaluate = dataclasses.replace(run.experiment.evaluate, context_length=length, batch_size=1)
-    scored = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, evaluate=evaluate)).score(text)
-    return float(scored.nats.mean())
 
 
 def main() -> int:
@@ -35,11 +26,11 @@ def main() -> int:
     if not files:
         print(f'held_out: --texts {arguments.texts}: has no .txt files', file=sys.stderr)
         return 2
-    rows = []
+    rows, windows = [], [f'evaluate.context_length = {arguments.length}', 'evaluate.batch_size = 1']
     try:
         for name in arguments.runs:
-            run = lm.load(name)
-            rows.append([name, *(f'{measure(run, file.read_text(), arguments.length):.3f}' for file in files)])
+            run = lm.load(name, gin_params=windows)
+            rows.append([name, *(f'{run.score(file.read_text()).nats.mean():.3f}' for file in files)])
     except LmError as error:
         print(f'held_out: {error}', file=sys.stderr)
         return error.exit_code

@@ -77,7 +77,7 @@ class DeltaPlan(ChunkPlan):
 
 def make_plan(sizes: DeltaSizes) -> DeltaPlan:
     """Plans the kernels of a call."""
-    # Where matrix units are the busier ones, on v5e and v5p: elsewhere the longer life of numbers costs more.
+    # Pays where matrix units are the busier ones, on v5e and v5p. On v4 and v6e numbers that live longer cost more.
     staggered = platform.matrix_side() == LANES and not platform.rotates_by_steps()
     options = {'query_length': sizes.query_length, 'channels': sizes.channels, 'staggered': staggered}
     return cut(DeltaPlan, sizes, estimate_vmem(sizes), pack=sizes.channels, **options)
