@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar='FILE',
         help='a gin file whose lists are the axes of a grid; lists of one scope zip/, zip_a/, … vary together; '
-        'default: the points that --emit wrote into ROOT',
+        'variant/NAME/… sets values of a named variant; default: the points that --emit wrote into ROOT',
     )
     parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
     parser.add_argument('--count', action='store_true', help='print the number of points and stop')

@@ -76,6 +76,37 @@ def test_values_may_be_lists_scopes_and_macros(plan):
     assert [a.window for a in points[2].experiment.model.attention] == [16, None]
 
 
+def test_variants_have_names_and_set_several_values(plan):
+    """A list is the value itself here, a scope of a mechanism follows the name, and the rest of the file holds."""
+    points = plan(
+        'train.seed = [0, 1]\ntrain.steps = 50\n'
+        'variant/base/train.steps = 50\n'
+        'variant/pair/model.attention = [@softmax(), @near/softmax()]\nvariant/pair/near/softmax.window = 8\n'
+        'variant/long/train.steps = 70\nvariant/long/LENGTH = 32\n',
+        base='LENGTH = 16\ntrain.context_length = %LENGTH\n',
+    )
+    assert [p.name for p in points] == [f'seed-{seed}_{name}' for seed in (0, 1) for name in ('base', 'pair', 'long')]
+    assert points[1].settings == {'train.seed': '0', 'variant': 'pair'}
+    base, pair, long = (p.experiment for p in points[:3])
+    assert [a.window for a in pair.model.attention] == [None, 8]
+    assert [(e.train.steps, e.train.context_length) for e in (base, pair, long)] == [(50, 16), (50, 16), (70, 32)]
+
+
+def test_variants_of_several_axes_cross_and_equal_points_are_one(plan):
+    """`wide` concerns polynomial attention alone, so softmax has the points of `plain`."""
+    points = plan(
+        'variant_model/near/model.attention = @softmax()\nvariant_model/far/model.attention = @polynomial()\n'
+        'variant/plain/train.steps = 9\nvariant/wide/polynomial.degree = 8\nvariant/wide/train.steps = 9\n'
+    )
+    assert [p.name for p in points] == ['near_plain', 'far_plain', 'far_wide']
+
+
+def test_a_variant_of_an_included_file_may_be_changed(plan, tmp_path):
+    (tmp_path / 'inner.gin').write_text('variant/a/train.steps = 5\nvariant/b/train.steps = 6\n')
+    points = plan("include 'inner.gin'\nvariant/b/train.steps = 7\nvariant/c/train.steps = 8\n")
+    assert [(p.name, p.experiment.train.steps) for p in points] == [('a', 5), ('b', 7), ('c', 8)]
+
+
 def test_an_axis_of_an_included_file_may_be_replaced(plan, tmp_path):
     """The axis stands alone and in a group."""
     for group in ('', 'zip/'):
@@ -118,6 +149,12 @@ def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):
         ('zip/train.steps = [1, 2]\nzip/train.seed = [1, 2, 3]', 'equally long'),
         ('zip/train.steps = 7\ntrain.seed = [1, 2]', 'must be a list'),
         ('zip/train.steps = [7, 8]\ntrain.steps = [1, 2]', 'set twice'),
+        ('variant/a/train.steps = 7\ntrain.steps = [1, 2]', 'set twice'),
+        ('variant/a/train.steps = 7\nvariant_b/c/train.steps = 8', 'set twice'),
+        ('variant/train.steps = 7', 'write variant/NAME/SECTION.FIELD = VALUE'),
+        ('variant/a/train.step = 7', 'did you mean train.steps?'),
+        ('variant/a/train.steps = 0', 'in the point variant = a'),
+        ('variant/a/polynomial.degree = 4', '@polynomial() is not selected'),
         ('STEPS = [1, 2]\n', 'STEPS'),
         ('train.seed = [1, 2]\ntrain.tokens_per_step = [1024, 1000]', 'tokens_per_step = 1000'),
     ],
@@ -136,6 +173,11 @@ def test_a_parameter_must_not_override_an_axis(plan):
     with pytest.raises(ConfigError, match='is an axis of the sweep'):
         plan('train.seed = [1, 2]', 'train.seed = 3')
     assert {p.experiment.train.steps for p in plan('train.seed = [1, 2]', 'train.steps = 3')} == {3}
+
+
+def test_a_parameter_must_not_override_a_variant(plan):
+    with pytest.raises(ConfigError, match='is an axis of the sweep'):
+        plan('variant/a/train.steps = 5', 'train.steps = 6')
 
 
 def test_dry_run_and_count_write_nothing(tmp_path, capsys):
