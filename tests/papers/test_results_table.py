@@ -49,11 +49,23 @@ def test_the_table_averages_over_the_seeds_and_shows_gaps(tmp_path):
         [sys.executable, tiny.ROOT / 'configs/papers/results_table.py', tmp_path], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[2:] == [
+    rows = [
         '| @better() | 2 of 2 | 15.00 ± 7.07 | 1.5000 ± 0.7071 | 1,234 ± 14 |',
         '| @worse() | 1 of 2 | 30.00 | 3.0000 | 1,224 |',
         '| @none() | 0 of 1 | not measured | not measured | not measured |',
     ]
+    assert done.stdout.splitlines()[2:] == rows
+
+    script = [sys.executable, tiny.ROOT / 'configs/papers/results_table.py', tmp_path, '--baseline']
+    done = subprocess.run([*script, '@worse()'], capture_output=True, text=True)
+    more = [' -2.000 |', '  |', ' not measured |']
+    assert done.stdout.splitlines()[0].endswith('| nats above @worse() |')
+    assert done.stdout.splitlines()[2:] == [row + cell for row, cell in zip(rows, more, strict=True)]
+    done = subprocess.run([*script, '@wurse()'], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        '--baseline @wurse(): no such row; the rows are @worse(), @better(), @none()\n',
+    )
 
 
 @pytest.mark.parametrize('arguments', [[], ['nowhere']])

@@ -237,6 +237,16 @@ def test_the_shipped_sweeps_resolve():
         assert make_points([base], [str(path)])
 
 
+def test_the_examples_of_the_page_resolve(tmp_path):
+    page = (tiny.ROOT / 'docs/how_to/sweep.md').read_text()
+    blocks = [block for block in re.findall(r'```text\n(.*?)```', page, re.DOTALL) if 'uniform(' not in block]
+    counts = []
+    for block in blocks:
+        (tmp_path / 'sweep.gin').write_text(block)
+        counts.append(len(make_points(['configs/experiments/quickstart.gin'], [str(tmp_path / 'sweep.gin')])))
+    assert counts == [6, 12, 3]
+
+
 @pytest.fixture
 def sweep(tokens, tmp_path):
     """Returns the flags of `lm sweep` with a sweep file of this text, on top of the tiny experiment."""
