@@ -78,8 +78,15 @@ class StepPlan:
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
             'FLOPs per token': format_si(self.flops_per_token),
+            **self._describe_exact(),
             **describe_replay(train.replay_every, self.mesh.data, self.mesh.fsdp * self.mesh.sequence),
         }
+
+    def _describe_exact(self) -> dict[str, str]:
+        """Says which mechanisms, whose cost is linear in long contexts, are exact in this one."""
+        length = self.experiment.train.context_length
+        reasons = dict.fromkeys(attention.why_exact(length) for attention in self.experiment.model.pattern)
+        return {'note': '; '.join(found)} if (found := [reason for reason in reasons if reason]) else {}
 
     def _describe_teacher(self) -> dict[str, str]:
         teaching = self.program.step.teaching

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
@@ -186,23 +187,26 @@ def checksums(run_dir: pathlib.Path, step: int) -> dict[str, int]:
 
 def wait_for_step(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 300) -> None:
     """Returns when metrics.jsonl has a line of `step` or of a later step."""
-    end = time.monotonic() + timeout
-    path = run_dir / 'metrics.jsonl'
-    while time.monotonic() < end and process.poll() is None:
-        if path.exists() and any(f'"step": {n},' in path.read_text() for n in range(step, step + 20)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f'step {step} was not reached:\n{process.stdout.read() if process.poll() is not None else ""}')
+    path, lines = run_dir / 'metrics.jsonl', [f'"step": {n},' for n in range(step, step + 20)]
+    if not _wait(lambda: path.exists() and any(line in path.read_text() for line in lines), process, timeout):
+        output = process.stdout.read() if process.poll() is not None else ''
+        raise AssertionError(f'step {step} was not reached:\n{output}')
 
 
 def wait_for_checkpoint(run_dir: pathlib.Path, step: int, process: subprocess.Popen, timeout: float = 300) -> None:
     """Returns when the checkpoint of `step` is whole: saves go on behind the steps after it."""
+    if not _wait((run_dir / 'checkpoints' / str(step)).exists, process, timeout):
+        raise AssertionError(f'no checkpoint of step {step} was written before the process ended')
+
+
+def _wait(is_met: Callable[[], bool], process: subprocess.Popen, timeout: float) -> bool:
+    """Returns whether the condition was met while the process ran, within `timeout` seconds."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.poll() is None:
-        if (run_dir / 'checkpoints' / str(step)).exists():
-            return
+        if is_met():
+            return True
         time.sleep(0.02)
-    raise AssertionError(f'no checkpoint of step {step} was written before the process ended')
+    return False
 
 
 def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 300) -> tuple[int, str]:

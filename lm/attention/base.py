@@ -132,6 +132,13 @@ class Attention(Configurable, abc.ABC):
         """Returns why no token can see later tokens (`HeadDims.causal = False`), and the remedy; None: they can."""
         return f'@{self.gin_name}() weighs earlier tokens alone; choose another one, such as @softmax()'
 
+    def why_exact(self, length: int) -> str | None:
+        """Returns why all weights of a context of `length` tokens are exact, so that nothing is linear or approximate.
+
+        None: the mechanism has no exact part beside another one, or the context is longer.
+        """
+        return None
+
     def why_whole(self, causal: bool) -> str | None:
         """Returns why devices cannot share a window (`mesh.sequence`), and the remedy; None: they can.
 

@@ -60,11 +60,16 @@ class Hybrid(LinearAttention):
 
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         exact = exact_flops_per_token(dims, length, self.window)
-        if length <= self.window:
+        if self.why_exact(length):
             return exact
         terms = n_terms(dims.head_dim, self.degree, self.parts)
         older = linear_flops_per_token(dims, length - self.window, terms, dims.head_dim if self.direct else terms)
         return exact + older * (length - self.window) / length
+
+    def why_exact(self, length: int) -> str | None:
+        if length > self.window:
+            return None
+        return f'{self.gin_name}.window = {self.window:,}: covers the context, so all weights are exact'
 
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:

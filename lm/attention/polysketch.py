@@ -113,11 +113,18 @@ class Polysketch(Gated, LinearAttention):
         size = self.sketches * self.sketch_size if self.degree > 2 else dims.head_dim
         compared, block = (dims.head_dim, self.block) if self.local else (size, None)
         engine = linear_flops_per_token(dims, length, size * (size + 1) // 2, compared, block=block)
-        if self.local and length <= self.block:
+        if self.why_exact(length):
             return engine
         kind = SKETCHES[self.sketch]
         sketch = self.sketches * kind.flops(dims.head_dim, self.sketch_size, self.degree // 2, self.network_width)
         return engine + (dims.n_heads + dims.n_kv_heads) * sketch
+
+    def why_exact(self, length: int) -> str | None:
+        if not self.local or length > self.block:
+            return None
+        return (
+            f'polysketch.block = {self.block:,}: covers the context, so all weights are exact and no sketch takes part'
+        )
 
     def why_causal(self) -> str | None:
         if self.local:

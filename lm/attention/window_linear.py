@@ -62,6 +62,11 @@ class WindowLinear(LinearAttention):
             )
         return super().portable(dims)
 
+    def why_exact(self, length: int) -> str | None:
+        if length > self.window:
+            return None
+        return f'{self.gin_name}.window = {self.window:,}: covers the context, so all weights are exact'
+
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:
         """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""

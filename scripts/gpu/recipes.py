@@ -103,7 +103,12 @@ def train_point(sweep_file: str, params: list[str], cache: str, job: Job) -> dic
     index, seed = job
     seeded = [] if seed is None else [f'train.seed = {seed}']
     point = make_points(sweep_file, [*params, *seeded])[index]
-    row: dict[str, Any] = {'index': index, 'seed': seed, 'settings': point.settings | dict.fromkeys(seeded, '')}
+    row: dict[str, Any] = {
+        'index': index,
+        'name': point.name,
+        'seed': seed,
+        'settings': point.settings | dict.fromkeys(seeded, ''),
+    }
     begun = time.time()
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         try:

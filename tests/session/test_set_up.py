@@ -1,19 +1,21 @@
 """The decisions of `lm train` before its first step. Nothing is compiled: a test ends as soon as it has its answer."""
 
 import contextlib
+import dataclasses
 import json
 import types
 
 import pytest
 
 from lm.attention.softmax import Softmax
+from lm.config.configurable import REGISTRY
 from lm.config.text import dump
 from lm.data.dataset import DataConfig
 from lm.evaluation.config import EvaluateConfig
 from lm.experiment import Experiment
 from lm.model import ModelConfig
 from lm.model.functions import count_parameters
-from lm.plan import make_plan
+from lm.plan import make_plan, plan_step
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
 from lm.session import start
@@ -71,6 +73,20 @@ def test_the_plan_is_printed_before_any_work_begins(until, capsys):
     assert rows['parameters'].endswith('(1 layer of width 16, softmax)')
     assert ' epochs of ' in rows['tokens in total']
     assert rows['devices'].startswith('8 × cpu (data 8, fsdp 1), 1 process, ')
+
+
+@pytest.mark.parametrize('attention', ['polysketch', 'hybrid', 'window_linear'])
+def test_a_note_says_that_an_exact_part_covers_the_context(attention):
+    """The context has 32 tokens: the mechanism is no approximation there, and its cost is not linear."""
+    mechanism = REGISTRY[attention]
+    field = 'block' if attention == 'polysketch' else 'window'
+
+    def describe(size: int) -> dict[str, str]:
+        model = dataclasses.replace(EXPERIMENT.model, attention=mechanism(**{field: size}))
+        return plan_step(dataclasses.replace(EXPERIMENT, model=model)).describe()
+
+    assert describe(32)['note'].startswith(f'{attention}.{field} = 32: covers the context')
+    assert 'note' not in describe(31)
 
 
 @pytest.mark.parametrize(

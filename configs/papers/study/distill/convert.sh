@@ -103,25 +103,21 @@ student() {
   base=${base%_full_*}; base=${base%_alone}; base=${base%_new}; base=${base%_frozen}
   find_flags "$base"
   case $name in
-    *_alone) run distill "$name" $((align_steps + distill_steps)) 1e-3 "${flags[@]}" ;;
+    *_alone)
+      run distill "$name" $((align_steps + distill_steps)) 1e-3 "${flags[@]}"
+      return
+      ;;
     *_new)
       align "$name" "${flags[@]}" --set "align.trains='new'"
-      distill "$name" "$name" "${flags[@]}"
+      base=$name
       ;;
-    *_frozen)
-      align "$base" "${flags[@]}"
-      distill "$name" "$base" "${flags[@]}" --set "optimizer.frozen=['glu']"
-      ;;
-    *_full_*)
-      align "$base" "${flags[@]}"
-      find_layer "$base" "${name##*_}"
-      distill "$name" "$base" "${flags[@]}"
-      ;;
-    *)
-      align "$base" "${flags[@]}"
-      distill "$name" "$base" "${flags[@]}"
-      ;;
+    *) align "$base" "${flags[@]}" ;;
   esac
+  case $name in
+    *_frozen) flags+=(--set "optimizer.frozen=['glu']") ;;
+    *_full_*) find_layer "$base" "${name##*_}" ;;
+  esac
+  distill "$name" "$base" "${flags[@]}"
 }
 
 all=(
