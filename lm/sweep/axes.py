@@ -33,10 +33,16 @@ class AxisValue:
     Attributes:
         statements: binding → what the value sets.
         settings: binding → how tables and names show it; of a variant, the axis → the name of the variant.
+        is_variant: it has a name, and each of its statements must have an effect in some point of this name.
     """
 
     statements: Mapping[str, Statement]
     settings: Mapping[str, Setting]
+    is_variant: bool = False
+
+    def has_effect(self, used: set[str]) -> bool:
+        """Returns whether all statements of a variant have an effect in a point; lists of a mechanism need not."""
+        return not self.is_variant or self.statements.keys() <= used
 
     def list_settings(self, used: set[str]) -> dict[str, Setting]:
         """Returns the settings without the bindings that have no effect in a point; a variant always shows its name."""
@@ -85,16 +91,21 @@ def make_grid(statements: Sequence[Statement], files: str) -> SweepGrid:
             group[inner.key] = _check_list(inner, first)
             order[first] = None
         elif isinstance(statement.value, list | tuple):
+            fixed.pop(statement.key, None)
             lists[statement.key] = {statement.key: _check_list(statement)}
             order[statement.key] = None
         else:
+            lists.pop(statement.key, None)
+            order.pop(statement.key, None)
             fixed[statement.key] = statement
-    _check_distinct(lists, variants, fixed, files)
+    if not order:
+        raise ConfigError(f'{files}: no value is a list, so there is nothing to sweep; use lm train for a single run')
+    _check_distinct(lists, variants, fixed)
     parameters = [key.rpartition('.')[2] for group in lists.values() for key in group]
     axes = []
     for name in order:
         if name in variants:
-            axes.append([AxisValue(own, {name: Setting(title, title)}) for title, own in variants[name].items()])
+            axes.append([AxisValue(own, {name: Setting(title, title)}, True) for title, own in variants[name].items()])
         else:
             axes.append(_zip(name, list(lists[name].values()), parameters))
     return SweepGrid(fixed, axes)
@@ -119,6 +130,12 @@ def _check_list(statement: Statement, group: str = '') -> Statement:
         )
     if not statement.value:
         raise ConfigError(f'{statement.where}: {statement.key} = []: an axis needs a value')
+    texts = [format_value(value) for value in statement.value]
+    if not group and len(set(texts)) < len(texts):
+        raise ConfigError(
+            f'{statement.where}: {statement.key} = {format_value(statement.value)}: has a value twice; an axis needs '
+            'different values, and a list that is one value, such as a pattern of layers, stands in double brackets'
+        )
     return statement
 
 
@@ -126,20 +143,32 @@ def _check_distinct(
     lists: Mapping[str, Mapping[str, Statement]],
     variants: Mapping[str, Mapping[str, Mapping[str, Statement]]],
     fixed: Mapping[str, Statement],
-    files: str,
 ) -> None:
-    """Raises ConfigError if there is no axis, or if two axes set one binding.
+    """Raises ConfigError if two axes set one binding.
 
     A variant may replace what all other points set. A list may not: it has a value for each point.
     """
-    if not lists and not variants:
-        raise ConfigError(f'{files}: no value is a list, so there is nothing to sweep; use lm train for a single run')
-    listed = [key for group in lists.values() for key in group]
-    named = [key for axis in variants.values() for key in {key for own in axis.values() for key in own}]
-    keys = listed + named
-    for key in keys:
-        if keys.count(key) > 1 or (key in fixed and key in listed):
-            raise ConfigError(f'{files}: {key} is set twice, alone and in a group; delete one of them')
+    owners: dict[str, tuple[str, Statement]] = {}
+    for axis, group in lists.items():
+        for key, statement in group.items():
+            _claim(owners, key, axis, statement)
+            if key in fixed:
+                _claim(owners, key, '', fixed[key])
+    for axis, named in variants.items():
+        for key, statement in {key: s for own in named.values() for key, s in own.items()}.items():
+            _claim(owners, key, axis, statement)
+
+
+def _claim(owners: dict[str, tuple[str, Statement]], key: str, axis: str, statement: Statement) -> None:
+    """Records the axis that sets a binding. Raises ConfigError if another one does."""
+    if key in owners:
+        other, found = owners[key]
+        places = [
+            f'{name}/ ({s.where})' if name not in ('', key) else s.where
+            for name, s in ((other, found), (axis, statement))
+        ]
+        raise ConfigError(f'{key}: is set twice, by {places[0]} and by {places[1]}; delete one of them')
+    owners[key] = axis, statement
 
 
 def _zip(name: str, group: list[Statement], parameters: list[str]) -> list[AxisValue]:

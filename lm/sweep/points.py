@@ -21,19 +21,19 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from lm.config.checks import check_used, find_used_bindings
+from lm.config.checks import Statement, check_used, find_used_bindings
 from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.runs import sweep_file
 from lm.runs.paths import check_name, check_path
-from lm.sweep.axes import Setting, make_grid
+from lm.sweep.axes import AxisValue, Setting, make_grid
 from lm.sweep.search.distributions import quote_distributions
 
 LONGEST_NAME = 100
@@ -72,7 +72,7 @@ def make_points(
     Raises:
         ConfigError: one line, for a mistake in any point; no file has been written.
     """
-    from lm.experiment import Experiment
+    import lm.experiment  # noqa: F401 (registers all names)
 
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
     grid = make_grid(read(sweep_files, allow_imports=allow_imports, edit=quote_distributions), ', '.join(sweep_files))
@@ -81,29 +81,70 @@ def make_points(
     for key in swept.keys() & params.keys():
         raise ConfigError(f'--gin_param {key}: is an axis of the sweep ({swept[key].where}); change it there')
 
-    resolved = []
-    for values in itertools.product(*grid.axes):
-        chosen = {key: s for value in values for key, s in value.statements.items()}
-        bindings = {**base, **grid.fixed, **chosen, **params}
-        try:
-            experiment, calls = resolve(bindings, Experiment)
-        except ConfigError as error:
-            every = {key: setting for value in values for key, setting in value.settings.items()}
-            raise ConfigError(f'{error} (in the point {_describe(every)})') from None
-        resolved.append((values, bindings, calls, experiment, find_used_bindings(bindings, calls)))
-    used_somewhere = set().union(*(used for *_, used in resolved))
-
-    found: dict[str, tuple[dict[str, Setting], Any]] = {}
-    for values, bindings, calls, experiment, used in resolved:
-        kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
-        check_used(kept, calls, set(map_sections(Experiment).values()))
-        settings = {key: setting for value in values for key, setting in value.list_settings(used).items()}
-        found.setdefault(dump(experiment), (settings, experiment))
-    names = _make_names([settings for settings, _ in found.values()])
+    resolved = [
+        _resolve(values, {**base, **grid.fixed, **_merge(values), **params}) for values in itertools.product(*grid.axes)
+    ]
+    _check_effects(resolved)
+    found: dict[str, _Resolved] = {}
+    for point in resolved:
+        known = found.setdefault(dump(point.experiment), point)
+        if not known.has_effect and point.has_effect:
+            found[dump(point.experiment)] = point
+    names = _make_names([point.settings for point in found.values()])
     points = []
-    for i, (name, (settings, experiment)) in enumerate(zip(names, found.values(), strict=True)):
-        points.append(Point(i, name, {key: setting.text for key, setting in settings.items()}, experiment))
+    for i, (name, point) in enumerate(zip(names, found.values(), strict=True)):
+        texts = {key: setting.text for key, setting in point.settings.items()}
+        points.append(Point(i, name, texts, point.experiment))
     return points
+
+
+class _Resolved(NamedTuple):
+    """A point before equal points become one: its values on the axes, and what its bindings have an effect on."""
+
+    values: tuple[AxisValue, ...]
+    bindings: dict[str, Statement]
+    calls: list[tuple[str, str]]
+    used: set[str]
+    experiment: Any
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        return {key: setting for value in self.values for key, setting in value.list_settings(self.used).items()}
+
+    @property
+    def has_effect(self) -> bool:
+        return all(value.has_effect(self.used) for value in self.values)
+
+
+def _merge(values: Iterable[AxisValue]) -> dict[str, Statement]:
+    return {key: statement for value in values for key, statement in value.statements.items()}
+
+
+def _resolve(values: tuple[AxisValue, ...], bindings: dict[str, Statement]) -> _Resolved:
+    from lm.experiment import Experiment
+
+    try:
+        experiment, calls = resolve(bindings, Experiment)
+    except ConfigError as error:
+        settings = {key: setting for value in values for key, setting in value.settings.items()}
+        raise ConfigError(f'{error} (in the point {_describe(settings)})') from None
+    return _Resolved(values, bindings, calls, find_used_bindings(bindings, calls), experiment)
+
+
+def _check_effects(points: Sequence[_Resolved]) -> None:
+    """Raises ConfigError for a statement without an effect in any point; of a variant, in any point of its name."""
+    from lm.experiment import Experiment
+
+    sections = set(map_sections(Experiment).values())
+    used_somewhere = set().union(*(point.used for point in points))
+    used_with: dict[int, set[str]] = {}
+    for point in points:
+        for value in point.values:
+            used_with.setdefault(id(value), set()).update(point.used)
+    for point in points:
+        idle = {key for v in point.values if v.is_variant for key in v.statements if key not in used_with[id(v)]}
+        expected = point.used | idle | (point.bindings.keys() - used_somewhere)
+        check_used({key: s for key, s in point.bindings.items() if key in expected}, point.calls, sections)
 
 
 def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point]:

@@ -101,6 +101,13 @@ def test_variants_of_several_axes_cross_and_equal_points_are_one(plan):
     assert [p.name for p in points] == ['near_plain', 'far_plain', 'far_wide']
 
 
+def test_a_point_has_the_name_of_the_variant_that_has_an_effect(plan):
+    """`wide` comes first, but softmax has no degree."""
+    text = 'variant/wide/polynomial.degree = 8\nvariant/plain/train.steps = 9\ntrain.steps = 9\n'
+    points = plan(f'model.attention = [@softmax(), @polynomial()]\n{text}')
+    assert [p.name for p in points] == ['softmax_plain', 'polynomial_wide', 'polynomial_plain']
+
+
 def test_a_variant_of_an_included_file_may_be_changed(plan, tmp_path):
     (tmp_path / 'inner.gin').write_text('variant/a/train.steps = 5\nvariant/b/train.steps = 6\n')
     points = plan("include 'inner.gin'\nvariant/b/train.steps = 7\nvariant/c/train.steps = 8\n")
@@ -114,6 +121,14 @@ def test_an_axis_of_an_included_file_may_be_replaced(plan, tmp_path):
         points = plan(f"include 'inner.gin'\n{group}train.seed = [7, 8]")
         pairs = [(p.experiment.train.seed, p.experiment.model.n_layers) for p in points]
         assert sorted(pairs) == ([(7, 2), (8, 3)] if group else [(7, 2), (7, 3), (8, 2), (8, 3)])
+
+
+def test_the_later_of_an_axis_and_a_value_wins(plan, tmp_path):
+    (tmp_path / 'inner.gin').write_text('train.seed = [0, 1]\nmodel.n_layers = [2, 3]\ntrain.steps = 5\n')
+    points = plan("include 'inner.gin'\ntrain.seed = 7\ntrain.steps = [8, 9]")
+    assert [(p.experiment.train.seed, p.experiment.model.n_layers, p.experiment.train.steps) for p in points] == [
+        (7, n, steps) for n in (2, 3) for steps in (8, 9)
+    ]
 
 
 def test_names_of_points_are_valid_stable_and_different(plan):
@@ -155,6 +170,13 @@ def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):
         ('variant/a/train.step = 7', 'did you mean train.steps?'),
         ('variant/a/train.steps = 0', 'in the point variant = a'),
         ('variant/a/polynomial.degree = 4', '@polynomial() is not selected'),
+        (
+            'variant/a/polynomial.degree = 4\n'
+            'variant/b/polynomial.degree = 8\nvariant/b/model.attention = @polynomial()',
+            'nothing uses polynomial.degree, because @polynomial() is not selected',
+        ),
+        ('model.attention = [@delta(), @delta(), @softmax()]', 'stands in double brackets'),
+        ('train.seed = [0, 1, 0]', 'has a value twice'),
         ('STEPS = [1, 2]\n', 'STEPS'),
         ('train.seed = [1, 2]\ntrain.tokens_per_step = [1024, 1000]', 'tokens_per_step = 1000'),
     ],
