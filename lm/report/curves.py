@@ -1,5 +1,6 @@
 """Groups runs that belong together into series, and makes the curves of a report."""
 
+import collections
 import dataclasses
 import math
 import statistics
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lm.attention import Attention
-from lm.config.names import may_change
+from lm.config.names import may_be_omitted, may_change
 from lm.experiment import load_registry
 from lm.plots import Curve
 from lm.report import paper
@@ -53,8 +54,9 @@ def make_series(runs: Sequence[Run], axes: Collection[str] = ()) -> list[Series]
         others = [other for other, n in zip(runs, names, strict=True) if n == name]
         differing = find_differing_bindings(others)
         differing += [ALWAYS_NAMED] if len(lengths) > 1 and ALWAYS_NAMED not in differing else []
+        titles = name_bindings(differing)
         parts = [
-            f'{name_binding(key)} {_shorten(run.config[key], {o.config[key] for o in others if key in o.config})}'
+            f'{titles[key]} {_shorten(run.config[key], {o.config[key] for o in others if key in o.config})}'
             for key in differing
             if key in run.config and key not in axes
         ]
@@ -67,15 +69,30 @@ def make_series(runs: Sequence[Run], axes: Collection[str] = ()) -> list[Series]
     return [Series(label, i, tuple(members)) for i, (label, members) in enumerate(sorted_groups)]
 
 
-def name_binding(binding: str) -> str:
-    """Returns 'peak learning rate' for 'optimizer.peak_learning_rate', and 'layers' for 'model.n_layers'."""
-    return binding.rpartition('.')[2].removeprefix('n_').replace('_', ' ')
+def name_bindings(bindings: Sequence[str]) -> dict[str, str]:
+    """Returns binding → its name in pictures and tables: 'peak learning rate' for 'optimizer.peak_learning_rate'.
+
+    Where two would have one name, the owner stands before it: 'polysketch block' and 'performer block'.
+    """
+    short = {binding: binding.rpartition('.')[2].removeprefix('n_').replace('_', ' ') for binding in bindings}
+    counts = collections.Counter(short.values())
+    owners = {binding: binding.rpartition('.')[0] for binding in bindings}
+    return {binding: name if counts[name] == 1 else f'{owners[binding]} {name}' for binding, name in short.items()}
 
 
 def find_differing_bindings(runs: Sequence[Run]) -> list[str]:
-    """Returns the bindings with several values among the runs that have them, and which make another series."""
+    """Returns the bindings with several values among the runs that have them, and which make another series.
+
+    A run that leaves a binding out at its default has it too.
+    """
     names = dict.fromkeys(name for run in runs for name in run.config if _makes_series(name))
-    return [name for name in names if len({run.config[name] for run in runs if name in run.config}) > 1]
+    return [name for name in names if len({run.config.get(name) for run in runs if _has(run, name)}) > 1]
+
+
+def _has(run: Run, name: str) -> bool:
+    """Returns whether a run has a binding: its config.gin states it, or leaves it out beside others of its owner."""
+    owner = f'{name.rpartition(".")[0]}.'
+    return name in run.config or (may_be_omitted(name) and any(key.startswith(owner) for key in run.config))
 
 
 def find_numeric_axes(runs: Sequence[Run]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lm.report.curves import (
     make_series,
     make_setting_curve,
     make_speed_curve,
-    name_binding,
+    name_bindings,
 )
 from lm.report.ladder import Ladder
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token, name_loss
@@ -114,10 +115,11 @@ class Pictures:
         note = f', measured on {self._name_devices()}; bands of single runs: quartiles of the logged intervals'
         time = 'training time per token (µs)'
         self._make_against_context('speed', measure_microseconds_per_token, time, note, **SPEED)
-        for axis in find_numeric_axes(self.drawn) if len(self.contexts) == 1 else ():
+        axes = find_numeric_axes(self.drawn) if len(self.contexts) == 1 else []
+        for axis, title in name_bindings(axes).items():
             perplexity = f'{self.split} perplexity per token'
-            self._make_against_setting('perplexity', axis, self.measures.perplexity, perplexity)
-            self._make_against_setting('accuracy', axis, self.measures.accuracy, f'{self.split} accuracy (%)')
+            self._make_against_setting('perplexity', axis, title, self.measures.perplexity, perplexity)
+            self._make_against_setting('accuracy', axis, title, self.measures.accuracy, f'{self.split} accuracy (%)')
         self._make_other_contexts()
 
     def explain_left_out(self, runs: Sequence[Run]) -> str:
@@ -224,8 +226,10 @@ class Pictures:
             caption = f'{title}, one dot per run, the bar at their mean{note}.'
             self.made.append(Picture(f'{name}_runs', caption, rows, label, None))
 
-    def _make_against_setting(self, name: str, axis: str, measure: Callable[[Run], float | None], label: str) -> None:
-        """Makes a measure against a swept setting, where a series has three values of it."""
+    def _make_against_setting(
+        self, name: str, axis: str, title: str, measure: Callable[[Run], float | None], label: str
+    ) -> None:
+        """Makes a measure against a swept setting, called `title`, where a series has three values of it."""
         curves, values = [], [float(run.config[axis]) for run in self.drawn if axis in run.config]
         for s in self._keep_styles(make_series(self.drawn, [axis])):
             curve = make_setting_curve(s, [(float(r.config[axis]), measure(r)) for r in s.runs if axis in r.config])
@@ -236,10 +240,10 @@ class Pictures:
         named = ', '.join(f'{run.name} ({get_status(run)})' for run in without)
         note = f'; without a value: {named}' if without else ''
         self._add_lines(
-            f'{name}_{name_binding(axis).replace(" ", "_")}',
+            f'{name}_{re.sub("[^A-Za-z0-9]+", "_", title)}',
             curves,
-            f'{label[0].upper()}{label[1:]} against {name_binding(axis)}{note}.',
-            name_binding(axis),
+            f'{label[0].upper()}{label[1:]} against {title}{note}.',
+            title,
             label,
             x_scale='log' if min(values) > 0 and max(values) > 5 * min(values) else 'linear',
             markers=True,

@@ -10,7 +10,7 @@ from typing import Any
 from lm.evaluation.sets import FIGURES, flatten_result
 from lm.files import write_atomically
 from lm.report import paper
-from lm.report.curves import find_differing_bindings, name_binding
+from lm.report.curves import find_differing_bindings, name_bindings
 from lm.report.ladder import Ladder, Speedup, format_power
 from lm.report.ladder_table import format_ladder, make_ladder_table
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
@@ -218,7 +218,7 @@ class Report:
             Column('run', 'run'),
             Column('status', 'status'),
             Column('attention', 'attention'),
-            *(Column(name, name_binding(name)) for name in self.swept),
+            *(Column(name, title) for name, title in name_bindings(self.swept).items()),
             Column('layers', 'layers'),
             Column('parameters', 'parameters', lambda v: f'{v / 1e6:.3g}M'),
             Column('context', 'context', shorten),

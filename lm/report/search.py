@@ -12,7 +12,7 @@ from etils import epath
 from lm import plots
 from lm.files import open_path
 from lm.plots import Curve
-from lm.report.curves import name_binding
+from lm.report.curves import name_bindings
 from lm.report.page import SortableTable, TableCell
 from lm.report.pictures import Picture
 from lm.runs import sweep_file
@@ -95,7 +95,8 @@ def make_search_pictures(search: SearchResult, suffix: str = '') -> list[Picture
     label = 'loss (nats per token)'
     made = [Picture(f'search_history{suffix}', caption, curves, 'trial', label, {'markers': True})]
     if search.importance:
-        shares = [Curve(name_binding(k), 0, np.array([v]), np.zeros(1)) for k, v in search.importance.items()]
+        titles = name_bindings(list(search.importance))
+        shares = [Curve(titles[k], 0, np.array([v]), np.zeros(1)) for k, v in search.importance.items()]
         caption = f'Search {search.name}: importance of the parameters by PED-ANOVA ({count}).'
         made.append(Bars(f'search_importance{suffix}', caption, shares, 'share of the importance', None))
     made.append(_make_parallel(search, finished, suffix))
@@ -115,7 +116,7 @@ def _make_parallel(search: SearchResult, finished: list[dict[str, Any]], suffix:
     lines = np.array([*heights, found]).T
     curves = [Curve(row['point'], 0, np.arange(len(axes) + 1.0), line) for row, line in zip(shown, lines, strict=True)]
     options = {
-        'labels': [*map(name_binding, axes), 'loss'],
+        'labels': [*name_bindings(axes).values(), 'loss'],
         'ticks': [*ticks, marks],
         'colours': [row['loss'] for row in shown],
         'colour_label': 'loss (nats per token)',

@@ -104,6 +104,23 @@ def test_other_differences_make_another_series(tmp_path):
     ]
 
 
+def test_a_default_that_config_gin_leaves_out_makes_another_series(tmp_path):
+    """The options of layers are left out at their default: a run with one and a run without it are two series."""
+    write_run(tmp_path / 'plain', Softmax(), steps=100)
+    write_run(tmp_path / 'normed', Softmax(qk_norm=True), steps=100)
+    write_run(tmp_path / 'half', Softmax(rotary_fraction=0.5), steps=100)
+    labels = {s.label for s in make_series(find_runs([str(tmp_path)]))}
+    assert labels == {'Softmax', 'Softmax, rotary fraction 0.5', 'Softmax, qk norm True'}
+
+
+def test_settings_of_one_name_have_pictures_of_their_own(tmp_path):
+    for block in (16, 32, 64):
+        write_run(tmp_path / f'p{block}', Polysketch(block=block), steps=100)
+        write_run(tmp_path / f'f{block}', Performer(block=block), steps=100)
+    made = Pictures(find_runs([str(tmp_path)]), Measures()).made
+    assert {p.name for p in made if 'block' in p.name} == {'perplexity_polysketch_block', 'perplexity_performer_block'}
+
+
 def test_paths_with_equal_ends_have_different_labels(tmp_path):
     for name, data in (('a', 'data/one/tokens'), ('b', 'data/two/tokens'), ('c', 'data/other')):
         write_run(tmp_path / name, Softmax(), steps=100, data=data)
