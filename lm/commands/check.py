@@ -4,7 +4,7 @@ import argparse
 import functools
 import math
 
-from lm.commands.flags import add_gin_flags, pick, read_experiment, read_points
+from lm.commands.flags import add_gin_flags, pick, read_experiment, read_index, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -47,7 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--branch_from', metavar='RUN', help='as of lm train: what this run says counts')
     parser.add_argument('--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check its --index')
-    parser.add_argument('--index', type=int, metavar='I', help='the point of the sweep, from 0; default: 0')
+    parser.add_argument(
+        '--index', type=read_index, metavar='I', help='the point of the sweep, from 0 or by its name; default: 0'
+    )
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     add_gin_flags(parser)
 

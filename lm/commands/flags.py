@@ -165,6 +165,14 @@ def read_experiment_of_run(arguments: argparse.Namespace, params: Sequence[str] 
     return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=arguments.allow_gin_imports)
 
 
+def read_index(text: str) -> int | str:
+    """Reads --index: the number of a point, or its name."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 def read_points(arguments: argparse.Namespace, params: Sequence[str] = ()) -> 'list[Point]':
     """Returns the points of --sweep_file on top of --gin_file and `params`; --gin_param wins over both."""
     from lm.sweep.points import make_points

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_points
+from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_index, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -29,7 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--count', action='store_true', help='print the number of points and stop')
     parser.add_argument('--jobs', type=int, metavar='N', help='points at a time; default: 1')
     parser.add_argument('--gpus_per_job', type=int, metavar='K', help='share the GPUs out, K to a point')
-    parser.add_argument('--index', type=int, metavar='I', help='run only point I, from 0, in this process')
+    parser.add_argument(
+        '--index', type=read_index, metavar='I', help='run only point I, from 0 or by its name, in this process'
+    )
     parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
     parser.add_argument('--status', action='store_true', help='print how far the points in ROOT are and stop')
     parser.add_argument(

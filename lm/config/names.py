@@ -26,20 +26,15 @@ def may_change(binding: str, *, rewound: bool = False) -> bool:
 
 def is_omitted(binding: str, text: str) -> bool:
     """Returns whether config.gin leaves `scope/section.field` out while its gin text is `text` (`omit_default`)."""
-    field = _find_optional(binding)
-    return field is not None and text == format_value(field.default)
+    return text == find_omitted(binding)
 
 
-def may_be_omitted(binding: str) -> bool:
-    """Returns whether config.gin leaves `scope/section.field` out at its default, whatever that is."""
-    return _find_optional(binding) is not None
-
-
-def _find_optional(binding: str) -> dataclasses.Field | None:
+def find_omitted(binding: str) -> str | None:
+    """Returns the gin text of `scope/section.field` where config.gin leaves it out; None: it is always stated."""
     name, _, parameter = binding.rpartition('/')[2].partition('.')
     fields = {field.name: field for field in _fields(name)} if name in REGISTRY else {}
     found = fields.get(parameter)
-    return found if found is not None and found.metadata.get('omit_default') is True else None
+    return format_value(found.default) if found is not None and found.metadata.get('omit_default') is True else None
 
 
 def find_class(text: str) -> type[Configurable] | None:

@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import pathlib
+import re
 import threading
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -216,9 +217,16 @@ def _parse(text: str, label: str) -> list[Any]:
         lines = text.splitlines()
         where = f'{label}:{line}' if line and not label.startswith('--') else label
         shown = lines[line - 1].strip()[:100] if 0 < line <= len(lines) else text.strip()[:100]
-        raise ConfigError(
-            f'{where}: cannot read {shown!r}: write name.parameter = value, strings in quotes, no arithmetic'
-        ) from None
+        raise ConfigError(f'{where}: cannot read {shown!r}: {_explain(shown)}') from None
+
+
+def _explain(line: str) -> str:
+    """Returns what may be wrong with a line that gin cannot parse."""
+    name, is_binding, _ = line.partition('=')
+    parts = re.split('[./]', name.strip())
+    if is_binding and (wrong := [part for part in parts if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*', part)]):
+        return f'{wrong[0]!r} is no name: names have letters, digits and _, and do not begin with a digit'
+    return 'write name.parameter = value, strings in quotes, no arithmetic'
 
 
 def _find_file(name: str, includer: AnyPath | None = None, where: str = '') -> AnyPath:

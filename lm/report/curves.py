@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lm.attention import Attention
-from lm.config.names import may_be_omitted, may_change
+from lm.config.names import find_omitted, may_change
 from lm.experiment import load_registry
 from lm.plots import Curve
 from lm.report import paper
@@ -92,7 +92,7 @@ def find_differing_bindings(runs: Sequence[Run]) -> list[str]:
 def _has(run: Run, name: str) -> bool:
     """Returns whether a run has a binding: its config.gin states it, or leaves it out beside others of its owner."""
     owner = f'{name.rpartition(".")[0]}.'
-    return name in run.config or (may_be_omitted(name) and any(key.startswith(owner) for key in run.config))
+    return name in run.config or (find_omitted(name) is not None and any(key.startswith(owner) for key in run.config))
 
 
 def find_numeric_axes(runs: Sequence[Run]) -> list[str]:

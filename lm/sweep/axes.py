@@ -66,6 +66,12 @@ class SweepGrid:
         return {key: s for axis in self.axes for value in axis for key, s in value.statements.items()}
 
 
+def find_axis(statement: Statement) -> str:
+    """Returns the scope of an axis of several statements (`zip`, `zip_a`, `variant`, …); '' for other statements."""
+    first = statement.scope.partition('/')[0]
+    return first if re.fullmatch(r'(zip|variant)(_\w+)?', first) else ''
+
+
 def make_grid(statements: Sequence[Statement], files: str) -> SweepGrid:
     """Returns the axes of sweep files, in their order. Raises ConfigError, with `files` where no line is to blame."""
     fixed: dict[str, Statement] = {}
@@ -73,23 +79,23 @@ def make_grid(statements: Sequence[Statement], files: str) -> SweepGrid:
     variants: dict[str, dict[str, dict[str, Statement]]] = {}
     order: dict[str, None] = {}
     for statement in statements:
-        first, _, rest = statement.scope.partition('/')
+        axis, rest = find_axis(statement), statement.scope.partition('/')[2]
         if split_distribution(statement.value):
             raise ConfigError(
                 f'{statement.where}: {statement.key} = {statement.value}: is a distribution, which lm sweep --search '
                 'draws from; a grid needs a list'
             )
-        if re.fullmatch(r'variant(_\w+)?', first):
-            name, inner = _split_variant(statement, first, rest)
-            variants.setdefault(first, {}).setdefault(name, {})[inner.key] = inner
-            order[first] = None
-        elif re.fullmatch(r'zip(_\w+)?', first):
+        if axis.startswith('variant'):
+            name, inner = _split_variant(statement, axis, rest)
+            variants.setdefault(axis, {}).setdefault(name, {})[inner.key] = inner
+            order[axis] = None
+        elif axis:
             inner = dataclasses.replace(statement, scope=rest)
             # A file that includes another may replace one of its axes: the later one takes the last place.
-            group = lists.setdefault(first, {})
+            group = lists.setdefault(axis, {})
             group.pop(inner.key, None)
-            group[inner.key] = _check_list(inner, first)
-            order[first] = None
+            group[inner.key] = _check_list(inner, axis)
+            order[axis] = None
         elif isinstance(statement.value, list | tuple):
             fixed.pop(statement.key, None)
             lists[statement.key] = {statement.key: _check_list(statement)}

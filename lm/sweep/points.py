@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from lm.config.checks import Statement, check_used, find_used_bindings
+from lm.config.checks import Statement, check_used, did_you_mean, find_used_bindings
 from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.config.text import dump
@@ -169,10 +169,15 @@ def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point
     return points
 
 
-def find_point(points: Sequence[Point], index: int) -> Point:
-    """Returns the point at `index`. Raises ConfigError if there is none."""
+def find_point(points: Sequence[Point], index: int | str) -> Point:
+    """Returns the point of this number, or of this name. Raises ConfigError if there is none."""
+    if isinstance(index, str):
+        named = {point.name: point for point in points}
+        if index not in named:
+            raise ConfigError(f'--index {index}: no point has this name{did_you_mean(index, named)}')
+        return named[index]
     if not 0 <= index < len(points):
-        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}')
+        raise ConfigError(f'--index {index}: must be 0 to {len(points) - 1}, or the name of a point')
     return points[index]
 
 

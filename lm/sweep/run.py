@@ -63,8 +63,8 @@ def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
     return list(absent)
 
 
-def run_point(sweep: Sweep, index: int, job: JobAddress) -> None:
-    """Runs one point in this process, as `lm train` would, and records a failure."""
+def run_point(sweep: Sweep, index: int | str, job: JobAddress) -> None:
+    """Runs one point, by number or name, in this process, as `lm train` would, and records a failure."""
 
     def leads() -> bool:
         return not jax.distributed.is_initialized() or jax.process_index() == 0

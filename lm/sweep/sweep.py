@@ -27,6 +27,9 @@ MACHINE_NAMES = ('NODE_NAME', 'SLURMD_NODENAME')
 class Sweep:
     """The points, and their states in the folder `root`, a local path or an address."""
 
+    draws_points = False
+    """The points are the trials of a search, which come one by one."""
+
     def __init__(self, root: epath.PathLike, points: list[Point]):
         self.root = epath.Path(open_path(root, '--run_dir'))
         self.is_local = not is_remote(self.root)
@@ -40,10 +43,16 @@ class Sweep:
     def check(self) -> None:
         """Raises MismatchError if a directory holds a run with another configuration than the point of its name.
 
-        Raises ConfigError if the folder of the sweep is a run.
+        Raises ConfigError if the folder of the sweep is a run, or holds a search to which the points do not belong.
         """
         if is_run(self.root):
             raise ConfigError(f'--run_dir {self.root}: is a run, which would hide the points; name another folder')
+        if not self.draws_points and sweep_file.read_search(self.root):
+            trials = {row['point'] for row in sweep_file.read_rows(self.root)}
+            if other := [point.name for point in self.points if point.name not in trials]:
+                raise ConfigError(
+                    f'--run_dir {self.root}: holds a search, whose table {other[0]} would replace; name another folder'
+                )
         for point in self.points:
             RunDir(self.root / point.name).check_unchanged(point.config)
 

@@ -413,6 +413,8 @@ def test_the_implementation_of_a_mechanism_may_change_on_resume_but_not_its_valu
         (['test_values.steps = 0x' + 'f' * 9000], 'test_values.steps = an integer of 36000 bits'),
         (['test_values.steps = ' + '[' * 4000], '--gin_param: '),
         (['test_values.steps'], 'cannot read'),
+        (['half-rotary/test_values.steps = 3'], "'half-rotary' is no name: names have letters, digits and _"),
+        (['2x/test_values.steps = 3'], "'2x' is no name"),
         (['gin.macro.value = 3'], 'nothing is called gin.macro'),
         (['test_values.name = "\\'], 'cannot read'),
     ],

@@ -93,7 +93,7 @@ def test_a_jobset_asks_for_the_machines_of_its_slices():
     }
     (container,) = pod['containers']
     assert container['resources']['limits'] == {'google.com/tpu': '4'}
-    assert container['command'] == ['lm', 'sweep', '--run_dir', 'gs://bucket/sweep', '--index', '1']
+    assert container['command'] == ['lm', 'sweep', '--run_dir', 'gs://bucket/sweep', '--index', 'b']
 
     _, replicated, pod = read(ClusterOptions(image='reg/lm', gpus='16', nodes=2))
     assert pod['containers'][0]['resources']['limits'] == {'nvidia.com/gpu': '8'}
@@ -133,7 +133,7 @@ def test_skypilot_recovers_what_may_be_run_again():
         'job_recovery': {'max_restarts_on_errors': 0, 'recover_on_exit_codes': [42, 45]},
     }
     assert (task['workdir'], 'num_nodes' in task) == ('.', False)
-    assert task['run'].endswith('exec .venv/bin/lm sweep --run_dir gs://bucket/sweep --index 1\n')
+    assert task['run'].endswith('exec .venv/bin/lm sweep --run_dir gs://bucket/sweep --index b\n')
 
     options = ClusterOptions(image='reg/lm', gpus='H100:16', nodes=2)
     kind.check(options, is_local=False)
@@ -261,7 +261,7 @@ def test_slurm_puts_tasks_back_into_its_queue(emit, tmp_path):
         3: [(second, code) for code in (1, 1, 42, 1, 1)],  # not on the wrong machine, though its turn comes there
         4: [(second, 42)],  # it was cancelled
     }
-    assert log[0][3] == ['sweep', '--run_dir', str(tmp_path / 'root'), '--index', '0']
+    assert log[0][3] == ['sweep', '--run_dir', str(tmp_path / 'root'), '--index', 'seed-0']
 
 
 def test_slurm_tells_each_process_where_to_meet(emit, tmp_path):
@@ -272,7 +272,7 @@ def test_slurm_tells_each_process_where_to_meet(emit, tmp_path):
     names = {'SLURM_NTASKS': '2', 'SLURM_PROCID': '1'}
     subprocess.run(['sbatch', tmp_path / 'slurm' / 'sweep.sh'], env=environment | names, check=True)
     assert json.loads((cluster / 'log.json').read_text())[4][3][4:] == [
-        *('4', '--coordinator_address', 'machine-0:8476', '--process_count', '2', '--process_id', '1')
+        *('seed-4', '--coordinator_address', 'machine-0:8476', '--process_count', '2', '--process_id', '1')
     ]
 
 
@@ -288,8 +288,12 @@ def test_the_folder_of_the_sweep_is_all_that_a_machine_needs(emit, tmp_path, mon
     (tmp_path / 'sweep.gin').unlink()
     assert main(['sweep', '--run_dir', str(root), '--index', '3']) == 0
     assert trained == [(3, str(root / 'seed-3'))]
+    assert main(['sweep', '--run_dir', str(root), '--index', 'seed-2']) == 0
+    assert trained[1:] == [(2, str(root / 'seed-2'))]
+    assert main(['sweep', '--run_dir', str(root), '--index', 'seed2']) == 2
+    assert '--index seed2: no point has this name; did you mean seed-2?' in capsys.readouterr().err
     assert main(['sweep', '--run_dir', str(root), '--count']) == 0
-    assert capsys.readouterr().out.endswith('\n5\n')
+    assert capsys.readouterr().out == '5\n'
     assert main(['sweep', '--run_dir', str(root), '--index', '3', '--gin_param', 'train.seed = 1']) == 2
     assert 'the points in --run_dir are complete' in capsys.readouterr().err
     assert main(['sweep', '--run_dir', str(tmp_path / 'other'), '--index', '0']) == 2

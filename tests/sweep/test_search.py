@@ -1,8 +1,10 @@
 """`lm sweep --search`: the same trials whatever dies, pruned runs, and several machines on one search."""
 
+import dataclasses
 import itertools
 import json
 import math
+import pathlib
 import re
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from lm.sweep.search.search import Search
 from lm.sweep.search.space import make_space
 from lm.sweep.search.study import SearchOptions, Study, TrialResult, check_optuna
 from lm.sweep.status import read_status
+from lm.sweep.sweep import Sweep
 
 SPACE = """\
 optimizer.peak_learning_rate = log_uniform(1e-5, 1e-1)  # the best is 1e-3
@@ -237,12 +240,37 @@ def test_values_can_be_read_back_from_a_run(write):
         ('optimizer.peak_learning_rate = log_uniform(0, 1)', 'above 0'),
         ("optimizer.peak_learning_rate = uniform('a', 1)", 'must be numbers'),
         ('WIDTH = choice(1, 2)', 'no macros'),
+        ('train.steps = choice(1 + 1, 3)', r'space.gin:1: train.steps = choice\(1 \+ 1, 3\): cannot be read'),
+        ('zip/train.steps = [1, 2]', 'zip/ is an axis of a grid'),
+        ('variant/a/train.steps = 2', 'variant/ is an axis of a grid'),
+        (
+            'model.attention = choice(@near/softmax(), @far/softmax())\n'
+            'near/softmax.window = 8\nfar/softmax.window = 9',
+            'config.gin writes two of these values',
+        ),
         ('polysketch.sketch_size = choice(8, 16)', 'polysketch'),
     ],
 )
 def test_mistakes_in_a_space(write, text, message):
     with pytest.raises(ConfigError, match=message):
         write(text)
+
+
+@pytest.mark.parametrize('end', ['\n', '\r\n'], ids=['unix', 'windows'])
+def test_comments_and_line_ends_do_not_matter(write, end):
+    space = write(
+        f'optimizer.peak_learning_rate = log_uniform(1e-4, 1e-2)  # around (1e-3){end}'
+        f"data.eval_split = choice('a#(b)', 'c')  # a split{end}train.steps = 7  # (fixed){end}"
+    )
+    assert space.distributions['optimizer.peak_learning_rate'] == Numbers(1e-4, 1e-2, log=True)
+    assert space.distributions['data.eval_split'] == Choice(('a#(b)', 'c'), written=("'a#(b)'", "'c'"))
+
+
+def test_a_value_that_config_gin_leaves_out_is_read_back(write):
+    space = write('model.latent_rank = choice(16, None)\nsoftmax.qk_norm = choice(True, False)\n')
+    for drawn in space.distributions['model.latent_rank'].names:
+        values = {'model.latent_rank': drawn, 'softmax.qk_norm': 'True'}
+        assert space.read_values(parse_bindings(space.make_point(0, values).config), 'x') == values
 
 
 @pytest.mark.parametrize('path', shipped.SEARCHES, ids=lambda path: path.stem)
@@ -262,6 +290,20 @@ def test_a_grid_is_no_search(tmp_path, write):
     sweep_file.write_rows(tmp_path / 'root', [])
     with pytest.raises(ConfigError, match='holds a grid'):
         Search(tmp_path / 'root', write('model.n_layers = integers(1, 2)'), SearchOptions())
+
+
+def test_a_grid_does_not_replace_the_table_of_a_search(tmp_path):
+    point = {'point': 'trial-0000', 'status': 'done', 'step': 1, 'steps': 1}
+    sweep_file.write_rows(tmp_path, [point], {'search': {'sampler': 'tpe'}})
+    (trial,) = make_points([], [write_grid(tmp_path, 'train.seed = [0]')])
+    with pytest.raises(ConfigError, match=r'holds a search, whose table seed-0 would replace'):
+        Sweep(tmp_path, [trial]).check()
+    Sweep(tmp_path, [dataclasses.replace(trial, name='trial-0000')]).check()
+
+
+def write_grid(folder: pathlib.Path, text: str) -> str:
+    (folder / 'grid.gin').write_text(text)
+    return str(folder / 'grid.gin')
 
 
 def test_the_sampler_learns():

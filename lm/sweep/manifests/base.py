@@ -113,8 +113,11 @@ class ClusterJob:
 
     @property
     def command(self) -> list[str]:
-        """The command of each process. It needs no file but the folder of the sweep."""
-        return make_command(self.root, str(self.index))
+        """The command of each process. It needs no file but the folder of the sweep.
+
+        It names the point: numbers of points may change when values are added to the sweep.
+        """
+        return make_command(self.root, self.point)
 
 
 class ManifestFormat(abc.ABC):
@@ -165,9 +168,9 @@ class ManifestFormat(abc.ABC):
         """Returns file name → text of the manifests. `folder`: the absolute path that they will lie in."""
 
 
-def make_command(root: str, index: str) -> list[str]:
-    """Returns the command of a point's processes; `index` may be a variable of the scheduler."""
-    return ['lm', 'sweep', '--run_dir', root, '--index', index]
+def make_command(root: str, point: str) -> list[str]:
+    """Returns the command of a point's processes."""
+    return ['lm', 'sweep', '--run_dir', root, '--index', point]
 
 
 def make_script(setup: Sequence[str], command: Sequence[str]) -> str:

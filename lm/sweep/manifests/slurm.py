@@ -33,11 +33,13 @@ set -u
 folder={folder}
 export LM_WRONG_MACHINES=$folder/wrong_machines
 failures=$folder/failures-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID
+# Points by name: their numbers may change when values are added to the sweep.
+declare -A points=({points})
 
 elsewhere() {{
   local wrong
   wrong=$(sort -u "$LM_WRONG_MACHINES" | paste -sd ,)
-  echo "point $SLURM_ARRAY_TASK_ID goes to other machines than $wrong"
+  echo "point ${{points[$SLURM_ARRAY_TASK_ID]}} goes to other machines than $wrong"
   sbatch --array="$SLURM_ARRAY_TASK_ID" --exclude="$wrong" "$folder/{script_name}"
 }}
 
@@ -104,12 +106,12 @@ class SlurmFormat(ManifestFormat):
             requests['exclude'] = ','.join(machines)
         lines = [f'--{name}' if value is None else f'--{name}={value}' for name, value in requests.items()]
         head = ['#!/usr/bin/env bash', *(f'#SBATCH {line}' for line in [*lines, *options.scheduler_options])]
-        return {SCRIPT: '\n'.join(head) + '\n' + self.format_body(jobs[0].root, options, folder)}
+        return {SCRIPT: '\n'.join(head) + '\n' + self.format_body(jobs, options, folder)}
 
-    def format_body(self, root: str, options: ClusterOptions, folder: str) -> str:
+    def format_body(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str) -> str:
         """Returns the script below Slurm's own lines."""
         srun = 'srun' + (f' --container-image={shlex.quote(options.image)}' if options.image else '')
-        command = f'{shlex.join(make_command(root, ""))[:-2]}"$SLURM_ARRAY_TASK_ID"'
+        command = f'{shlex.join(make_command(jobs[0].root, ""))[:-2]}"${{points[$SLURM_ARRAY_TASK_ID]}}"'
         if options.processes > 1:  # srun gives each process its number
             host = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             address = f'--coordinator_address {host}:{PORT}" --process_count "$SLURM_NTASKS"'
@@ -121,6 +123,7 @@ class SlurmFormat(ManifestFormat):
             script=shlex.quote(f'{folder}/{SCRIPT}'),
             script_name=SCRIPT,
             folder=shlex.quote(folder),
+            points=' '.join(f'[{job.index}]={shlex.quote(job.point)}' for job in jobs),
             setup='\n'.join(['set -e', *options.setup, 'set +e']) if options.setup else '',
             srun=f'{srun} {command}',
             again=', '.join(map(str, AGAIN)),

@@ -134,7 +134,11 @@ KINDS: dict[str, Callable[..., Distribution]] = {
     'choice': _make_choice,
 }
 """Name → what makes the distribution of the values in its brackets."""
-WRITTEN = re.compile(rf'^(\s*[\w./]+\s*=\s*)((?:{"|".join(KINDS)})\(.*\))[ \t]*(?:#.*)?$', re.MULTILINE)
+ARGUMENTS = r"""\((?:[^#'"\r\n]|'[^'\r\n]*'|"[^"\r\n]*")*\)"""
+"""Brackets with anything but a comment: a # in quotes begins none."""
+WRITTEN = re.compile(
+    rf'^(\s*[\w./]+\s*=\s*)((?:{"|".join(KINDS)}){ARGUMENTS})[ \t]*(?:#[^\r\n]*)?(?=\r?$)', re.MULTILINE
+)
 
 
 def quote_distributions(text: str) -> str:

@@ -17,6 +17,8 @@ from lm.sweep.sweep import Sweep
 class TrialFolder(Sweep):
     """The folder of a search. It reads a finished trial once, because the table is written after each trial."""
 
+    draws_points = True
+
     def __init__(self, root: epath.PathLike):
         super().__init__(root, [])
         self._finished: dict[str, dict[str, Any]] = {}

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm.config.checks import Statement, check_used, find_used_bindings
+from lm.config.names import find_omitted
 from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.config.text import dump, format_value
 from lm.errors import ConfigError, MismatchError
 from lm.runs.config_diff import parse_bindings
+from lm.sweep.axes import find_axis
 from lm.sweep.points import Point
 from lm.sweep.search.distributions import (
     Choice,
@@ -58,12 +60,14 @@ class SearchSpace:
         Raises MismatchError for a value that this space does not have.
         """
         found = {}
+        owners = {key.rpartition('.')[0] for key in config}
         for key, distribution in self.distributions.items():
-            if key in config:
-                found[key] = distribution.find(config[key])
+            text = config.get(key, find_omitted(key) if key.rpartition('.')[0] in owners else None)
+            if text is not None:
+                found[key] = distribution.find(text)
                 if found[key] is None:
                     raise MismatchError(
-                        f'{name}: its {key} = {config[key]} is not in {self.written[key]}; '
+                        f'{name}: its {key} = {text} is not in {self.written[key]}; '
                         'name another --run_dir, or search as before'
                     )
         return found
@@ -91,6 +95,11 @@ def make_space(
     written: dict[str, str] = {}
     fixed = {s.key: s for s in base}
     for statement in swept:
+        if axis := find_axis(statement):
+            raise ConfigError(
+                f'{statement.where}: {statement.key}: {axis}/ is an axis of a grid; a search needs choice(…) and other '
+                'distributions, and a grid needs no --search'
+            )
         fixed[statement.key] = statement
         for known in (distributions, written):
             known.pop(statement.key, None)
@@ -114,7 +123,10 @@ def _read_distribution(statement: Statement, name: str, arguments: str) -> Distr
     label = f'{statement.where}: {statement.key} = {statement.value}'
     if statement.scope or not statement.parameter:
         raise ConfigError(f'{label}: a search draws parameters without a scope, and no macros')
-    (values,) = read((), [f'{statement.key} = [{arguments}]'])
+    try:
+        (values,) = read((), [f'{statement.key} = [{arguments}]'])
+    except ConfigError:
+        raise ConfigError(f'{label}: cannot be read; write numbers, references, or strings in quotes') from None
     try:
         return make_distribution(name, list(values.value))
     except ConfigError as error:
@@ -132,7 +144,13 @@ def _probe(space: SearchSpace) -> SearchSpace:
         bindings = {**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}
         experiment, calls = resolve(bindings, Experiment)
         used |= set(find_used_bindings(bindings, calls))
-        written.setdefault(key, []).append(parse_bindings(dump(experiment)).get(key, format_value(value)))
+        text = parse_bindings(dump(experiment)).get(key, format_value(value))
+        if text in written.setdefault(key, []) and isinstance(space.distributions[key], Choice):
+            raise ConfigError(
+                f'{space.bindings[key].where}: {key} = {space.written[key]}: config.gin writes two of these values as '
+                f'{text}, so a trial could not be read back; search the fields in which they differ'
+            )
+        written[key].append(text)
     known = {
         key: dataclasses.replace(d, written=tuple(written[key])) if isinstance(d, Choice) else d
         for key, d in space.distributions.items()
