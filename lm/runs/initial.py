@@ -10,6 +10,7 @@ from lm.checkpoint.snapshot import flatten
 from lm.errors import AbsentError, MismatchError
 from lm.runs.config_diff import parse_bindings
 from lm.runs.run_dir import RunDir
+from lm.runs.weights import find_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,18 @@ class InitialParameters:
         """
         with self._open() as other:
             saved = self._check(other, abstract['params'])
-            target = abstract | {'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
+            part = find_weights(saved)
+            target = {part: abstract['params'], 'buffers': _alike(abstract['buffers'], saved, 'buffers.')}
             restored = other.restore(target, partial=True)
         assert restored is not None, '`_check` has found a checkpoint'
-        taken, step, _ = restored
+        taken, step = (
+            {'params': restored.state.get(part, {}), 'buffers': restored.state.get('buffers', {})},
+            restored.step,
+        )
         names = flatten(taken)
         left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
-        line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}'
+        mean = '' if part == 'params' else ', the mean of its last weights'
+        line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}{mean}'
         return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
 
     def _open(self) -> Checkpointer:

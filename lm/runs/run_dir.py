@@ -102,8 +102,17 @@ class RunDir(RunPaths):
         return bool(find_committed_steps(self.checkpoints))
 
     def read_id(self) -> str:
-        """Returns a text that no other run has had in this directory; empty before the first start."""
-        return broadcast_text(str(read_raw(self.info).get('started', '')) if jax.process_index() == 0 else '')
+        """Returns a text that no other run has had in this directory; empty before the first start.
+
+        A rewind changes it: states that the run has left must not come back.
+        """
+
+        def read() -> str:
+            info = read_raw(self.info)
+            rewinds = len(info.get('rewinds') or ())
+            return f'{info.get("started", "")}{f" rewound {rewinds}" if rewinds else ""}'
+
+        return broadcast_text(read() if jax.process_index() == 0 else '')
 
     def record_saved(self, step: int) -> None:
         """Notes in run.json that the checkpoint of `step` is complete. A failure is only a warning."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lm.checkpoint.checkpointer import Checkpointer
@@ -39,8 +39,7 @@ class SavedWeights:
 
         Raises MismatchError if the checkpoint was trained with another tokenizer or does not fit the model.
         """
-        has_mean = any(name.startswith(f'{AVERAGE}.') for name in self._record['leaves'])
-        name = AVERAGE if has_mean else 'params'
+        name = find_weights(self._record['leaves'])
         with self._open() as saved:
             restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, self._chosen)
         assert restored is not None, 'there is a record of this step'
@@ -65,3 +64,11 @@ class SavedWeights:
     def _open(self) -> Checkpointer:
         tokenizer = {name: value for name, value in self.fingerprints.items() if name == 'tokenizer'}
         return Checkpointer(RunDir(self.run_dir).checkpoints, fingerprints=tokenizer)
+
+
+def find_weights(leaves: Iterable[str]) -> str:
+    """Returns the part of a state whose arrays are the model: the mean of the last weights where the run keeps one.
+
+    `leaves` are the names of the arrays of a checkpoint.
+    """
+    return AVERAGE if any(name.startswith(f'{AVERAGE}.') for name in leaves) else 'params'

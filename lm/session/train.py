@@ -138,6 +138,8 @@ def open_session(
         write_start(run, plan, origin, start)
         if memory:
             memory.run = run.read_id()
+        else:  # a later session must not find states from before this one
+            SharedMemory(run.path, '').delete()
         programs.publish()
         records = stack.enter_context(open_records(run, plan, origin, start, mesh.size))
         profiled = experiment.train.profile if jax.process_index() == 0 else None

@@ -1,5 +1,6 @@
 """A run whose process dies goes on from the memory of its host, and ends like an undisturbed run."""
 
+import json
 import pathlib
 import signal
 
@@ -7,7 +8,9 @@ import pytest
 import tiny
 from workshop import BRAKE, Shape, Workshop, logged, saved
 
+from lm import cli
 from lm.checkpoint.shared_memory import SharedMemory
+from lm.runs.run_dir import RunDir
 
 KEPT = {'checkpoint__memory_every': 2, 'checkpoint__save_every_steps': 1000}
 
@@ -59,3 +62,23 @@ def test_a_damaged_state_in_memory_is_one_line_and_the_directory_counts(tmp_path
     assert session.resumed_from() == 5
     assert not list_files(run)
     shop.same_end(shape, run)
+
+
+def test_a_session_without_memory_forgets_older_states(tiny_flags, tmp_path):
+    """The next session with memory would go on from a state that the run has left, after a rewind for example."""
+    run = tmp_path / 'run'
+    folder = SharedMemory(run, '').folder
+    folder.mkdir(mode=0o700)
+    (folder / '0.0').write_bytes(b'an older state')
+    assert cli.main(['train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.steps': 6})]) == 0
+    assert not list_files(run)
+
+
+def test_states_from_before_a_rewind_are_states_of_another_run(tmp_path):
+    run = RunDir(tmp_path)
+    known = set()
+    for rewinds in ([], [{'to': 3}], [{'to': 3}, {'to': 3}]):
+        run.info.write_text(json.dumps({'started': 'today', 'rewinds': rewinds}))
+        known.add(run.read_id())
+    assert len(known) == 3
+    assert 'today' in known, 'states of runs that were never rewound are found after an update'

@@ -57,6 +57,17 @@ def test_random_projections_come_with_the_parameters(tmp_path, n_features):
     assert line == f'{1 + is_alike} of 2 arrays taken from {tmp_path} at step 7{rest}'
 
 
+def test_the_mean_of_the_last_weights_is_taken_where_there_is_one(tmp_path):
+    """These are the weights that evaluate, generate and export use."""
+    part = {'out': np.zeros(3, np.float32)}
+    here = {'params': part, 'buffers': {}}
+    with Checkpointer(RunDir(tmp_path).checkpoints) as checkpointer:
+        checkpointer.save(7, here | {'average': {'out': np.full(3, 2, np.float32)}})
+    taken, line = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
+    np.testing.assert_array_equal(taken['params']['out'], 2)
+    assert line == f'1 of 1 arrays taken from {tmp_path} at step 7, the mean of its last weights'
+
+
 def test_another_tokenizer_is_refused(reference_run, other_tokens, tiny_flags, tmp_path, capsys):
     assert start(reference_run, tiny_flags, tmp_path / 'run', data__path=str(other_tokens)) == 44
     error = capsys.readouterr().err.splitlines()[-1]
