@@ -207,6 +207,7 @@ def make_plan(
     settings = settle_evaluation(experiment.evaluate, data, train, model, train.eval_tokens)
     mesh = experiment.mesh.plan(target)
     check_training(train, optimizer, data, model, mesh)
+    model.check_parts(mesh.sequence, settings.context_length, 'evaluate.context_length')
     compute_dtype = model.resolve_dtype(target.platform)
     functions = cache.get(('model', model, compute_dtype), lambda: ModelFunctions(model, compute_dtype))
     # Errors of the data.

@@ -146,6 +146,10 @@ class Attention(Configurable, abc.ABC):
         """
         return None
 
+    def why_part(self, tokens: int) -> str | None:
+        """Returns why a device cannot hold a part of a window of so many tokens (`mesh.sequence`); None: it can."""
+        return None
+
     def projections(self, dims: HeadDims) -> dict[str, int]:
         """Returns further arguments of the module besides queries, keys and values: argument → width.
 

@@ -71,6 +71,9 @@ class Hybrid(LinearAttention):
             return None
         return f'{self.gin_name}.window = {self.window:,}: covers the context, so all weights are exact'
 
+    def why_part(self, tokens: int) -> str | None:
+        return None if self.window <= tokens else f'shorter than {self.gin_name}.window = {self.window:,}'
+
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:
         """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""

@@ -126,6 +126,11 @@ class Polysketch(Gated, LinearAttention):
             f'polysketch.block = {self.block:,}: covers the context, so all weights are exact and no sketch takes part'
         )
 
+    def why_part(self, tokens: int) -> str | None:
+        if not self.local or tokens % self.block == 0:
+            return None
+        return f'no multiple of polysketch.block = {self.block:,}'
+
     def why_causal(self) -> str | None:
         if self.local:
             return 'polysketch.local = True: the exact blocks have the causal mask; set it to False'

@@ -12,6 +12,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.perplexity import make_scoring_program
 from lm.model.functions import ModelFunctions, Scored, Weights
+from lm.ops.platform import SEQUENCE_AXIS
 from lm.training.mesh import batch_sharding, round_up_rows
 
 SHORTEST = 32
@@ -60,6 +61,7 @@ class Scorer:
                 'lm evaluate'
             )
         self.mesh, self.weights, self.context_length = mesh, weights, context_length
+        self._model, self._parts = functions.config, mesh.shape.get(SEQUENCE_AXIS, 1)
         self.batch_size = round_up_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
@@ -77,7 +79,7 @@ class Scorer:
         for i, row in enumerate(rows):
             if not 2 <= len(row) <= self.context_length + 1:
                 raise ValueError(f'a row of {len(row)} tokens: must be 2 to {self.context_length + 1}')
-            padded.setdefault(min(pad_length(len(row) - 1), self.context_length), []).append(i)
+            padded.setdefault(self._choose_length(len(row) - 1), []).append(i)
         for length, indices in sorted(padded.items()):
             # Few rows are no whole batch: most of it would be padding. Powers of two keep the number of programs small.
             n_rows = min(self.batch_size, round_up_rows(1 << (len(indices) - 1).bit_length(), self.mesh))
@@ -94,6 +96,11 @@ class Scorer:
                     correct = None if batch.correct is None else batch.correct[at, :n]
                     found[i] = Scored(batch.nats[at, :n].astype(np.float64), correct)
         return [found[i] for i in range(len(rows))]
+
+    def _choose_length(self, length: int) -> int:
+        """Returns the length to which a row is padded. Devices that cannot share it compute it whole."""
+        padded = min(pad_length(length), self.context_length)
+        return padded + 1 if self._model.why_parts(self._parts, padded) else padded  # parts > 1 do not divide it then
 
     def score_text(self, tokenizer: Tokenizer, text: str, begin_id: int | None = None) -> Scores:
         """Scores a text as a document: an end-of-document token (or `begin_id`) stands before it, and the one after it

@@ -15,6 +15,7 @@ from lm.evaluation.perplexity import format_word_perplexity
 from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
+from lm.ops.platform import SEQUENCE_AXIS
 from lm.runs.records import to_json
 from lm.text import perplexity
 from lm.training.mesh import JobAddress, initialize_distributed
@@ -79,7 +80,9 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     config = dataclasses.replace(experiment.evaluate, **settings)
     data, train, model = experiment.data, experiment.train, experiment.model
     check_objective(train.objective, data, model)
-    plan = plan_evaluation(settle_evaluation(config, data, train, model), run.splits)
+    settled = settle_evaluation(config, data, train, model)
+    model.check_parts(run.mesh.shape.get(SEQUENCE_AXIS, 1), settled.context_length, 'evaluate.context_length')
+    plan = plan_evaluation(settled, run.splits)
     return make_evaluator(plan, run.functions, run.mesh)
 
 

@@ -385,11 +385,27 @@ class ModelConfig(Configurable):
                 'shorten train.context_length, evaluate.context_length, the lengths of the task or the text'
             )
 
-    def check_parts(self, parts: int) -> None:
-        """Raises ConfigError if a mechanism cannot share a window over this number of devices (`mesh.sequence`)."""
+    def check_parts(self, parts: int, length: int | None = None, setting: str = 'train.context_length') -> None:
+        """Raises ConfigError if a mechanism cannot share a window over this number of devices (`mesh.sequence`).
+
+        `length` is the number of tokens of a window, which `setting` sets; None: it is not known yet.
+        """
         reasons = (one.why_whole(self.causal) for one in self.pattern if parts > 1)
         if reason := next(filter(None, reasons), None):
             raise ConfigError(f'mesh.sequence = {parts}: {reason}')
+        if length is not None and (reason := self.why_parts(parts, length)):
+            raise ConfigError(
+                f'mesh.sequence = {parts}: {setting} = {length:,} makes parts of {length // parts:,} tokens, '
+                f'{reason}; change one of the three'
+            )
+
+    def why_parts(self, parts: int, length: int) -> str | None:
+        """Returns why a mechanism cannot split a window of `length` tokens over `parts` devices; None: it can.
+
+        Windows that `parts` does not divide are not split.
+        """
+        reasons = (one.why_part(length // parts) for one in self.pattern if parts > 1 and length % parts == 0)
+        return next(filter(None, reasons), None)
 
     def flops_per_token(self, length: int) -> float:
         """Returns the floating-point operations per token of a training step at context `length`: three times the

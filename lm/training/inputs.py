@@ -20,7 +20,7 @@ def check_training(
     config.check_parts(mesh.sequence)
     optimizer.build_schedule(config.steps)
     check_objective(config.objective, data, model)
-    model.check_parts(mesh.sequence)
+    model.check_parts(mesh.sequence, config.context_length)
     model.check_length(config.context_length)
 
 

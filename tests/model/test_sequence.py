@@ -18,6 +18,7 @@ from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
+from lm.evaluation.scoring import Scorer
 from lm.experiment import load
 from lm.hardware import describe_devices, parse
 from lm.model import ModelConfig
@@ -214,3 +215,40 @@ def test_windows_and_parts_that_cannot_be_split_are_refused():
     ):
         with pytest.raises(OperationError, match=f'mesh.sequence: parts of 8 tokens are .*{text}'):
             gradients(attention, None, 4, sequence=4)
+
+
+@pytest.mark.parametrize(
+    ('attention', 'length', 'reason'),
+    [
+        (Polysketch(block=32), 96, 'no multiple of polysketch.block = 32'),
+        (Hybrid(window=40), 64, 'shorter than hybrid.window = 40'),
+        (Polysketch(block=32), 64, None),
+        (Polysketch(block=32), 63, None),
+        (Polysketch(local=False), 96, None),
+        (Softmax(window=90), 64, None),
+    ],
+)
+def test_the_plan_refuses_parts_that_a_mechanism_cannot_take(attention, length, reason):
+    model = ModelConfig(**TINY, n_layers=1, attention=attention)
+    model.check_parts(1, length)
+    if reason is None:
+        model.check_parts(2, length)
+        return
+    with pytest.raises(
+        ConfigError, match=f'train.context_length = {length} makes parts of {length // 2} tokens, {reason}'
+    ):
+        model.check_parts(2, length)
+
+
+def test_texts_of_any_length_are_scored_on_parts():
+    """A text of 40 tokens is padded to 64 on one device: parts of 32 fit. One of 80 is padded to 96, which do not."""
+    functions = step_of(Polysketch(block=32, sketch_size=4)).functions
+    weights = functions.init(0)
+    rows = [tokens(length=128)[0, 0, : length + 1] for length in (5, 40, 80, 128)]
+    found = []
+    for devices in (1, 2):
+        mesh = mesh_of(devices, sequence=devices)
+        placed = jax.device_put(weights, get_shardings(place(functions.abstract, mesh, functions.declared)))
+        found.append([scored.nats for scored in Scorer(functions, mesh, placed, 128, 4).score_rows(rows)])
+    for alone, shared in zip(*found, strict=True):
+        np.testing.assert_allclose(shared, alone, atol=1e-5)
