@@ -40,6 +40,8 @@ UNROLLED = 0.11
 """Seconds of processor time that a program without this loop takes longer to make, per layer: 3 to 5 s for 30."""
 PIECE = 4096
 """Tokens of each prompt that are read at a time. The remainder of the length is a shorter piece, the first one."""
+PROMPTS = 'must be text, or a list whose members are texts or arrays of token ids, such as [np.array([5, 6])]'
+"""The prompts that `generate` takes, for error messages."""
 END = 1000
 """Tokens at either end of a long text over which its speed is reported."""
 
@@ -160,12 +162,13 @@ def generate(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> str | list[str]:
-    """Continues prompts (text, or token ids) with the weights of a run; returns the new texts, or one text for one
-    prompt.
+    """Continues prompts with the weights of a run; returns the new texts, or one text for one text.
 
-    A text ends with its document, before the first string of `until`, or after `max_tokens` tokens.
+    `prompts` is a text, or a list whose members are texts or arrays of token ids, [tokens]. A new text ends with its
+    document, before the first string of `until`, or after `max_tokens` tokens.
 
-    Raises ConfigError for settings out of range (`Sampling`), and for ids that the tokenizer does not have.
+    Raises ConfigError for settings out of range (`Sampling`), for other prompts, and for ids that the tokenizer does
+    not have.
     """
     check_kind('run', run, LoadedRun, OPENED)
     if isinstance(until, str):
@@ -173,11 +176,12 @@ def generate(
     if max_tokens < 1:
         raise ConfigError(f'max_tokens = {max_tokens}: must be at least 1')
     sampling, tokenizer = Sampling(temperature, top_k, top_p), run.tokenizer
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(f'prompts = {prompts!r}: {PROMPTS}')
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         return []
-    encoded = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
-    rows = [np.concatenate([[run.begin_id], tokens]) for tokens in encoded]
+    rows = [np.concatenate([[run.begin_id], _encode(tokenizer, text)]) for text in texts]
     for row in rows:
         if (wrong := row[(row < 0) | (row >= tokenizer.vocab_size)]).size:
             raise ConfigError(f'prompts: token id {wrong[0]}: must be 0 to {tokenizer.vocab_size - 1}')
@@ -197,6 +201,20 @@ def generate(
             if all(ended):
                 break
     return results[0] if isinstance(prompts, str) else results
+
+
+def _encode(tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
+    """Returns the token ids of a prompt, [tokens]; raises ConfigError unless it is text or holds token ids."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # rows of several lengths
+        ids = None
+    if ids is None or ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        text = ' '.join(repr(prompt).split())
+        raise ConfigError(f'prompts: {text[:40] + "…" if len(text) > 80 else text}: {PROMPTS}')
+    return ids.astype(np.int64)
 
 
 def choose_chunk(model: Transformer) -> int:
@@ -227,9 +245,10 @@ def find_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> dict[int, str]:
     Raises ConfigError for a name that no token has.
     """
     ids = {tokenizer.piece(i): i for i in reversed(range(tokenizer.vocab_size))} if names else {}
+    ids.pop('', None)  # ids that no piece has
     for name in names:
         if name not in ids:
-            known = ', '.join(tokenizer.piece(i) for i in tokenizer.special_ids[:8])
+            known = ', '.join(filter(None, map(tokenizer.piece, tokenizer.special_ids[:8])))
             raise ConfigError(f'--stop {name!r}: is no token of this run; its special tokens are {known}')
     return {ids[name]: name for name in names}
 

@@ -106,11 +106,13 @@ def rotate(x_BxLxNxC, rotary, positions_BxL):
     """Applies rotary positions to the pairs (c, c + C/2); without them it changes nothing."""
     if rotary is None:
         return x_BxLxNxC
-    angle = angles(positions_BxL, x_BxLxNxC.shape[3], rotary['base'])
+    angle, amplitude = angles(positions_BxL, x_BxLxNxC.shape[3], rotary['base']), rotary['amplitude']
     if rotary['frequencies'] is not None:
-        angle = positions_BxL.float()[..., None] * torch.tensor(rotary['frequencies'], device=x_BxLxNxC.device)
+        frequencies = torch.tensor(rotary['frequencies'], device=x_BxLxNxC.device)
+        angle = positions_BxL.float()[..., None] * frequencies
+        amplitude = torch.where(frequencies != 0, amplitude, 1.0)  # the others do not turn, and stay as they are
     a, b = x_BxLxNxC.float().chunk(2, dim=-1)
-    cos, sin = (rotary['amplitude'] * x[:, :, None] for x in (angle.cos(), angle.sin()))
+    cos, sin = ((amplitude * x)[:, :, None] for x in (angle.cos(), angle.sin()))
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BxLxNxC.dtype)
 
 

@@ -29,16 +29,17 @@ def rotary(
     """Returns cosine and sine of the rotary angles (Su et al. 2021, eq. 15).
 
     Positions [L] give two arrays [L, 1, width/2]; positions [B, L] give [B, L, 1, width/2]. Only the first `fraction`
-    of the pairs turns, with the angles of a head of that size; the angles of the others are 0. `scaling` changes the
-    frequencies.
+    of the pairs turns, with the angles of a head of that size; the others stay as they are (cosine 1, sine 0).
+    `scaling` changes the frequencies, and its amplitude multiplies the pairs that turn.
     """
     frequencies = rotary_frequencies(width, base, fraction, scaling)
     angle = _angles(positions, frequencies)[..., None, :]
-    if (still := width // 2 - len(frequencies)) > 0:
-        angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, still)])
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling is not None and scaling.amplitude != 1:
         cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    if (still := width // 2 - len(frequencies)) > 0:
+        padding = [(0, 0)] * (angle.ndim - 1) + [(0, still)]
+        cos, sin = jnp.pad(cos, padding, constant_values=1), jnp.pad(sin, padding)
     return Rotation(cos, sin)
 
 

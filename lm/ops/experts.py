@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops import platform
+from lm.ops.arguments import check_shapes
 from lm.ops.custom_vjp import custom_vjp
 
 Activate = Callable[[jax.Array], jax.Array]
@@ -38,7 +39,12 @@ def apply_experts(
         into_ExDxG: W of each expert.
         out_ExFxD: W' of each expert.
         activate: σ, of arrays [R, G].
+
+    Raises:
+        OperationError: arrays that do not fit together.
     """
+    arrays = {'x_TxD': x_TxD, 'chosen_TxN': chosen_TxN, 'weights_TxN': weights_TxN}
+    check_shapes(arrays | {'into_ExDxG': into_ExDxG, 'out_ExFxD': out_ExFxD})
     experts, choices = into_ExDxG.shape[0], chosen_TxN.shape[1]
     chosen_R, rows_RxD = chosen_TxN.reshape(-1), jnp.repeat(x_TxD, choices, axis=0)
     if chosen_R.shape[0] < experts:

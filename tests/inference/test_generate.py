@@ -36,6 +36,7 @@ from lm.inference.generation import (
     show_text,
     state_bytes,
 )
+from lm.inference.loaded_run import LoadedRun
 from lm.model.transformer import separate_layers, separate_state
 
 GREEDY = Sampling(temperature=0)
@@ -236,8 +237,45 @@ class Letters:
     """A tokenizer of letters."""
 
     eod_id = 0
+    vocab_size = 26
+    encode = staticmethod(lambda text: np.array([ord(letter) - 97 for letter in text], np.int32))
     piece = staticmethod(lambda index: '</s>')
     decode = staticmethod(lambda ids: ''.join(chr(97 + i) for i in ids if i))
+
+
+@pytest.fixture
+def letters(model) -> LoadedRun:
+    """Returns a run in memory whose tokenizer is `Letters`."""
+    run = LoadedRun(None, None, None, jax.make_mesh((1,), ('data',)), None, None, 0)  # pyright: ignore
+    run.__dict__.update(tokenizer=Letters, begin_id=0, model=model)
+    return run
+
+
+def test_prompts_are_texts_or_token_ids(letters):
+    """Lists of token ids, and empty ones, count as arrays."""
+    prompts = ['bc', np.array([1, 2]), [1, 2], np.array([1, 2], np.uint64), []]
+    texts = lm.generate(letters, prompts, max_tokens=3, temperature=0)
+    assert texts == [texts[0]] * 4 + [lm.generate(letters, '', max_tokens=3, temperature=0)]
+
+
+@pytest.mark.parametrize(
+    ('prompts', 'named'),
+    [
+        (np.array([5, 6]), 'prompts: np.int64(5)'),
+        ([5, 6], 'prompts: 5'),
+        ([np.array([5.7])], 'prompts: array([5.7])'),
+        ([np.array([True])], 'prompts: array([ True])'),
+        (['a', [[1, 2], [3]]], 'prompts: [[1, 2], [3]]'),
+        ([np.zeros((2, 200))], 'prompts: array([[0., 0.'),
+        ([None], 'prompts: None'),
+        (7, 'prompts = 7'),
+    ],
+)
+def test_other_prompts_are_refused_in_one_line(letters, prompts, named):
+    with pytest.raises(ConfigError, match=re.escape(named)) as error:
+        lm.generate(letters, prompts)
+    assert str(error.value).endswith('token ids, such as [np.array([5, 6])]')
+    assert '\n' not in str(error.value)
 
 
 def test_continuations_end_by_themselves():
@@ -343,6 +381,9 @@ def test_a_whole_file_is_one_prompt(tmp_path):
     assert read_prompts(['one', 'two']) == ['one', 'two']
     text.write_bytes(b'two\r\nlines\rhere\r\n')
     assert read_prompts(text_file=str(text)) == ['two\r\nlines\rhere\r\n'], 'as lm prepare would read it'
+    for name in ('text_file', 'prompt_file'):
+        text.write_bytes(b'\xef\xbb\xbfone\xef\xbb\xbf')
+        assert read_prompts(**{name: str(text)}) == ['one\ufeff'], 'without the mark of the byte order'
     with pytest.raises(ConfigError, match='--prompt and --text_file: give one of them'):
         read_prompts('a', text_file=str(text))
     with pytest.raises(ConfigError, match=r'--text_file .*: no such file'):

@@ -20,7 +20,7 @@ from lm.attention.polysketch import Polysketch
 from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
-from lm.attention.rotary_scaling import LinearRotary
+from lm.attention.rotary_scaling import LinearRotary, YarnRotary
 from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
@@ -37,6 +37,7 @@ transformers = pytest.importorskip('transformers', reason='needs transformers: s
 
 MORE = {
     'softmax scale': Softmax(scale=0.7),
+    'softmax yarn on a part': Softmax(rotary_fraction=0.5, rotary_scaling=YarnRotary(attention_factor=1.5)),
     'softmax sinks gate': Softmax(sinks=True, gate=True, window=9),
     'layers of their own': (
         Softmax(rotary_base=None, window=5),
@@ -114,6 +115,17 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
         written = model.generate(torch.tensor(tokens[:, :8]), max_new_tokens=4, do_sample=False)
         first = shapes.our_logits(config, weights, tokens[:, :8])[:, -1].argmax(-1)
         np.testing.assert_array_equal(written[:, 8].numpy(), first)
+
+
+def test_an_amplitude_leaves_channels_that_do_not_turn_as_they_are():
+    from lm.interop.modeling_lm import rotate  # needs PyTorch
+
+    x = torch.tensor(np.random.default_rng(0).normal(size=(2, 5, 3, 8)), dtype=torch.float32)
+    described = {'base': 1e4, 'frequencies': [1.0, 0.1, 0.0, 0.0], 'amplitude': 1.5}
+    y = rotate(x, described, torch.arange(5).expand(2, 5)).view(2, 5, 3, 2, 4)
+    x = x.view(2, 5, 3, 2, 4)
+    assert torch.equal(y[..., 2:], x[..., 2:])
+    torch.testing.assert_close(y[..., :2].square().sum(3), 2.25 * x[..., :2].square().sum(3))
 
 
 def load_export(form, tmp_path, **changes):

@@ -21,6 +21,7 @@ from lm.model.functions import count_parameters
 from lm.model.key_offset import offset_keys, select_channels
 from lm.model.positions import rotary
 from lm.ops import tpu
+from lm.ops.rotary import rotate
 from lm.parameters import declarations
 
 SIZES = {
@@ -187,6 +188,21 @@ def test_rotary_fraction():
     np.testing.assert_array_equal(part.sin_AxLx1xP[..., :2], small.sin_AxLx1xP)
     assert (part.cos_AxLx1xP[..., 2:] == 1).all()
     assert (part.sin_AxLx1xP[..., 2:] == 0).all()
+
+
+def test_an_amplitude_leaves_pairs_that_do_not_turn_as_they_are():
+    """So do the layers of Qwen3-Next, which rotate a part of a head and join the rest to it."""
+    yarn = YarnRotary(attention_factor=1.5)
+    part, small = (rotary(jnp.arange(5), size, 1000.0, share, yarn) for size, share in ((16, 0.25), (4, 1.0)))
+    for found, turned, still in zip(part, small, (1, 0), strict=True):
+        np.testing.assert_array_equal(found[..., :2], turned)
+        assert (found[..., 2:] == still).all()
+    assert part.cos_AxLx1xP[0, 0, 0] == 1.5
+    x_BxLxNxC = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
+    for implementation in ('xla', 'reference'):
+        q, k = rotate(x_BxLxNxC, part, 2, implementation=implementation)
+        still = jnp.concatenate([q, k], axis=2).reshape(2, 5, 3, 2, 8)[..., 2:]
+        np.testing.assert_array_equal(still, x_BxLxNxC.reshape(2, 5, 3, 2, 8)[..., 2:])
 
 
 def test_scaled_rotary_positions():

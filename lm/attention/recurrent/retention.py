@@ -25,6 +25,7 @@ class Retention(LinearAttention):
     """Weights γ^(i - j) ⟨q_i, k_j⟩ without a denominator; each head's output is normalized instead."""
 
     layer_type = 'multi_scale_retention'
+    numbers_heads = True
 
     norm_epsilon: float = field(
         default=EPSILON,

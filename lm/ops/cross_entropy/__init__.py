@@ -8,6 +8,7 @@ from typing import Annotated, Literal, overload
 import jax
 
 from lm.ops import platform
+from lm.ops.arguments import check_cap, check_counts, check_shapes
 from lm.ops.cross_entropy.cap import capped
 from lm.ops.cross_entropy.types import (
     CrossEntropyCall,
@@ -80,9 +81,10 @@ def cross_entropy(
         [B, L] float32 nats; with `normalizer` these and the log-normalizers, [B, L] float32.
 
     Raises:
-        OperationError: an unknown implementation.
+        OperationError: arrays or options that do not fit together, or an unknown implementation.
     """
     call = CrossEntropyCall(x_BxLxD, embedding_VxD, bias_V, targets_BxL, cap=cap, normalizer=normalizer, chunk=chunk)
+    _check(call)
     losses = IMPLEMENTATIONS.choose(implementation, call).cross_entropy(call)
     return losses if normalizer else losses.nats_BxL
 
@@ -113,11 +115,21 @@ def weighted_cross_entropy(
         float32 [P, 1], the sum's parts on each of P devices; and the nats [B, L] float32, to which no gradient flows.
 
     Raises:
-        OperationError: an unknown implementation.
+        OperationError: arrays or options that do not fit together, or an unknown implementation.
     """
     arrays = (x_BxLxD, embedding_VxD, bias_V, targets_BxL)
     call = WeightedCall(*arrays, weights_BxL=weights_BxL, cap=cap, z_loss=z_loss, chunk=chunk)
+    _check(call)
+    check_shapes({'weights_BxL': weights_BxL}, **dict(zip('BL', targets_BxL.shape, strict=True)))
     return IMPLEMENTATIONS.choose(implementation, call).weighted_cross_entropy(call)
+
+
+def _check(call: CrossEntropyCall) -> None:
+    """Raises OperationError for arrays or options that do not fit together."""
+    arrays = {'x_BxLxD': call.x_BxLxD, 'embedding_VxD': call.embedding_VxD, 'bias_V': call.bias_V}
+    check_shapes(arrays | {'targets_BxL': call.targets_BxL})
+    check_counts(chunk=call.chunk)
+    check_cap('cap', call.cap)
 
 
 __all__ = [

@@ -11,9 +11,12 @@ B batch, L length, H query heads, K key and value heads (K divides H; head h rea
 D value size.
 """
 
+import dataclasses
+
 import jax
 
 from lm.ops import platform
+from lm.ops.arguments import check_heads, check_shapes
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.errors import OperationError
 
@@ -64,7 +67,7 @@ def delta_rule(
         [B, L, H, D] in the dtype of v; with `return_state` also the state. Sums are float32.
 
     Raises:
-        OperationError: heads that do not fit, an unknown implementation, or a state on parts of a window.
+        OperationError: arrays that do not fit, an unknown implementation, or a state on parts of a window.
     """
     call = DeltaCall(
         q_BxLxHxE,
@@ -84,9 +87,8 @@ def delta_rule(
 
 def compute(call: DeltaCall, implementation: str | None = None) -> DeltaResult:
     """Computes a call, and raises errors, as `delta_rule` does."""
-    heads, key_heads = call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2]
-    if heads % key_heads:
-        raise OperationError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
+    check_shapes({f.name: getattr(call, f.name) for f in dataclasses.fields(call) if f.name != 'query_length'})
+    check_heads(call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2])
     if platform.sequence_shards() > 1:
         if call.initial_state_BxKxExD is not None:
             raise OperationError('mesh.sequence: a window on many devices has no states of its own')

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform, sequence
+from lm.ops.arguments import check_cap, check_counts, check_heads, check_shapes
 from lm.ops.documents import forgetting
 from lm.ops.errors import OperationError
 from lm.ops.exact_attention.types import (
@@ -83,7 +84,7 @@ def softmax_attention(
         [B, L, H, D] in the dtype of q. Every query must see at least one key.
 
     Raises:
-        OperationError: heads or options that do not fit, or an implementation that does not support the call.
+        OperationError: arrays or options that do not fit, or an implementation that does not support the call.
     """
     call = SoftmaxCall(
         q_BxLxHxD,
@@ -101,10 +102,8 @@ def softmax_attention(
         block=block,
     )
     _check(call)
-    if score_cap is not None and not score_cap > 0:
-        raise OperationError(f'score_cap = {score_cap}: must be above 0; None leaves scores as they are')
-    if sinks_H is not None and sinks_H.shape != q_BxLxHxD.shape[2:3]:
-        raise OperationError(f'sinks of shape {sinks_H.shape}: must be {q_BxLxHxD.shape[2:3]}, one per query head')
+    check_cap('score_cap', score_cap)
+    check_shapes({'sinks_H': sinks_H}, H=q_BxLxHxD.shape[2])
     call = _with_keys_of_other_parts(_with_decay_of_documents(call))
     return SOFTMAX.choose(implementation, call).softmax_attention(call)
 
@@ -207,21 +206,18 @@ def _with_keys_of_other_parts(call: SomeCall) -> SomeCall:
 
 
 def _check(call: ExactCall) -> None:
-    """Raises OperationError for heads or options that do not fit together."""
-    q, k, log_decay = call.q_BxLxHxD, call.k_BxMxKxD, call.log_decay_BxMxK
-    if q.shape[2] % k.shape[2]:
-        raise OperationError(f'n_kv_heads = {k.shape[2]}: must divide n_heads = {q.shape[2]}')
+    """Raises OperationError for arrays or options that do not fit together."""
+    q, k, v, log_decay = call.q_BxLxHxD, call.k_BxMxKxD, call.v_BxMxKxD, call.log_decay_BxMxK
+    arrays = {'q_BxLxHxD': q, 'k_BxMxKxD': k, 'v_BxMxKxV': v, 'log_decay_BxMxK': log_decay}
+    check_shapes(arrays | {'starts_BxL': call.starts_BxL})
+    check_heads(q.shape[2], k.shape[2])
+    check_counts(window=call.window, block=call.block)
     decodes = not isinstance(call.q_offset, int) or call.q_offset > 0
     if call.starts_BxL is not None and (not call.causal or (q.shape[1] != k.shape[1] and not decodes)):
         raise OperationError(
             'starts_BxL: documents are told apart among the queries and keys of the same tokens only, causally'
         )
-    if log_decay is None:
-        return
-    if log_decay.shape != k.shape[:3]:
-        expected = f'{k.shape[:3]}, batch, length and key heads'
-        raise OperationError(f'log_decay of shape {log_decay.shape}: must be {expected}')
-    if not call.causal:
+    if log_decay is not None and not call.causal:
         raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
 
 

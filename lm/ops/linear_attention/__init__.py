@@ -23,11 +23,13 @@ without one). D is the value size, C the size of the vectors that the exact kern
 expansion. K divides H; head h reads key head h // (H / K), and sums are kept once per key head.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from lm.ops import platform
+from lm.ops.arguments import check_counts, check_heads, check_shapes
 from lm.ops.errors import OperationError
 from lm.ops.linear_attention.types import (
     LOCAL_BLOCK,
@@ -117,8 +119,8 @@ def linear_attention(
         [B, L, H, D] in the dtype of v; with `return_state` also the `State`. Sums and denominators are float32.
 
     Raises:
-        OperationError: options that do not fit together, or an unknown implementation; on parts of a window that are
-            shorter than the `window`, or no multiple of the exact blocks.
+        OperationError: arrays or options that do not fit together, or an unknown implementation; on parts of a window
+            that are shorter than the `window`, or no multiple of the exact blocks.
     """
     call = LinearCall(
         q_BxLxHxE,
@@ -151,9 +153,8 @@ def compute(call: LinearCall, implementation: str | None = None) -> LinearResult
 
 
 def _check(call: LinearCall) -> None:
-    options, heads, key_heads = call.options, call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2]
-    if heads % key_heads:
-        raise OperationError(f'n_kv_heads = {key_heads}: must divide n_heads = {heads}')
+    options = call.options
+    _check_arrays(call)
     if not any(options.powers):
         raise OperationError(f'powers = {options.powers}: must hold a coefficient other than 0')
     if options.local is None and options.window is not None:
@@ -164,18 +165,19 @@ def _check(call: LinearCall) -> None:
         raise OperationError('causal = False: the exact kernel `local` needs causal attention; leave it out')
     if isinstance(options.local, ExpKernel) and not options.normalize:
         raise OperationError('normalize = False: the weights of this `local` have an unknown common factor')
-    for name, value in (('window', options.window), ('block', options.block)):
-        if value is not None and value < 1:
-            raise OperationError(f'{name} = {value}: must be at least 1')
+    check_counts(window=options.window, block=options.block)
     if call.channel_log_decay_BxLxKxE is not None:
         _check_channels(call)
-    if call.log_decay_BxLxK is None:
-        return
-    if call.log_decay_BxLxK.shape != call.k_BxLxKxE.shape[:3]:
-        shape, needed = call.log_decay_BxLxK.shape, call.k_BxLxKxE.shape[:3]
-        raise OperationError(f'log_decay of shape {shape}: must be {needed}, batch, length and key heads')
-    if not options.causal:
+    if call.log_decay_BxLxK is not None and not options.causal:
         raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
+
+
+def _check_arrays(call: LinearCall) -> None:
+    left_out = ('q_parameters', 'k_parameters', 'initial_state', 'options', 'with_state')
+    arrays = {f.name: getattr(call, f.name) for f in dataclasses.fields(call) if f.name not in left_out}
+    sums = None if call.initial_state is None else call.initial_state.kv_BxKxRxD
+    check_shapes(arrays | {'initial_state.kv_BxKxRxD': sums})
+    check_heads(call.q_BxLxHxE.shape[2], call.k_BxLxKxE.shape[2])
 
 
 def _check_channels(call: LinearCall) -> None:

@@ -7,6 +7,8 @@ B batch, L length, H query heads, K key heads, N = H + K, C head size.
 import jax
 
 from lm.ops import platform
+from lm.ops.arguments import check_shapes
+from lm.ops.errors import OperationError
 from lm.ops.rotary.types import HeadNorms, QueriesAndKeys, RotaryCall, RotaryImplementation, Rotation
 
 IMPLEMENTATIONS = platform.Implementations[RotaryImplementation, RotaryCall](
@@ -32,14 +34,35 @@ def rotate(
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:
-        OperationError: an unknown implementation, or one that does not support the call.
+        OperationError: arrays that do not fit together, an unknown implementation, or one that does not support the
+            call.
     """
+    call = RotaryCall(qk_BxLxNxC, rotation, n_heads, norms)
+    _check(call)
     if rotation is None and norms is None:
         return QueriesAndKeys(qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:])
-    call = RotaryCall(qk_BxLxNxC, rotation, n_heads, norms)
     chosen = IMPLEMENTATIONS.choose(implementation, call)
     with jax.named_scope('rotary'):
         return chosen.rotate(call)
+
+
+def _check(call: RotaryCall) -> None:
+    """Raises OperationError for arrays that do not fit together."""
+    arrays: dict[str, jax.Array | None] = {'qk_BxLxNxC': call.qk_BxLxNxC}
+    if (norms := call.norms) is not None:
+        scales = {'norms.q_scale_C': norms.q_scale_C, 'norms.k_scale_C': norms.k_scale_C}
+        arrays |= scales | {'norms.q_bias_C': norms.q_bias_C, 'norms.k_bias_C': norms.k_bias_C}
+    check_shapes(arrays)
+    batch, length, heads, size = call.qk_BxLxNxC.shape
+    if not 0 < call.n_heads <= heads:
+        raise OperationError(f'n_heads = {call.n_heads}: must be 1 to {heads}, the heads of qk')
+    if call.rotation is None:
+        return
+    if size % 2:
+        raise OperationError(f'qk of shape {call.qk_BxLxNxC.shape}: rotated heads must have an even size')
+    for name, angles in zip(('cos', 'sin'), call.rotation, strict=True):
+        axes = 'BxLx1xP' if angles.ndim == 4 else 'Lx1xP'
+        check_shapes({f'rotation.{name}_{axes}': angles}, B=batch, L=length, P=size // 2)
 
 
 __all__ = ['IMPLEMENTATIONS', 'HeadNorms', 'QueriesAndKeys', 'RotaryCall', 'Rotation', 'rotate']

@@ -10,6 +10,7 @@ from typing import Annotated
 import jax
 
 from lm.ops import platform
+from lm.ops.arguments import check_shapes
 from lm.ops.short_convolution.types import ConvolutionCall, ConvolutionImplementation
 
 IMPLEMENTATIONS = platform.Implementations[ConvolutionImplementation, ConvolutionCall](
@@ -35,12 +36,22 @@ def short_convolution(
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:
-        OperationError: an unknown implementation, or one that does not support the call.
+        OperationError: arrays that do not fit together, an unknown implementation, or one that does not support the
+            call.
     """
     call = ConvolutionCall(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL)
+    _check(call)
     return IMPLEMENTATIONS.choose(
         implementation or platform.choose_for_short(x_BxLxN.shape[1]), call
     ).short_convolution(call)
+
+
+def _check(call: ConvolutionCall) -> None:
+    """Raises OperationError for arrays that do not fit together."""
+    x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL = call
+    check_shapes({'x_BxLxN': x_BxLxN, 'kernel_SxN': kernel_SxN, 'reach_BxL': reach_BxL})
+    batch, _, channels = x_BxLxN.shape
+    check_shapes({'before_BxRxN': before_BxRxN}, B=batch, R=kernel_SxN.shape[0] - 1, N=channels)
 
 
 __all__ = ['IMPLEMENTATIONS', 'ConvolutionCall', 'short_convolution']

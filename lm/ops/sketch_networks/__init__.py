@@ -10,6 +10,8 @@ numbers per vector and node, many times the vector itself, so no implementation 
 import jax
 
 from lm.ops import platform
+from lm.ops.arguments import check_shapes
+from lm.ops.errors import OperationError
 from lm.ops.sketch_networks.types import (
     NetworkKernels,
     NetworkWeights,
@@ -41,10 +43,23 @@ def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str 
         implementation: one of `IMPLEMENTATIONS`; None picks the platform's.
 
     Raises:
-        OperationError: an unknown implementation, or one that does not support the call.
+        OperationError: arrays that do not fit together, an unknown implementation, or one that does not support the
+            call.
     """
     call = SketchCall(nodes, xs_BxLxNxGxM)
+    _check(call)
     return IMPLEMENTATIONS.choose(implementation, call).sketch_networks(call)
+
+
+def _check(call: SketchCall) -> None:
+    """Raises OperationError for nodes that make no tree, and for arrays that do not fit them."""
+    copies = len(call.nodes) + 1
+    if copies < 2 or copies & (copies - 1):
+        raise OperationError(f'nodes: {len(call.nodes)} of them; must be 1, 3, 7 …, the nodes of a binary tree')
+    if not call.xs_BxLxNxGxM:
+        raise OperationError('xs: must hold at least one array of vectors')
+    arrays = {f'xs_BxLxNxG{i}xM': x_BxLxNxGxM for i, x_BxLxNxGxM in enumerate(call.xs_BxLxNxGxM)}
+    check_shapes(arrays, N=call.sizes.n, M=call.sizes.size)
 
 
 __all__ = [

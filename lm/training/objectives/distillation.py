@@ -7,6 +7,7 @@ The teacher is a run, whose weights never change. The step computes both models.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -129,6 +130,8 @@ class Distillation(Objective):
                 f'model.n_heads = {heads.queries}, model.n_kv_heads = {heads.keys}: the teacher has {own.queries} '
                 f'heads of queries and {own.keys} of keys; {remedy}'
             )
+        if self.clone_key_heads:
+            jax.eval_shape(functools.partial(clone_key_heads, teacher), teacher.abstract)
 
     def find_source(self, teacher: ModelFunctions) -> ModelFunctions:
         """Returns the functions of the model from which the student starts, which computes what the teacher does."""
