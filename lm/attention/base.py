@@ -68,7 +68,7 @@ class Attention(Configurable, abc.ABC):
     """The type of layers with this mechanism in `layer_types` of the config.json of published hybrids. Families of
     checkpoints find the mechanism by it. None: it has none."""
     numbers_heads: ClassVar[bool] = False
-    """What a head computes depends on its number and on how many there are, so copies of heads compute something else."""
+    """Copies of heads compute something else, because a head depends on its number among the heads."""
     redraw_every = None
     """Training steps after which the random projections are drawn anew; None: never."""
     causal = True

@@ -81,7 +81,7 @@ def read_prompts(
     if not path.exists() or path.is_dir():  # a pipe works
         raise ConfigError(f'--{name} {path}: no such file')
     try:
-        text = path.read_bytes().decode()  # carriage returns stay, as in `lm prepare`
+        text = path.read_bytes().decode('utf-8-sig')  # carriage returns stay, and a byte order mark goes, as in prepare
     except UnicodeDecodeError:
         raise ConfigError(f'--{name} {path}: is not text in UTF-8') from None
     if name == 'text_file':

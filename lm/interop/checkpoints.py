@@ -3,17 +3,19 @@
 import functools
 import logging
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 from lm.data import tokenizers
+from lm.data.tokenizers.marks import TextMarks, find_marks, read_config_marks
 from lm.errors import ConfigError, MismatchError
 from lm.files import parse_json
 from lm.interop.export_run import UNFINISHED
 from lm.interop.families.base import Tensors
-from lm.interop.formats import MODEL_TYPE
+from lm.interop.formats import BEGIN, END, MODEL_TYPE
 from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import UnreadableTokenizerError
-from lm.interop.tensors import check_safetensors, read_tensors
+from lm.interop.tensors import check_safetensors, read_metadata, read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +26,11 @@ class FoundTokenizer(NamedTuple):
     Attributes:
         tokenizer: as it is read here.
         where: the file that holds it.
-        end_id: the token that ends a document, where the checkpoint says it because the tokenizer does not.
         begin_id: the token that stands before every text; None: there is none.
     """
 
     tokenizer: tokenizers.Tokenizer
     where: pathlib.Path
-    end_id: int | None = None
     begin_id: int | None = None
 
 
@@ -67,6 +67,19 @@ class CheckpointFolder:
         """Returns name → float32 array."""
         return read_tensors(self.path)
 
+    @functools.cached_property
+    def marks(self) -> TextMarks:
+        """The tokens around a text: the ones of the run that was exported, or else what config.json says."""
+        header = read_metadata(self.path)
+        facts = {name: int(header[name]) for name in (END, BEGIN) if re.fullmatch(r'\d{1,10}', header.get(name, ''))}
+        if END in facts:
+            return TextMarks((facts[END],), facts.get(BEGIN), is_exact=True)
+        if self.config.get('model_type') != MODEL_TYPE:
+            return read_config_marks(self.config, self.path)
+        found = find_marks(self.config)
+        # Earlier exports name the end-of-document token as the beginning too, where the run has no other.
+        return TextMarks(found.ends, None if found.begin in found.ends else found.begin, is_exact=True)
+
     def find_tokenizers(self) -> list[FoundTokenizer]:
         """Returns the tokenizers in the folder that can be read here, tokenizer.json first."""
         paths = [self.path / name for name in tokenizers.FILE_NAMES]
@@ -74,9 +87,8 @@ class CheckpointFolder:
         return [one for one in found if one is not None]
 
     def _read_tokenizer(self, path: pathlib.Path) -> FoundTokenizer | None:
-        end, kind = self.config.get('eos_token_id'), self.config['model_type']
         try:
-            return read_tokenizer(path, end if isinstance(end, int) else None, begins=kind != MODEL_TYPE)
+            return read_tokenizer(path, self.marks)
         except ConfigError as error:
             log.warning('the tokenizer of %s is not compared: %s', self.path, error)
             return None
@@ -103,41 +115,31 @@ class GgufCheckpoint:
         """Returns name → float32 array, dequantized."""
         return self._file.read_tensors()
 
+    @property
+    def marks(self) -> TextMarks:
+        """The tokens around a text, as the metadata say."""
+        return find_marks(self.config)._replace(begin=self._file.begin_id)
+
     def find_tokenizers(self) -> list[FoundTokenizer]:
         """Returns the file's tokenizer; none where the file says too little."""
         try:
             name, model = self._file.tokenizer
-            end, ending = self.config.get('eos_token_id'), None
-            try:
-                tokenizer = tokenizers.from_bytes(model, None, name)
-            except ConfigError:
-                if end is None:
-                    raise
-                tokenizer, ending = tokenizers.from_bytes(model, end, name), end
+            tokenizer = tokenizers.from_marked(model, self.marks, name)
         except (UnreadableTokenizerError, ConfigError, MismatchError) as error:
             log.warning('the tokenizer of %s cannot be read: %s', self.path, error)
             return []
-        return [FoundTokenizer(tokenizer, self.path, ending, self._file.begin_id)]
+        return [add_begin(tokenizer, self.path, self.marks)]
 
 
-def read_tokenizer(path: pathlib.Path, end: int | None = None, *, begins: bool = True) -> FoundTokenizer:
-    """Reads the tokenizer in a file.
+def read_tokenizer(path: pathlib.Path, marks: TextMarks) -> FoundTokenizer:
+    """Reads the tokenizer in a file; the checkpoint says `marks`. Raises ConfigError as `lm.data.tokenizers.load`."""
+    return add_begin(tokenizers.load(path, marks=marks), path, marks)
 
-    Args:
-        path: the file.
-        end: the end-of-document token of a tokenizer that has none of the usual ones.
-        begins: the file says which token stands before every text.
 
-    Raises ConfigError as `lm.data.tokenizers.load` does.
-    """
-    ending = None
-    try:
-        tokenizer = tokenizers.load(path)
-    except ConfigError:
-        if end is None:
-            raise
-        tokenizer, ending = tokenizers.load(path, end=end), end
-    return FoundTokenizer(tokenizer, path, ending, tokenizer.begin_id if begins else None)
+def add_begin(tokenizer: tokenizers.Tokenizer, where: pathlib.Path, marks: TextMarks) -> FoundTokenizer:
+    """Returns a tokenizer with the token that stands before every text."""
+    names_begin = tokenizer.names_begin and not marks.is_exact
+    return FoundTokenizer(tokenizer, where, tokenizer.begin_id if names_begin else marks.begin)
 
 
 Checkpoint = CheckpointFolder | GgufCheckpoint

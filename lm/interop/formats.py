@@ -23,6 +23,8 @@ from lm.model.positions import rotary_frequencies
 
 MODEL_TYPE = 'lm_tpu'
 """The `model_type` in config.json."""
+BEGIN, END = 'begin_id', 'end_id'
+"""The names in the header of the weights of the tokens around a text."""
 CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
@@ -87,7 +89,7 @@ class Safetensors:
 
     def write(self, run: LoadedRun, folder: pathlib.Path, weights: WeightFiles = WeightFiles()) -> None:  # noqa: B008
         facts = {'step': str(run.step), 'tokenizer': run.store.fingerprints.get('tokenizer', '')}
-        weights.write(folder, self.tensors(run), facts)
+        weights.write(folder, self.tensors(run), facts | describe_marks(run))
         files = {CONFIG: dump(run.experiment).encode()}
         if run.experiment.data.task is None:
             files[run.tokenizer.file_name] = run.tokenizer.model
@@ -146,7 +148,6 @@ FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat(
 def describe(run: LoadedRun) -> dict[str, Any]:
     """Returns the contents of config.json."""
     model, train = run.experiment.model, run.experiment.train
-    eod = None if run.experiment.data.task else run.tokenizer.eod_id
     return {
         'model_type': MODEL_TYPE,
         'architectures': ['LmForCausalLM'],
@@ -160,8 +161,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         ],
         'layers': [describe_layer(model, i) for i in range(len(model.pattern))],
         'max_position_embeddings': train.context_length,
-        'bos_token_id': eod,
-        'eos_token_id': eod,
+        **name_marks(run),
         'use_cache': True,
         'settings': dump(run.experiment),
     }
@@ -175,8 +175,24 @@ def describe_generation(run: LoadedRun) -> dict[str, bytes]:
     if run.experiment.data.task or run.tokenizer.vocab_size >= run.experiment.model.vocab_size:
         return {}
     ids = list(range(run.tokenizer.vocab_size, run.experiment.model.vocab_size))
-    facts = {'bos_token_id': run.tokenizer.eod_id, 'eos_token_id': run.tokenizer.eod_id, 'suppress_tokens': ids}
-    return {GENERATION_CONFIG: (json.dumps(facts) + '\n').encode()}
+    return {GENERATION_CONFIG: (json.dumps(name_marks(run) | {'suppress_tokens': ids}) + '\n').encode()}
+
+
+def name_marks(run: LoadedRun) -> dict[str, int | None]:
+    """Returns the tokens before and behind a text under the names of transformers; None for a task."""
+    is_task = run.experiment.data.task is not None
+    begin, end = (None, None) if is_task else (run.begin_id, run.tokenizer.eod_id)
+    return {'bos_token_id': begin, 'eos_token_id': end}
+
+
+def describe_marks(run: LoadedRun) -> dict[str, str]:
+    """Returns the tokens around a text for the header of the weights, all that a run says of them.
+
+    A class of `transformers` has a rule of its own for them, so config.json is not enough.
+    """
+    begin, end = name_marks(run).values()
+    facts = {END: end, BEGIN: None if begin == end else begin}
+    return {name: str(value) for name, value in facts.items() if value is not None}
 
 
 def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,13 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.config.read import read
 from lm.config.text import dump
 from lm.data import tokenizers
-from lm.errors import ConfigError, MismatchError, writing
+from lm.data.tokenizers.marks import TextMarks, read_marks
+from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
 from lm.files import local_path, write_atomically
 from lm.inference.no_data import check_pieces
-from lm.interop.checkpoints import Checkpoint, FoundTokenizer, open_checkpoint, read_tokenizer
-from lm.interop.families import Family, choose
+from lm.interop.checkpoints import Checkpoint, FoundTokenizer, add_begin, open_checkpoint, read_tokenizer
+from lm.interop.families import Family, choose, reading_config
 from lm.interop.names import from_tensors
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
@@ -92,8 +93,9 @@ def import_run(
     experiment = dataclasses.replace(given, model=describe_model(family, checkpoint, allow_imports))
     check_given(given, experiment, path)
     experiment.model.check_length(experiment.train.context_length)
-    asked = None if tokenizer is None else [read_tokenizer(local_path(tokenizer, '--tokenizer'))]
-    found = choose_tokenizers(experiment, asked or checkpoint.find_tokenizers(), path)
+    marks = checkpoint.marks
+    asked = None if tokenizer is None else [read_tokenizer(local_path(tokenizer, '--tokenizer'), marks)]
+    found = choose_tokenizers(experiment, asked or checkpoint.find_tokenizers(), path, marks)
     if checkpoint.notes:
         print(checkpoint.notes)
     functions = ModelFunctions(experiment.model, jnp.float32)
@@ -134,7 +136,8 @@ def complete_import(run_dir: str, tokenizer: str) -> None:
         raise ConfigError(f'--run_dir {run.path}: holds no import; name the run of an import')
     if has := [name for name in tokenizers.FILE_NAMES if (run.path / name).exists()]:
         raise ConfigError(f'--tokenizer {tokenizer}: {run.path} has {has[0]} already; leave this out')
-    read = read_tokenizer(local_path(tokenizer, '--tokenizer'))
+    file = local_path(tokenizer, '--tokenizer')
+    read = read_tokenizer(file, find_marks_of_import(info, file))
     if info.get('tokenizer', read.tokenizer.sha256) != read.tokenizer.sha256:
         raise MismatchError(f'--tokenizer {tokenizer}: is not the tokenizer of the data that the import was made with')
     check_pieces(read.tokenizer, load_of_run(run_dir).model.vocab_size, f'--tokenizer {tokenizer}')
@@ -144,14 +147,23 @@ def complete_import(run_dir: str, tokenizer: str) -> None:
     print(f'{run.path / read.tokenizer.file_name} written: lm generate, run.score and lm prepare can use the run now')
 
 
+def find_marks_of_import(info: Mapping[str, Any], file: pathlib.Path) -> TextMarks:
+    """Returns the tokens around a text that the checkpoint of an import says, whose run.json is `info`.
+
+    Where the checkpoint is gone, the folder of the tokenizer's `file` counts, and then run.json.
+    """
+    try:
+        found = open_checkpoint(pathlib.Path(info['imported'])).marks
+    except LmError:
+        found = read_marks(file.parent)
+    end = info.get('end_id')
+    return found if found.ends or end is None else found._replace(ends=(end,))
+
+
 def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool = False) -> ModelConfig:
     """Returns the model of a checkpoint. Raises MismatchError if its config.json lacks something."""
-    try:
+    with reading_config(checkpoint.path):
         return family.model(checkpoint.path, checkpoint.config, allow_imports)
-    except KeyError as error:
-        path = checkpoint.path
-        where = path if path.is_file() else path / 'config.json'
-        raise MismatchError(f'{where}: lacks {error}; fetch it again') from None
 
 
 def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctions) -> dict[str, Any]:
@@ -193,16 +205,20 @@ class ChosenTokenizers(NamedTuple):
     Attributes:
         fingerprints: what the checkpoint depends on; empty if it is not known which of several tokenizers is right.
         found: the tokenizers, the first of which the run uses. Many checkpoints have one tokenizer in two kinds.
+        end_id: the token that ends a document, where no tokenizer is known.
     """
 
     fingerprints: dict[str, str]
     found: Sequence[FoundTokenizer]
+    end_id: int | None = None
 
     @property
     def facts(self) -> dict[str, int]:
         """The entries of run.json on the first one."""
-        facts = {'end_id': self.found[0].end_id, 'begin_id': self.found[0].begin_id} if self.found else {}
-        return {name: value for name, value in facts.items() if value is not None}
+        end, begin = self.end_id, None
+        if self.found:
+            end, begin = self.found[0].tokenizer.eod_id, self.found[0].begin_id
+        return {name: value for name, value in {'end_id': end, 'begin_id': begin}.items() if value is not None}
 
     def write(self, run: RunDir) -> None:
         """Writes the files of the tokenizers. Raises LmError where that fails."""
@@ -212,8 +228,10 @@ class ChosenTokenizers(NamedTuple):
                 write_atomically(path, tokenizer.model)
 
 
-def choose_tokenizers(experiment: Experiment, found: Sequence[FoundTokenizer], path: pathlib.Path) -> ChosenTokenizers:
-    """Returns the tokenizer of the data, or else all tokenizers of the checkpoint at `path`.
+def choose_tokenizers(
+    experiment: Experiment, found: Sequence[FoundTokenizer], path: pathlib.Path, marks: TextMarks
+) -> ChosenTokenizers:
+    """Returns the tokenizer of the data, or else all tokenizers of the checkpoint at `path`, which says `marks`.
 
     Raises MismatchError if data are given and no tokenizer of the checkpoint is theirs. The error is also raised if a
     text can hold a token that the model has not.
@@ -222,7 +240,8 @@ def choose_tokenizers(experiment: Experiment, found: Sequence[FoundTokenizer], p
     if not experiment.data.path and not experiment.data.mixture:
         for one in found:
             check_pieces(one.tokenizer, experiment.model.vocab_size, str(one.where))
-        return ChosenTokenizers({'tokenizer': next(iter(known))} if len(known) == 1 else {}, found)
+        fingerprints = {'tokenizer': next(iter(known))} if len(known) == 1 else {}
+        return ChosenTokenizers(fingerprints, found, next(iter(marks.ends), None))
     store = experiment.data.open(experiment.train.context_length)
     check_vocabulary(store, experiment.data, experiment.model)
     ours = store.fingerprints['tokenizer']
@@ -231,5 +250,5 @@ def choose_tokenizers(experiment: Experiment, found: Sequence[FoundTokenizer], p
         raise MismatchError(
             f"{where}: is not the tokenizer of {store.path}; prepare the data with tokenizer.model_path = '{where}'"
         )
-    theirs = known[ours] if known else FoundTokenizer(store.tokenizer(), path)
+    theirs = known[ours] if known else add_begin(store.tokenizer(), path, marks)
     return ChosenTokenizers({'tokenizer': ours}, [theirs])

@@ -10,7 +10,7 @@ from lm.inference.loaded_run import LoadedRun
 from lm.interop.families import FAMILIES
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import Decoder
-from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors, describe_generation
+from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors, describe_generation, name_marks
 from lm.model import ModelConfig
 
 
@@ -32,11 +32,9 @@ class NativeFormat(Safetensors):
 
     def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
         model = run.experiment.model
-        end = None if run.experiment.data.task else run.tokenizer.eod_id
         described = find_family(model).describe(model) | {
             'max_position_embeddings': run.experiment.train.context_length,
-            'bos_token_id': end,
-            'eos_token_id': end,
+            **name_marks(run),
             'pad_token_id': None,  # the default of a class may lie outside of the vocabulary
             'torch_dtype': dtype,
         }

@@ -99,6 +99,17 @@ def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def read_metadata(folder: pathlib.Path) -> dict[str, str]:
+    """Returns the texts in the header of the first file of tensors; {} where none can be read: `read_tensors` tells."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(_files(folder)[0], framework='numpy') as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError, MismatchError, IndexError):
+        return {}
+
+
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -106,6 +117,6 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
         raise MismatchError(f'{folder}: holds neither {WEIGHTS} nor {INDEX}; other formats are not read')
     try:
         parts = parse_json((folder / INDEX).read_text())['weight_map'].values()
-    except (ValueError, KeyError, AttributeError):
+        return [folder / pathlib.PurePath(part).name for part in sorted(set(parts))]
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise MismatchError(f'{folder / INDEX}: is damaged; fetch it again') from None
-    return [folder / pathlib.PurePath(part).name for part in sorted(set(parts))]

@@ -239,6 +239,24 @@ def test_an_end_token_inside_a_document_is_text(end, tmp_path):
     assert found.decode([*ids, found.eod_id, found.mask_id]) == text
 
 
+def test_a_name_ends_documents_only_as_a_special_token():
+    """Gemma has `</s>` for text in HTML. A file without any special token cannot tell such names apart."""
+    made = hf.Tokenizer.from_str(hugging_face(end='<eos>').decode())
+    made.add_tokens([hf.AddedToken('</s>', special=False)])
+    found = tokenizers.from_bytes(made.to_str().encode())
+    assert (found.piece(found.eod_id), found.end_ids) == ('<eos>', (0,))
+    assert found.decode(found.encode('a</s>b')) == 'a</s>b'
+    made = hf.Tokenizer.from_str(hugging_face(end='<stop>').decode())
+    made.add_tokens([hf.AddedToken('</s>', special=False)])
+    with pytest.raises(ConfigError, match=r'has none of .*, </s>, .* as a special token; name the token that'):
+        tokenizers.from_bytes(made.to_str().encode())
+    plain = hf.ByteLevelBPETokenizer()
+    plain.train_from_iterator([TEXT], 300, show_progress=False)
+    plain.add_tokens(['</s>'])
+    found = tokenizers.from_bytes(plain.to_str().encode())
+    assert found.piece(found.eod_id) == '</s>'
+
+
 def test_generated_text_is_printed_once_characters_are_complete(tokenizer):
     """A character of several tokens appears once all of them are there."""
     from lm.inference.generation import TextStream
@@ -263,6 +281,19 @@ def test_ids_between_ranks_and_special_tokens_have_no_text():
     ranks = b'{"ranks": {"pattern": "[a-z]+|[^a-z]+", "special": {"<|endoftext|>": 258}}}\n' + rank_file_of_bytes()
     tokenizer = tokenizers.from_bytes(ranks)
     assert tokenizer.decode([97, 256, 257, 98, 258]) == 'ab'
+    assert [tokenizer.piece(i) for i in (97, 256, 257, 258)] == ['a', '', '', '<|endoftext|>']
+
+
+def test_a_token_is_found_among_ids_without_a_piece():
+    from lm.inference.generation import find_tokens
+
+    ranks = b'{"ranks": {"pattern": "[a-z]+", "special": {"<|endoftext|>": 258, "<|eot_id|>": 261}}}\n'
+    tokenizer = tokenizers.from_bytes(ranks + rank_file_of_bytes(), 260)
+    assert find_tokens(tokenizer, ['<|eot_id|>', 'a']) == {261: '<|eot_id|>', 97: 'a'}
+    with pytest.raises(
+        ConfigError, match=r"--stop '': is no token .* special tokens are <\|endoftext\|>, <\|eot_id\|>$"
+    ):
+        find_tokens(tokenizer, [''])
 
 
 def test_special_tokens_and_masks_are_known(files):

@@ -239,6 +239,23 @@ def test_paths_that_are_no_regular_file_are_not_read(tmp_path):
         Jsonl(path='/dev/zero').splits()
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    """A link to a folder around the source is named among the files that are not read."""
+    folder, other = tmp_path / 'a' / 'text', tmp_path / 'other'
+    for path in (folder / 'real' / 'one.txt', other / 'inner' / 'two.txt', other / 'three.md', tmp_path / 'not.txt'):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.stem)
+    links = {'circle': folder, 'first': other, 'second': other / 'inner', 'up': tmp_path, 'same': folder / 'real'}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    (other / 'inner' / 'back').symlink_to(other)
+    source = TextFiles(path=str(folder))
+    names = {part.file for split in source.splits() for shard in source.shards(split) for part in shard.parts}
+    assert names == {'real/one.txt', 'first/inner/two.txt'}
+    assert sorted(texts(source, 'train') + texts(source, 'validation')) == ['one', 'two']
+    assert source.list_unread() == ['first/three.md', 'up']
+
+
 def test_brackets_are_a_pattern_unless_a_file_or_folder_has_that_name(tmp_path):
     for name in ('text [2]', 'text 2'):
         (tmp_path / name).mkdir()

@@ -402,7 +402,7 @@ def test_a_tokenizer_is_exported_under_the_name_of_its_kind(hugging_face, tmp_pa
     store, tokenizer = hugging_face
     config = dataclasses.replace(shapes.experiment(Softmax()), data=DataConfig(path=str(store)))
     run = shapes.run_of(config, shapes.random_weights(config))
-    run.tokenizer = tokenizer
+    run.tokenizer, run.begin_id = tokenizer, tokenizer.eod_id
     (tmp_path / 'out').mkdir()
     FORMATS['safetensors'].write(run, tmp_path / 'out')
     assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == tokenizer.model
@@ -417,8 +417,9 @@ def test_tokenizers_of_every_kind_and_mixtures_are_compared(hugging_face, tokens
     model = shapes.experiment(Softmax(), vocab_size=400).model
 
     def known(**data):
-        found = CheckpointFolder(folder).find_tokenizers()
-        return choose_tokenizers(lm.Experiment(model=model, data=DataConfig(**data)), found, folder).fingerprints
+        checkpoint, experiment = CheckpointFolder(folder), lm.Experiment(model=model, data=DataConfig(**data))
+        found = checkpoint.find_tokenizers()
+        return choose_tokenizers(experiment, found, folder, checkpoint.marks).fingerprints
 
     assert known() == {}
     (folder / 'tokenizer.json').write_bytes(tokenizer.model)

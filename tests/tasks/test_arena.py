@@ -60,6 +60,12 @@ def test_longer_paths_find_room():
     assert (row[:1024] > 1).sum() == 2 * (2 * 14 + 6 * 4)
 
 
+def test_pictures_without_room_are_refused(monkeypatch):
+    monkeypatch.setattr('lm.tasks.arena.pathfinder.PICTURES', 20)
+    with pytest.raises(ConfigError, match=r'pathfinder.size = 16: .*contour_length = 14 .* in 20 pictures; raise size'):
+        Pathfinder(size=16).examples('train', [0], 257)
+
+
 def cifar(folder, per_file: int = 20):
     """Writes files of CIFAR-10's binary version; returns their folder and contents."""
     numbers = np.random.default_rng(0)

@@ -76,6 +76,16 @@ def test_short_listops_have_short_expressions():
         task.examples('train', [0], 19)
 
 
+def test_listops_that_cannot_be_long_enough_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r'listops.min_length = 500: .*max_depth = 3 .* at most 122 tokens; lower'):
+        ListOps(max_depth=3)
+    longest = ListOps(min_length=121, max_length=124, max_depth=3)
+    monkeypatch.setattr('lm.tasks.arena.listops.TRIES', 1000)
+    with pytest.raises(ConfigError, match=r'max_depth = 3: none of 1,000 expressions .*min_length = 121 .*raise max_'):
+        longest.examples('train', [0], 124)
+    assert ListOps(min_length=2**31 - 9, max_length=2**31 - 1, max_depth=10**6).max_depth == 10**6
+
+
 def test_needles_are_at_their_depths():
     task = Needle(vocab_size=64, depths=4, eval_examples=400, eval_lengths=(40, 100))
     places = {}

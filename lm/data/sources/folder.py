@@ -35,7 +35,7 @@ class Folder(Source):
     def find(self, folder: Any) -> list[Any]:
         """Returns the files under a folder in the order of their names; in a bucket, only those directly in it."""
         if isinstance(folder, pathlib.Path):
-            return regular(folder.glob(f'**/*{self.suffix}'))
+            return regular(path for path in walk(folder) if path.name.endswith(self.suffix))
         return sorted(folder.glob(f'*{self.suffix}'))
 
     def name_of(self, path: Any, folder: Any) -> str:
@@ -80,6 +80,41 @@ class Folder(Source):
                     f'{path}: {error.strerror or error}; the source changed or cannot be read'
                 ) from None
             yield decode(part.file, content, max_bytes)
+
+
+def walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the files under a folder, and the folders that are not entered. Links to folders are followed.
+
+    A folder is entered once, however many links lead to it. So no link makes a circle, and no document comes twice. A
+    folder that cannot be read is not entered, and neither is one around `folder`.
+    """
+    around = {_identify(path) for path in folder.resolve().parents}
+    entered: set[tuple[int, int]] = set()
+    folders, links = [folder], []
+    while folders or links:
+        # Links come last: they change no name that a document has without them.
+        current = folders.pop() if folders else links.pop(0)
+        try:
+            identity = _identify(current)
+            inside = [] if identity in entered or identity in around else sorted(current.iterdir())
+            paths = [(path, path.is_dir()) for path in inside]
+        except OSError:
+            yield current
+            continue
+        if identity in around:
+            yield current
+        entered.add(identity)
+        for path, is_folder in paths:
+            if is_folder:
+                (links if path.is_symlink() else folders).append(path)
+            else:
+                yield path
+
+
+def _identify(path: pathlib.Path) -> tuple[int, int]:
+    """Returns device and inode of a folder, which are the same by every name."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:

@@ -6,7 +6,7 @@ from typing import Any
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import SPLITS
-from lm.data.sources.folder import Folder
+from lm.data.sources.folder import Folder, walk
 from lm.errors import ConfigError
 from lm.files import open_path
 
@@ -42,10 +42,9 @@ class TextFiles(Folder):
         folder = self.folder()
         splits = [s for s in SPLITS if (folder / s).is_dir()]
         read = {path for s in splits or ['train'] for path in self.files(s)[0]}
-        others = (path for path in folder.glob('**/*' if isinstance(folder, pathlib.Path) else '*') if path not in read)
-        return sorted(
-            self.name_of(path, folder) for path in others if not path.is_dir() and path.name != 'metadata.csv'
-        )
+        others = walk(folder) if isinstance(folder, pathlib.Path) else (p for p in folder.glob('*') if not p.is_dir())
+        names = {self.name_of(path, folder) for path in others if path not in read and path.name != 'metadata.csv'}
+        return sorted(names)
 
     def folder(self) -> Any:
         folder = open_path(self.path, 'text_files.path')

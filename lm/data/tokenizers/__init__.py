@@ -7,6 +7,7 @@ from typing import cast
 from lm.config.configurable import import_modules
 from lm.data.tokenizers.base import Tokenizer, token_dtype
 from lm.data.tokenizers.config import TokenizerChoice, TokenizerConfig
+from lm.data.tokenizers.marks import TextMarks, read_marks
 from lm.errors import ConfigError, MismatchError
 from lm.files import open_path
 
@@ -17,10 +18,12 @@ FILE_NAMES = tuple(sorted({kind.file_name for kind in Tokenizer.__subclasses__()
 
 __all__ = [
     'FILE_NAMES',
+    'TextMarks',
     'Tokenizer',
     'TokenizerChoice',
     'TokenizerConfig',
     'from_bytes',
+    'from_marked',
     'load',
     'load_existing',
     'token_dtype',
@@ -47,13 +50,30 @@ def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenize
     raise MismatchError(f'{name}: none of {kinds}; restore the file')
 
 
-def load(path: str | pathlib.Path, config: TokenizerConfig | None = None, *, end: int | str | None = None) -> Tokenizer:
+def from_marked(model: bytes, marks: TextMarks, name: str = 'tokenizer.model') -> Tokenizer:
+    """Makes a tokenizer like `from_bytes`; `marks` decide on the end-of-document token."""
+    if marks.is_exact and marks.ends:
+        return from_bytes(model, marks.ends[0], name)
+    try:
+        made = from_bytes(model, None, name)
+    except ConfigError:
+        made = from_bytes(model, marks.ends[0], name) if marks.ends else None
+        if made is None or made.eod_id >= made.vocab_size:
+            raise
+        return made
+    end = next((i for i in marks.ends if i in made.end_ids), made.eod_id)
+    return made if end == made.eod_id else from_bytes(model, end, name)
+
+
+def load(
+    path: str | pathlib.Path, config: TokenizerConfig | None = None, *, marks: TextMarks | None = None
+) -> Tokenizer:
     """Reads the file of a tokenizer, or the one in a folder, such as an imported run.
 
     Args:
         path: the file or folder.
         config: what the file may lack.
-        end: the end-of-document token, where `config` has none.
+        marks: decide on the end-of-document token where `config` has none; None: run.json or config.json beside it.
 
     Raises ConfigError if there is none or it is of no kind.
     """
@@ -65,7 +85,9 @@ def load(path: str | pathlib.Path, config: TokenizerConfig | None = None, *, end
         content = found.read_bytes()
         for kind in Tokenizer.__subclasses__():
             content = kind.complete(content, config)
-        return from_bytes(content, config.end_of_document or end)
+        if config.end_of_document:
+            return from_bytes(content, config.end_of_document)
+        return from_marked(content, read_marks(found.parent) if marks is None else marks)
     except OSError as error:
         raise ConfigError(f'{label}: {error.strerror}; name the file of a tokenizer, or a run that has one') from None
     except MismatchError as error:

@@ -29,6 +29,7 @@ class Tokenizer(abc.ABC):
         sha256: the hash of the contents.
         vocab_size: ids are below it.
         eod_id: the end-of-document token.
+        end_ids: the tokens that end documents by their names, the one that counts by default first.
         dtype: the type of its ids, uint16 or uint32.
         lossless: decoding returns spaces, line breaks and rare characters.
         mask_id: the token that stands for a hidden one; None: it has none.
@@ -47,11 +48,14 @@ class Tokenizer(abc.ABC):
     """A text that a lossless tokenizer of the kind decodes to itself."""
     mask_id: int | None = None
     begin_id: int | None = None
+    names_begin = False
+    """The file names `begin_id`. Of other kinds the checkpoint around the file does."""
     holds_text = True
     """False: tokens are values. A value is a byte of the data, and the data have no words."""
 
     def __init__(self, model: bytes, vocab_size: int, eod_id: int):
         self.model, self.vocab_size, self.eod_id = model, vocab_size, eod_id
+        self.end_ids: tuple[int, ...] = (eod_id,)
         self.special_ids: tuple[int, ...] = (eod_id,)
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.dtype = token_dtype(vocab_size)
@@ -77,7 +81,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def piece(self, index: int) -> str:
-        """Returns the piece with this id as the tokenizer writes it."""
+        """Returns the piece with this id as the tokenizer writes it; '' where no piece has this id."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids [tokens] of `text`, without an end-of-document token."""

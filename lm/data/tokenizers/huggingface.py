@@ -16,7 +16,10 @@ from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import parse_json
 
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
-"""How the token behind a document is called, the first that there is; another one is tokenizer.end_of_document."""
+"""How the token behind a document is called, the first special one; another one is tokenizer.end_of_document.
+
+Gemma has `</s>` too, as a token for text in HTML.
+"""
 
 MASKS = ('[MASK]', '<mask>')
 """How the token is called that stands for a hidden one."""
@@ -28,6 +31,7 @@ class HuggingFace(Tokenizer):
     what = 'tokenizer.json of Hugging Face'
     file_name = 'tokenizer.json'
     library = 'tokenizers'
+    names_begin = True
 
     def __init__(self, model: bytes, eod: int | str | None = None):
         """Raises ConfigError without the library `tokenizers` or an end-of-document token, MismatchError if damaged."""
@@ -46,14 +50,14 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         self.begin_id = _find_begin(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        end = _end(vocabulary, eod)
+        ends = _find_ends(self._tokenizer, vocabulary)
+        end = _choose_end(vocabulary, ends, eod)
         self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
         # A file may have them as tokens that are found in a text, where they would end a document in its middle.
         names = [self._tokenizer.id_to_token(i) for i in (end, self.mask_id) if i is not None]
         self._tokenizer.add_special_tokens([name for name in names if name is not None])
         super().__init__(model, max(vocabulary.values()) + 1, end)
-        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        self.special_ids = tuple(sorted(special | {self.eod_id}))
+        self.end_ids, self.special_ids = ends, tuple(sorted(_find_special(self._tokenizer) | {self.eod_id}))
 
     @classmethod
     def recognises(cls, model: bytes) -> bool:
@@ -87,15 +91,25 @@ def _find_begin(tokenizer: Any) -> int | None:
     return whole[0] if whole[:1] != text[:1] else None
 
 
-def _end(vocabulary: dict[str, int], eod: int | str | None) -> int:
+def _find_special(tokenizer: Any) -> set[int]:
+    """Returns the tokens that the file marks as special."""
+    return {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+
+def _find_ends(tokenizer: Any, vocabulary: dict[str, int]) -> tuple[int, ...]:
+    """Returns the special tokens with a name of `ENDS`, in this order. Where no token is special, each may be one."""
+    special, named = _find_special(tokenizer), [vocabulary[name] for name in ENDS if name in vocabulary]
+    return tuple(i for i in named if i in special or not special)
+
+
+def _choose_end(vocabulary: dict[str, int], ends: Sequence[int], eod: int | str | None) -> int:
     if isinstance(eod, int):
         return eod
     if eod is not None and eod not in vocabulary:
         raise ConfigError(f'tokenizer.end_of_document = {eod!r}: the tokenizer has no such token')
-    found = [vocabulary[name] for name in ((eod,) if eod else ENDS) if name in vocabulary]
-    if not found:
+    if eod is None and not ends:
         raise ConfigError(
-            f'tokenizer.end_of_document = None: the tokenizer has none of {", ".join(ENDS)}; '
+            f'tokenizer.end_of_document = None: the tokenizer has none of {", ".join(ENDS)} as a special token; '
             'name the token that stands behind a document'
         )
-    return found[0]
+    return ends[0] if eod is None else vocabulary[eod]

@@ -99,7 +99,8 @@ class Ranks(Tokenizer):
         return self._encoding.decode([i for i in np.asarray(ids, np.int64).tolist() if i in self._pieces])
 
     def piece(self, index: int) -> str:
-        return repr(self._encoding.decode_single_token_bytes(index))[2:-1]
+        is_known = index in self._pieces or index in self._special
+        return repr(self._encoding.decode_single_token_bytes(index))[2:-1] if is_known else ''
 
 
 def _special_tokens(ranks: dict[bytes, int], end: str | None) -> dict[str, int]:

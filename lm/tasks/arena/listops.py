@@ -27,6 +27,8 @@ OPERATORS = (
 OPERATOR = DIGIT + 10
 """The token of the first of them."""
 LIST_PROBABILITY = 0.25
+TRIES = 200_000
+"""Expressions that are drawn for one example, at most. A time limit would make the examples depend on the machine."""
 
 
 @configurable('listops')
@@ -45,6 +47,12 @@ class ListOps(Task):
             raise ConfigError(
                 f'listops.max_length = {self.max_length}: must be at least listops.min_length + 3 = '
                 f'{self.min_length + 3}'
+            )
+        if (longest := self._find_longest()) <= self.min_length:
+            raise ConfigError(
+                f'listops.min_length = {self.min_length}: expressions of listops.max_depth = {self.max_depth} and '
+                f'listops.max_arguments = {self.max_arguments} have at most {longest} tokens; lower min_length, or '
+                'raise one of the others'
             )
 
     @property
@@ -65,9 +73,17 @@ class ListOps(Task):
         return tokens_BxN[:, :-1] == ASK
 
     def expression(self, draws: Draws) -> tuple[list[int], int]:
-        """Returns tokens and value of the first drawn expression whose length is allowed."""
-        while (levels := self._levels(draws)) is None:
-            pass
+        """Returns tokens and value of the first drawn expression whose length is allowed.
+
+        Raises ConfigError if none of `TRIES` has such a length.
+        """
+        levels = next(filter(None, (self._levels(draws) for _ in range(TRIES))), None)
+        if levels is None:
+            raise ConfigError(
+                f'listops.max_depth = {self.max_depth}: none of {TRIES:,} expressions has more tokens than '
+                f'listops.min_length = {self.min_length} and fewer than listops.max_length = {self.max_length}; raise '
+                'max_depth, or lower min_length'
+            )
         below: list[tuple[list[int], int]] = []
         for choices, arguments in reversed(levels):
             subtrees, here = iter(below), []
@@ -80,6 +96,15 @@ class ListOps(Task):
                 here.append((tokens, OPERATORS[choice]([value for _, value in parts])))
             below = here
         return below[0]
+
+    def _find_longest(self) -> int:
+        """Returns the tokens of the longest expression, or a number above `min_length` where there are more."""
+        length = 1
+        for _ in range(self.max_depth - 1):
+            if length > self.min_length:
+                break
+            length = 2 + self.max_arguments * length
+        return length
 
     def _levels(self, draws: Draws) -> list[tuple[np.ndarray, np.ndarray]] | None:
         """Draws a tree, level by level: for each node its operator or digit, and its number of arguments (0: a digit).

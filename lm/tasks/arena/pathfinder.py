@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.config.configurable import configurable, field
+from lm.errors import ConfigError
 from lm.tasks.arena.classification import Classification
 from lm.tasks.draws import Draws
 
@@ -27,6 +28,8 @@ PITCH = 3
 """Pixels from dash to dash; the last of them is free."""
 TURNS, BACK, STEPS, WALKS = 6, 3, 80, 20
 """Turns to try before a walk goes back this many dashes, its most steps, and walks before a new picture."""
+PICTURES = 1000
+"""Pictures that are begun for one example, at most. A time limit would make the examples depend on the machine."""
 
 Pixel = tuple[int, int]
 
@@ -68,11 +71,19 @@ class Pathfinder(Classification):
         return np.stack(rows)
 
     def picture(self, draws: Draws) -> tuple[np.ndarray, int]:
-        """Draws symbols [size, size]; returns them and whether the dots are joined."""
+        """Draws symbols [size, size]; returns them and whether the dots are joined.
+
+        Raises ConfigError if the paths find room in none of `PICTURES` pictures.
+        """
         numbers = itertools.chain.from_iterable(draws.uniform(512)[0].tolist() for _ in itertools.count())
         lengths = [self.contour_length] * 2 + [self.distractor_length] * self.distractors
-        while (paths := self._paths(lengths, numbers)) is None:
-            pass
+        paths = next(filter(None, (self._paths(lengths, numbers) for _ in range(PICTURES))), None)
+        if paths is None:
+            raise ConfigError(
+                f'pathfinder.size = {self.size}: two paths of pathfinder.contour_length = {self.contour_length} and '
+                f'pathfinder.distractors = {self.distractors} found no room in {PICTURES:,} pictures; raise size, or '
+                'lower one of the others'
+            )
         symbols = np.zeros((self.size, self.size), np.int64)
         for path in paths:
             symbols[tuple(zip(*path, strict=True))] = DASH

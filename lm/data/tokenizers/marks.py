@@ -1,0 +1,61 @@
+"""The tokens around a text, as config.json of a checkpoint or run.json of an import states them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lm.files import AnyPath, parse_json
+
+
+class TextMarks(NamedTuple):
+    """The tokens that stand behind and before a text.
+
+    Attributes:
+        ends: the tokens that may end a document, the preferred one first.
+        begin: the token before every text; None: there is none.
+        is_exact: the first of `ends` and `begin` count, whatever the tokenizer says. Otherwise `ends` choose among its
+            tokens of the usual names, and `begin` counts where its file names no such token.
+    """
+
+    ends: tuple[int, ...] = ()
+    begin: int | None = None
+    is_exact: bool = False
+
+
+def read_marks(folder: AnyPath) -> TextMarks:
+    """Returns the tokens that run.json in a folder states, or else config.json; none where there is neither."""
+    if ends := _list_ids(_read(folder / 'run.json').get('end_id')):
+        return TextMarks(ends, is_exact=True)
+    return read_config_marks(_read(folder / 'config.json'), folder)
+
+
+def read_config_marks(config: Mapping[str, Any], folder: AnyPath) -> TextMarks:
+    """Returns the tokens that a config.json states, and tokenizer_config.json beside it may take back."""
+    marks = find_marks(config)
+    adds_begin = marks.begin is None or _read(folder / 'tokenizer_config.json').get('add_bos_token') is not False
+    return marks if adds_begin else marks._replace(begin=None)
+
+
+def find_marks(config: Mapping[str, Any]) -> TextMarks:
+    """Returns the tokens that the contents of a config.json state. Tokens that the model does not have do not count."""
+    text = config.get('text_config')
+    config = {**text, **config} if isinstance(text, dict) else config
+    size = config.get('vocab_size')
+    ends, begins = (
+        [i for i in _list_ids(config.get(name)) if not isinstance(size, int) or i < size]
+        for name in ('eos_token_id', 'bos_token_id')
+    )
+    return TextMarks(tuple(ends), begins[0] if begins else None)
+
+
+def _list_ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+
+
+def _read(path: AnyPath) -> dict[str, Any]:
+    """Returns the object in a file of JSON; {} where the file is missing or damaged: others report that."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
