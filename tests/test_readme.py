@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import re
 import shlex
+import subprocess
 
 import pytest
 import tiny
@@ -24,6 +25,20 @@ COMMANDS = sorted(
         if line.strip() and (page == README or not line.startswith('scripts/tpu/'))
     }
 )
+
+
+def test_the_shell_can_read_every_block():
+    """`bash -n` reads each block and runs nothing. `shlex` would let brackets without quotes pass."""
+    pages = {*tiny.PAGES, *(tiny.ROOT / 'docs' / 'notebooks').glob('*.md')}
+    found = [
+        (page, block)
+        for page in sorted(pages)
+        for block in re.findall(r'```bash\n(.*?)```', page.read_text(), re.DOTALL)
+    ]
+    assert len(found) > 50
+    for page, block in found:
+        done = subprocess.run(['bash', '-n'], input=block, capture_output=True, text=True)
+        assert done.returncode == 0, f'{page}: {done.stderr}'
 
 
 def test_the_readme_has_commands():

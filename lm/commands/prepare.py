@@ -10,7 +10,7 @@ from lm.errors import ConfigError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--strict', action='store_true', default=None, help='stop at the first bad record')
-    parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one a CPU core')
+    parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one per CPU core')
     parser.add_argument('--shard', metavar='I/N', help='do the share I, from 0, of the work of N machines')
     parser.add_argument(
         '--assemble', action='store_true', help='join what all --shard have made; with --shard, a share of this work'

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a sweep with one pod for each point: one supervise.sh per index, PARALLEL pods at a time.
 #
-#   scripts/tpu/sweep.sh 8 lm sweep --gin_file configs/models/small.gin --sweep_file sweep.gin --run_dir gs://bucket/sweeps/a
+#   scripts/tpu/sweep.sh 6 lm sweep --gin_file configs/models/small.gin --sweep_file mine.gin --run_dir gs://bucket/sweeps/a
 #   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
 #   DRY_RUN=1 scripts/tpu/sweep.sh 8 …        prints the commands
 #
