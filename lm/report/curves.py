@@ -25,6 +25,8 @@ FIRST_POSITION = 8
 """The loss at earlier positions is several times higher and would flatten the rest of the picture."""
 ALWAYS_NAMED = 'train.steps'
 """The binding that all labels name where it differs between any two runs: curves that end early would mislead."""
+MOST_NAMED = 4
+"""Where runs differ in more bindings, labels and tables leave out what most runs have, because they would be too long."""
 FEWEST_TOKENS = 100
 """Tokens behind the loss at a position that is drawn: with fewer, chance moves it by more than a quarter of a nat."""
 
@@ -54,12 +56,7 @@ def make_series(runs: Sequence[Run], axes: Collection[str] = ()) -> list[Series]
         others = [other for other, n in zip(runs, names, strict=True) if n == name]
         differing = find_differing_bindings(others)
         differing += [ALWAYS_NAMED] if len(lengths) > 1 and ALWAYS_NAMED not in differing else []
-        titles = name_bindings(differing)
-        parts = [
-            f'{titles[key]} {_shorten(run.config[key], {o.config[key] for o in others if key in o.config})}'
-            for key in differing
-            if key in run.config and key not in axes
-        ]
+        parts = describe_settings(run, others, [key for key in differing if key not in axes])
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
         described.append(', '.join([name, *parts, *ended]))
     groups: dict[str, list[Run]] = {}
@@ -78,6 +75,27 @@ def name_bindings(bindings: Sequence[str]) -> dict[str, str]:
     counts = collections.Counter(short.values())
     owners = {binding: binding.rpartition('.')[0] for binding in bindings}
     return {binding: name if counts[name] == 1 else f'{owners[binding]} {name}' for binding, name in short.items()}
+
+
+def describe_settings(run: Run, runs: Sequence[Run], bindings: Sequence[str]) -> list[str]:
+    """Returns name and value of the bindings that a run states.
+
+    Of more than MOST_NAMED bindings, the values that most of `runs` have are left out; never the number of steps.
+    """
+    titles, described = name_bindings(bindings), []
+    for binding, title in titles.items():
+        value = run.config.get(binding)
+        is_left_out = len(bindings) > MOST_NAMED and binding != ALWAYS_NAMED and value == find_usual(runs, binding)
+        if value is not None and not is_left_out:
+            known = {other.config[binding] for other in runs if binding in other.config}
+            described.append(f'{title} {_shorten(value, known)}')
+    return described
+
+
+def find_usual(runs: Sequence[Run], binding: str) -> str | None:
+    """Returns the value that more than half of the runs have; None: there is none, or they leave the binding out."""
+    ((value, count),) = collections.Counter(run.config.get(binding) for run in runs).most_common(1)
+    return value if count > len(runs) / 2 else None
 
 
 def find_differing_bindings(runs: Sequence[Run]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from lm.evaluation.sets import FIGURES, flatten_result
 from lm.files import write_atomically
 from lm.report import paper
-from lm.report.curves import find_differing_bindings, name_bindings
+from lm.report.curves import MOST_NAMED, describe_settings, find_differing_bindings, name_bindings
 from lm.report.ladder import Ladder, Speedup, format_power
 from lm.report.ladder_table import format_ladder, make_ladder_table
 from lm.report.measures import Measures, get_status, measure_microseconds_per_token
@@ -31,7 +31,7 @@ from lm.text import escape_markdown, format_count, format_digits, make_markdown_
 
 HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
 """Bindings with a column of their own, by this or another name."""
-LEFT = ('run', 'status', 'attention')
+LEFT = ('run', 'status', 'attention', 'settings')
 """Columns of words, which come first."""
 PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
 """How figures of the named sets of an evaluation begin."""
@@ -166,6 +166,7 @@ class Report:
             'context': run.value('train.context_length'),
             'seed': run.value('train.seed'),
             **{name: run.config.get(name) for name in self.swept},
+            'settings': ', '.join(describe_settings(run, self.runs, self.swept)) or None,
             'step': run.step,
             'steps': run.total_steps,
             'tokens': run.step * run.value('train.tokens_per_step', 0),
@@ -218,7 +219,7 @@ class Report:
             Column('run', 'run'),
             Column('status', 'status'),
             Column('attention', 'attention'),
-            *(Column(name, title) for name, title in name_bindings(self.swept).items()),
+            *self._list_settings(),
             Column('layers', 'layers'),
             Column('parameters', 'parameters', lambda v: f'{v / 1e6:.3g}M'),
             Column('context', 'context', shorten),
@@ -246,6 +247,12 @@ class Report:
         shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
         return [column for column in shown if not (column.key == 'status' and all_done)]
 
+    def _list_settings(self) -> list[Column]:
+        """Returns a column for each setting in which the runs differ; one column in all where these are many."""
+        if len(self.swept) > MOST_NAMED:
+            return [Column('settings', 'settings that few runs have')]
+        return [Column(name, title) for name, title in name_bindings(self.swept).items()]
+
     def list_notes(self) -> list[str]:
         """Returns the sentences below the table."""
         notes = []
@@ -255,10 +262,11 @@ class Report:
             notes.append(
                 f'Of the first train.eval_tokens alone, until lm evaluate scores the split: {", ".join(parts)}.'
             )
+        reasons: dict[str, list[str]] = {}
         for row in self.absent:
             status = describe_status(row['status'], row['exit_code'])
-            notes.append(f'No run directory: {row["point"]}, {status}' + (f': {row["error"]}' if row['error'] else ''))
-        return notes
+            reasons.setdefault(f'{status}: {row["error"]}' if row['error'] else status, []).append(row['point'])
+        return [*notes, *(f'No run directory: {", ".join(points)}, {why}' for why, points in reasons.items())]
 
     def compare_with_papers(self) -> list[paper.Comparison]:
         """Returns the papers' cells beside ours: see `lm.report.paper.compare`."""

@@ -23,7 +23,16 @@ from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.config.configurable import REGISTRY
 from lm.report import paper
-from lm.report.curves import BINS, FEWEST_TOKENS, Series, find_token_range, make_loss_curve, make_series
+from lm.report.curves import (
+    BINS,
+    FEWEST_TOKENS,
+    Series,
+    describe_settings,
+    find_differing_bindings,
+    find_token_range,
+    make_loss_curve,
+    make_series,
+)
 from lm.report.measures import Measures
 from lm.report.pictures import Pictures
 from lm.report.published import load_tables
@@ -111,6 +120,29 @@ def test_a_default_that_config_gin_leaves_out_makes_another_series(tmp_path):
     write_run(tmp_path / 'half', Softmax(rotary_fraction=0.5), steps=100)
     labels = {s.label for s in make_series(find_runs([str(tmp_path)]))}
     assert labels == {'Softmax', 'Softmax, rotary fraction 0.5', 'Softmax, qk norm True'}
+
+
+def test_of_many_settings_only_those_that_few_runs_have_are_named(tmp_path):
+    """One run per option: the labels would else repeat all options of all runs."""
+    options = {'rope': {'rotary_fraction': 0.5}, 'norm': {'qk_norm': True}, 'key': {'key_offset': 0.25}}
+    options |= {'plain': {}, 'window': {'window': 64}, 'cap': {'score_cap': 30.0}, 'gate': {'gate': True}}
+    for name, option in options.items():
+        write_run(tmp_path / name, Softmax(**option), steps=100)
+    runs = find_runs([str(tmp_path)])
+    labels = {run.name: label for run in runs for label in describe_settings(run, runs, find_differing_bindings(runs))}
+    assert labels == {
+        'rope': 'rotary fraction 0.5',
+        'norm': 'qk norm True',
+        'key': 'key offset 0.25',
+        'window': 'window 64',
+        'cap': 'score cap 30.0',
+        'gate': 'gate True',
+    }
+    report = Report(runs, tmp_path / 'out', None, 'none')
+    header, _, *rows = report.format_table().splitlines()
+    assert '| settings that few runs have |' in header
+    assert any(row.startswith('| key | softmax (key_offset 0.25) | key offset 0.25 |') for row in rows)
+    assert any(row.startswith('| plain | softmax | – |') for row in rows)
 
 
 def test_settings_of_one_name_have_pictures_of_their_own(tmp_path):
