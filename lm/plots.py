@@ -213,18 +213,20 @@ def draw_dots(path: os.PathLike | str, rows: Sequence[Curve], x_label: str) -> N
     """Draws one row per curve: its x as dots, stacked where they would coincide, a thin line from low to high, and a
     bar at their mean. Writes path.png and path.pdf."""
     labels = [_wrap_label(row.label, DOT_LABEL) for row in rows]
-    figure, axes = _make_figure(0, height=0.55 + sum(0.06 + 0.13 * (label.count('\n') + 1) for label in labels))
+    sizes = np.array([0.06 + 0.13 * (label.count('\n') + 1) for label in labels])  # inches
+    middles = np.cumsum(sizes) - sizes / 2
+    figure, axes = _make_figure(0, height=0.55 + sizes.sum())
     everything = np.concatenate([row.x for row in rows])
-    for i, row in enumerate(rows):
-        heights = i - _stack_dots(row.x, np.ptp(everything))
+    for row, size, middle in zip(rows, sizes, middles, strict=True):
+        heights = middle - size * _stack_dots(row.x, np.ptp(everything))
         axes.plot(row.x, heights, row.marker, color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
         if row.low is not None:
             axes.hlines(heights, row.low, row.high, color=row.colour, linewidth=0.8)
         if len(row.x) > 1:
-            axes.plot([row.x.mean()], [i], '|', color=row.colour, markersize=11, markeredgewidth=1.4)
+            axes.plot([row.x.mean()], [middle], '|', color=row.colour, markersize=11, markeredgewidth=1.4)
     axes.set(xlabel=x_label)
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(middles, labels)
+    axes.set_ylim(sizes.sum(), 0)
     axes.tick_params(axis='y', length=0)
     axes.spines['left'].set_visible(False)
     axes.margins(x=0.08)
