@@ -26,7 +26,7 @@ FIRST_POSITION = 8
 ALWAYS_NAMED = 'train.steps'
 """The binding that all labels name where it differs between any two runs: curves that end early would mislead."""
 MOST_NAMED = 4
-"""Where runs differ in more bindings, labels and tables leave out what most runs have, because they would be too long."""
+"""Where runs differ in more bindings, labels and tables leave out what most runs have: they would be too long."""
 FEWEST_TOKENS = 100
 """Tokens behind the loss at a position that is drawn: with fewer, chance moves it by more than a quarter of a nat."""
 

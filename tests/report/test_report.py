@@ -540,8 +540,19 @@ def test_coinciding_points_stay_distinguishable(monkeypatch):
     figures.draw_dots('x', [dots], 'x')
     heights = list(kept[1].lines[0].get_ydata())
     assert len(set(heights[:3])) == 3
-    assert heights[3] == 0
-    assert max(map(abs, heights)) < 0.5
+    ((middle,), (bottom, top)) = kept[1].get_yticks(), kept[1].get_ylim()
+    assert heights[3] == middle == bottom / 2
+    assert top == 0 < min(heights) < max(heights) < bottom
+
+
+def test_a_row_of_dots_is_as_high_as_its_label(monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures, '_save', lambda figure, path: kept.append(figure.axes[0]))
+    labels = ('short', 'a label of many words that needs several lines beside its dots', 'short too')
+    figures.draw_dots('x', [figures.Curve(label, 0, np.array([1.0, 2.0]), np.zeros(2)) for label in labels], 'x')
+    kept[0].figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in kept[0].get_yticklabels()]
+    assert all(upper.y0 > lower.y1 for upper, lower in zip(boxes, boxes[1:], strict=False))
 
 
 def test_weights_under_another_attention_are_not_the_run(tmp_path):
