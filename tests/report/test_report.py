@@ -552,7 +552,7 @@ def test_a_row_of_dots_is_as_high_as_its_label(monkeypatch):
     figures.draw_dots('x', [figures.Curve(label, 0, np.array([1.0, 2.0]), np.zeros(2)) for label in labels], 'x')
     kept[0].figure.canvas.draw()
     boxes = [label.get_window_extent() for label in kept[0].get_yticklabels()]
-    assert all(upper.y0 > lower.y1 for upper, lower in zip(boxes, boxes[1:], strict=False))
+    assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(boxes))
 
 
 def test_weights_under_another_attention_are_not_the_run(tmp_path):
