@@ -46,8 +46,9 @@ def test_only_what_is_asked_is_computed(shards, rows, shapes, monkeypatch):
     monkeypatch.setattr(scoring, 'batch_sharding', lambda mesh: None)
     monkeypatch.setattr(scoring.jax, 'make_array_from_callback', lambda shape, sharding, get: get(...))
     monkeypatch.setattr(scoring.jax, 'set_mesh', lambda mesh: __import__('contextlib').nullcontext())
-    functions = types.SimpleNamespace(config=types.SimpleNamespace(looks_ahead=''))
-    scorer = Scorer(functions, None, None, 512, 8)
+    config = types.SimpleNamespace(looks_ahead='', why_parts=lambda parts, length: None)
+    functions = types.SimpleNamespace(config=config)
+    scorer = Scorer(functions, types.SimpleNamespace(shape={}), None, 512, 8)
     given = [np.arange(n + 1) + i for i, n in enumerate(rows)]
     found = scorer.score_rows(given)
     assert seen == shapes
