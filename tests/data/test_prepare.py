@@ -54,9 +54,9 @@ def run(source, path, **options):
 
 
 def digests(folder):
-    return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob('*') if p.is_file()
-    }
+    """Returns name → SHA-256 of the files. TensorStore leaves a `.__lock` where a writer is killed; nothing reads it."""
+    files = (path for path in folder.rglob('*') if path.is_file() and path.suffix != '.__lock')
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope='module')
