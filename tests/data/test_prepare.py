@@ -54,7 +54,7 @@ def run(source, path, **options):
 
 
 def digests(folder):
-    """Returns name → SHA-256 of the files. TensorStore leaves a `.__lock` where a writer is killed; nothing reads it."""
+    """Returns name → SHA-256 of the files. TensorStore leaves a `.__lock` where a writer is killed; nobody reads it."""
     files = (path for path in folder.rglob('*') if path.is_file() and path.suffix != '.__lock')
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
