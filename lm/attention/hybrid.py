@@ -13,7 +13,7 @@ positive; that is the paper's approximation, not something this file corrects.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ import numpy as np
 from flax import nnx
 
 from lm.attention.base import HeadDims, exact_flops_per_token
-from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
+from lm.attention.linear import LinearModule, linear_flops_per_token
 from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
+from lm.attention.windowed import WindowedAttention
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention import ExpKernel, LinearCall, Options
@@ -33,7 +34,7 @@ all time and memory before anything is computed."""
 
 
 @configurable('hybrid')
-class Hybrid(LinearAttention):
+class Hybrid(WindowedAttention):
     """Exact softmax nearby, a polynomial of it far away; `softmax` checkpoints run under it."""
 
     window: int = field(default=200, minimum=1, help='most recent keys, the own included, that are weighed exactly (N)')
@@ -65,19 +66,6 @@ class Hybrid(LinearAttention):
         terms = n_terms(dims.head_dim, self.degree, self.parts)
         older = linear_flops_per_token(dims, length - self.window, terms, dims.head_dim if self.direct else terms)
         return exact + older * (length - self.window) / length
-
-    def why_exact(self, length: int) -> str | None:
-        if length > self.window:
-            return None
-        return f'{self.gin_name}.window = {self.window:,}: covers the context, so all weights are exact'
-
-    def why_part(self, tokens: int) -> str | None:
-        return None if self.window <= tokens else f'shorter than {self.gin_name}.window = {self.window:,}'
-
-    @classmethod
-    def kernel_forms(cls) -> dict[str, Self]:
-        """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""
-        return {}
 
     def portable(self, dims: HeadDims) -> dict[str, Any]:
         return super().portable(dims) | {'coefficients': self.coefficients.tolist()}

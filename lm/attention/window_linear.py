@@ -12,7 +12,7 @@ keys a feature map learns to weigh: φ is Hedgehog's, or `map` has another one.
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from flax import nnx
 from lm.attention.base import MODEL, Attention, HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.two_sided import TwoSidedSoftmax, make_weights, weight_flops
+from lm.attention.windowed import WindowedAttention
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.ops.linear_attention import ExpKernel, FeatureMap, LinearCall, Options
@@ -28,7 +29,7 @@ from lm.parameters import declare
 
 
 @configurable('window_linear')
-class WindowLinear(LinearAttention):
+class WindowLinear(WindowedAttention):
     """Softmax over the newest keys and linear attention over older ones, with a learned mix."""
 
     map: LinearAttention | None = field(
@@ -61,19 +62,6 @@ class WindowLinear(LinearAttention):
                 'export with --format safetensors'
             )
         return super().portable(dims)
-
-    def why_exact(self, length: int) -> str | None:
-        if length > self.window:
-            return None
-        return f'{self.gin_name}.window = {self.window:,}: covers the context, so all weights are exact'
-
-    def why_part(self, tokens: int) -> str | None:
-        return None if self.window <= tokens else f'shorter than {self.gin_name}.window = {self.window:,}'
-
-    @classmethod
-    def kernel_forms(cls) -> dict[str, Self]:
-        """Returns none: on TPUs the mechanism runs on XLA, because the kernels take no window."""
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
