@@ -21,6 +21,7 @@ from lm.evaluation.plan import EvaluationPlan, open_sets, plan_evaluation, settl
 from lm.experiment import Experiment, check_experiment, load, load_of_run
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
+from lm.model.layers import find_misfits
 from lm.runs.initial import InitialParameters
 from lm.runs.weights import SavedWeights
 from lm.text import format_count, format_si
@@ -139,6 +140,8 @@ class RunPlan(StepPlan):
         """Raises AbsentError or MismatchError if the weights for a new run are absent or do not fit."""
         if self.initial:
             self.initial.check((self.source or self.functions).abstract['params'])
+            if self.source and (misfits := find_misfits(self.source, self.functions)):
+                self.initial.refuse_shapes(misfits)
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -230,7 +233,7 @@ def make_plan(
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
         initial=InitialParameters(train.init_from, store.fingerprints, store.path) if train.init_from else None,
-        source=plan_source(train.init_from, functions, cache),
+        source=plan_source(train.init_from, functions, teaching is not None, cache),
         teacher=find_teacher(train.objective, store),
     )
 
@@ -255,17 +258,23 @@ def plan_teaching(objective: Objective, student: ModelFunctions, cache: PlanCach
     return Teaching(objective, teacher)
 
 
-def plan_source(init_from: str | None, functions: ModelFunctions, cache: PlanCache) -> ModelFunctions | None:
+def plan_source(
+    init_from: str | None, functions: ModelFunctions, is_taught: bool, cache: PlanCache
+) -> ModelFunctions | None:
     """Returns the functions of the model whose weights a run starts from, if it stacks as many layers otherwise.
 
-    None: there is no such run, or parameters of equal names belong to equal layers.
+    None: there is no such run, or parameters of equal names belong to equal layers. A student with a teacher takes
+    from its first stage only layers of its own mechanisms, so these must be equal, too.
     """
     try:
         config = cache.get(('source', init_from), lambda: load_of_run(init_from)).model if init_from else None
     except ConfigError:  # `check_initial` tells what is wrong
         return None
     model = functions.config
-    if config is None or len(config.pattern) == len(model.pattern) or config.n_layers != model.n_layers:
+    if config is None or config.n_layers != model.n_layers:
+        return None
+    is_alike = not is_taught or [type(one) for one in config.layers] == [type(one) for one in model.layers]
+    if len(config.pattern) == len(model.pattern) and is_alike:
         return None
     return cache.get(('model', config, functions.dtype), lambda: ModelFunctions(config, functions.dtype))
 

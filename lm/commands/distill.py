@@ -18,6 +18,7 @@ NOT_INHERITED = (
     'train.profile',
     'train.trackers',
     'optimizer.average_steps',
+    'optimizer.z_loss',
     'mesh.processes',
     'mesh.slices',
 )

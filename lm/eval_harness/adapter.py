@@ -14,7 +14,7 @@ from lm.inference.generation import generate
 from lm.inference.loaded_run import LoadedRun
 
 MAX_TOKENS = 256
-"""New tokens of an answer, if the task does not say."""
+"""New tokens of an answer, if the task does not say; at most half of the context."""
 
 
 class RunModel(TemplateLM):
@@ -78,7 +78,12 @@ class RunModel(TemplateLM):
         size = self.run.scorer.batch_size
         for indices in batches.values():
             options = self._options(requests[indices[0]].args[1])
-            kept = max(1, self.max_length - options['max_tokens'])
+            kept = self.max_length - options['max_tokens']
+            if kept < 1:
+                raise ConfigError(
+                    f'--context_length {self.max_length}: answers have up to {options["max_tokens"]} tokens '
+                    '(max_gen_toks of the task), so no question fits; give a longer context'
+                )
             for first in range(0, len(indices), size):
                 chosen = indices[first : first + size]
                 prompts = [self.run.tokenizer.encode(requests[i].args[0])[-kept:] for i in chosen]
@@ -89,11 +94,11 @@ class RunModel(TemplateLM):
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Returns options of `generate` for options of the harness."""
         until = given.get('until') or []
-        samples = given.get('do_sample', False) or given.get('temperature', 0.0) > 0
+        samples = given.get('do_sample', given.get('temperature', 0.0) > 0)
         return {
-            'max_tokens': int(given.get('max_gen_toks', MAX_TOKENS)),
+            'max_tokens': int(given.get('max_gen_toks', min(MAX_TOKENS, self.max_length // 2))),
             'until': [until] if isinstance(until, str) else list(until),
             'temperature': float(given.get('temperature', 1.0)) if samples else 0.0,
-            'top_k': given.get('top_k'),
+            'top_k': given.get('top_k') or None,  # 0 is no limit in transformers
             'top_p': given.get('top_p'),
         }

@@ -194,7 +194,7 @@ def generate(
             for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
                 written = tokens[len(row) - 1 :][:max_tokens]
                 ends = np.flatnonzero(written == tokenizer.eod_id)
-                text = tokenizer.decode(written[: ends[0]] if len(ends) else written)
+                text = decode_after(tokenizer.decode, row[1:], written[: ends[0]] if len(ends) else written)
                 stops = [at for stop in until if stop and (at := text.find(stop)) >= 0]
                 results[i] = text[: min(stops)] if stops else text
                 ended.append(bool(stops) or len(ends) > 0 or len(written) == max_tokens)
@@ -292,6 +292,12 @@ def write_continuations(
     print(f'[{continuations.speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
 
 
+def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], tokens: Sequence[int]) -> str:
+    """Returns the text of tokens that follow others. By themselves, tokenizers may drop a space before the first."""
+    last = [int(token) for token in before[-1:]]
+    return decode([*last, *map(int, tokens)])[len(decode(last)) :]
+
+
 class TextStream:
     """The text of tokens that arrive in parts; the cost of a part does not depend on the earlier text.
 
@@ -310,7 +316,7 @@ class TextStream:
     def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
         """Returns the text that can be written after these tokens; with `last`, all of it."""
         self._waiting += map(int, tokens)
-        text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+        text = decode_after(self._decode, self._before, self._waiting)
         whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')
         new = whole[self._written :]
         if whole == text and self._waiting:
@@ -337,6 +343,7 @@ class Continuations:
         self._decode = functools.partial(show_text, tokenizer)
         self._prompts, self._max_tokens, self._stop = prompts, max_tokens, stop
         self._rows: list[list[int]] = [[] for _ in prompts]
+        self._stopped: list[int | None] = [None for _ in prompts]  # where the first token that stops a row stands
         self._times: list[float] = []
         self._counts: list[int] = []
 
@@ -345,24 +352,27 @@ class Continuations:
         self._times.append(time.perf_counter())
         self._counts.append(new_BxT.shape[1])
         shown = []
-        for row, prompt, new in zip(self._rows, self._prompts, new_BxT.tolist(), strict=True):
-            before = self._end(row, prompt)
+        for i, new in enumerate(new_BxT.tolist()):
+            row, read, before = self._rows[i], len(self._rows[i]), self._end(i)
             row += new
-            shown.append(row[before : self._end(row, prompt)])
+            if self._stopped[i] is None:
+                places = range(max(read, len(self._prompts[i]) - 1), len(row))
+                self._stopped[i] = next((at for at in places if row[at] in self._stop), None)
+            shown.append(row[before : self._end(i)])
         return shown
 
-    def _end(self, row: list[int], prompt: np.ndarray) -> int:
-        """Returns the number of tokens of a row that are shown, after the first token of its prompt."""
-        begin, most = len(prompt) - 1, len(prompt) - 1 + self._max_tokens
-        stops = (i for i in range(begin, min(len(row), most)) if row[i] in self._stop)
-        return next(stops, min(len(row), most))
+    def _end(self, i: int) -> int:
+        """Returns the number of tokens of row `i` that are shown, after the first token of its prompt."""
+        end, stopped = min(len(self._rows[i]), len(self._prompts[i]) - 1 + self._max_tokens), self._stopped[i]
+        return end if stopped is None else min(end, stopped)
 
     @property
     def ended(self) -> bool:
         """True if every continuation has met its end."""
-        ends = (self._end(row, prompt) for row, prompt in zip(self._rows, self._prompts, strict=True))
-        lengths = zip(ends, self._rows, self._prompts, strict=True)
-        return all(end < len(row) or end == len(prompt) - 1 + self._max_tokens for end, row, prompt in lengths)
+        rows = enumerate(zip(self._rows, self._prompts, strict=True))
+        return all(
+            (end := self._end(i)) < len(row) or end == len(prompt) - 1 + self._max_tokens for i, (row, prompt) in rows
+        )
 
     @property
     def read(self) -> int:
@@ -371,16 +381,15 @@ class Continuations:
 
     def texts(self) -> list[str]:
         """Returns the text of each prompt with its continuation."""
-        pairs = zip(self._rows, self._prompts, strict=True)
-        return [self._decode(row[: self._end(row, prompt)]) for row, prompt in pairs]
+        return [self._decode(row[: self._end(i)]) for i, row in enumerate(self._rows)]
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns the text of each continuation alone, its number of tokens, and the token that stopped it."""
         found = []
-        for row, prompt in zip(self._rows, self._prompts, strict=True):
-            begin, end = len(prompt) - 1, self._end(row, prompt)
+        for i, (row, prompt) in enumerate(zip(self._rows, self._prompts, strict=True)):
+            begin, end = len(prompt) - 1, self._end(i)
             is_stopped = end < min(len(row), begin + self._max_tokens)
-            text = self._decode(row[begin:end])
+            text = decode_after(self._decode, row[:begin], row[begin:end])
             found.append({'text': text, 'tokens': end - begin, 'stop': self._stop[row[end]] if is_stopped else None})
         return found
 

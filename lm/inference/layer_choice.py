@@ -8,13 +8,18 @@ most of both losses, the ratio hides it, and recall alone ranks better (docs/res
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lm.attention.base import MODEL, Attention
 from lm.config.text import dump
+from lm.data.dataset import Store
+from lm.data.mixture import Mixture
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun, open_run
 from lm.model.distillation import score_swapped
@@ -34,6 +39,8 @@ RANKINGS = {
 """Name of a ranking → its number for a layer; the largest come first."""
 LEAST_LOSS = 1e-3
 """Nats of plain text below which a difference counts as this much: the ratio would be noise."""
+REFERENCE = re.compile(r'@([\w/]+)\(\)')
+"""A configurable in a line of gin."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     split = experiment.evaluate.split or experiment.data.eval_split
     if length < 4 * PASSAGE:
         raise ConfigError(f'train.context_length = {length}: must be at least {4 * PASSAGE} to measure recall')
-    starts = np.arange(0, store.tokens(split) - length, length)[:WINDOWS]
+    starts = lay_windows(store, split, length)[:WINDOWS]
     if not len(starts):
         raise ConfigError(f'evaluate.split = {split!r}: has fewer tokens than one window of {length}')
     tokens_BxL = store.read_many(split, starts, length + 1).astype(np.int32)
@@ -121,6 +128,13 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     return effects
 
 
+def lay_windows(store: Store, split: str, length: int) -> np.ndarray:
+    """Returns where adjacent windows of `length` tokens begin. None of them crosses from one store to the next."""
+    parts = store.parts(split).values() if isinstance(store, Mixture) else [store]
+    ends = np.cumsum([0, *(part.tokens(split) for part in parts)])
+    return np.concatenate([np.arange(a, b - length, length) for a, b in itertools.pairwise(ends)])
+
+
 def rank_layers(effects: Sequence[LayerEffect], ranking: str = 'recall_per_loss') -> list[LayerEffect]:
     """Returns the layers from the one that recall needs most; `ranking` is one of RANKINGS."""
     number = RANKINGS[ranking]
@@ -130,14 +144,23 @@ def rank_layers(effects: Sequence[LayerEffect], ranking: str = 'recall_per_loss'
 def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -> str:
     """Returns the gin text of the student's pattern in which the layers `full` have the teacher's attention."""
     ours, theirs = student.experiment.model, teacher.experiment.model
-    mechanisms = tuple(theirs.layers[i] if i in full else ours.layers[i] for i in range(ours.n_layers))
+
+    def state(mechanism: Attention) -> Attention:
+        """Returns a mechanism that names the teacher's options where the student's are others."""
+        names = [one.name for one in dataclasses.fields(mechanism) if getattr(mechanism, one.name) == MODEL]
+        others = {name: getattr(theirs, name) for name in names if getattr(theirs, name) != getattr(ours, name)}
+        return dataclasses.replace(mechanism, **others)
+
+    mechanisms = tuple(state(theirs.layers[i]) if i in full else ours.layers[i] for i in range(ours.n_layers))
     whole = dump(dataclasses.replace(student.experiment, model=dataclasses.replace(ours, attention=mechanisms)))
-    names = {mechanism.gin_name for mechanism in mechanisms}
-    kept = [
-        line
-        for line in whole.splitlines()
-        if line.startswith('model.attention = ') or line.partition('.')[0].rpartition('/')[2] in names
-    ]
+    lines = whole.splitlines()
+    new = kept = [line for line in lines if line.startswith('model.attention = ')]
+    titles: set[str] = set()
+    while new:  # a mechanism may name configurables of its own, such as a rotary scaling
+        named = {title for line in new for title in REFERENCE.findall(line)} - titles
+        titles |= named
+        new = [line for line in lines if line.partition('.')[0] in named]
+        kept = kept + new
     return '\n'.join(kept) + '\n'
 
 

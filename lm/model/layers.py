@@ -106,19 +106,30 @@ def scan_pairs(
     return x_BxLxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
 
 
-def find_copied(teacher: ModelFunctions, student: ModelFunctions, same_mechanism: bool = False) -> dict:
-    """Returns True for each parameter of the student that it takes from the teacher, a nested dict like the parameters.
+def find_copied(
+    teacher: ModelFunctions, student: ModelFunctions, same_mechanism: bool = False, kind: str = 'params'
+) -> dict:
+    """Returns True for each array of the student that it takes from the teacher, a nested dict like the arrays.
 
     The teacher has it in the same layers and in the same shape. Parameters of a mechanism have a meaning for this
-    mechanism alone. With `same_mechanism` this holds for the whole of attention.
+    mechanism alone, and so do its random projections.
+
+    Args:
+        teacher: the functions of the teacher.
+        student: the functions of the student.
+        same_mechanism: the whole of attention has a meaning for its mechanism alone.
+        kind: 'params' or 'buffers'.
     """
-    theirs = _flatten(teacher.abstract['params'])
+    theirs = _flatten(teacher.abstract[kind])
     declared = _flatten(student.declared)
     bound = ('mechanism', 'attention') if same_mechanism else ('mechanism',)
 
+    def is_bound(path):
+        return declared[path].part in bound if path in declared else path[2] == 'attention'
+
     def is_alike(path, leaf):
         sources = _find_sources(path, teacher, student)
-        if path[0] == BLOCKS and declared[path].part in bound:
+        if path[0] == BLOCKS and is_bound(path):
             ours = type(student.config.stacks[path[1]])
             if any(type(teacher.config.stacks[source.path[1]]) is not ours for source in sources):
                 return False
@@ -127,18 +138,40 @@ def find_copied(teacher: ModelFunctions, student: ModelFunctions, same_mechanism
             source.path in theirs and theirs[source.path].shape[skipped:] == leaf.shape[skipped:] for source in sources
         )
 
-    ours = _flatten(student.abstract['params'])
+    ours = _flatten(student.abstract[kind])
     return unflatten_dict({path: is_alike(path, leaf) for path, leaf in ours.items()})
 
 
+def find_misfits(teacher: ModelFunctions, student: ModelFunctions) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Returns name and shapes, the teacher's and the student's, of parameters outside attention that should be alike.
+
+    Both models have these parameters. Stacked ones have the shape of one layer.
+    """
+    theirs, declared = _flatten(teacher.abstract['params']), _flatten(student.declared)
+    found = []
+    for path, leaf in _flatten(student.abstract['params']).items():
+        if declared[path].part in ('mechanism', 'attention'):
+            continue
+        skipped = 1 if path[0] == BLOCKS else 0
+        for source in _find_sources(path, teacher, student)[:1]:
+            if source.path in theirs and theirs[source.path].shape[skipped:] != leaf.shape[skipped:]:
+                name = '.'.join(map(str, path))
+                found.append((name, theirs[source.path].shape[skipped:], leaf.shape[skipped:]))
+    return found
+
+
 def find_same_layers(teacher: ModelFunctions, student: ModelFunctions) -> set[int]:
-    """Returns the stacks of the student whose mechanism and parameters are the teacher's in each layer."""
+    """Returns the stacks of the student whose mechanism, options and parameters are the teacher's in each layer."""
     copied = find_copied(teacher, student)[BLOCKS]
     return {
         which
         for which, mechanism in enumerate(student.config.stacks)
         if all(jax.tree.leaves(copied[which]))
-        and all(teacher.config.layers[i] == mechanism for i in student.config.list_layers(which))
+        and all(
+            teacher.config.layers[i] == mechanism
+            and teacher.config.resolve(mechanism) == student.config.resolve(mechanism)
+            for i in student.config.list_layers(which)
+        )
     }
 
 
@@ -148,17 +181,19 @@ def copy_layers(
     theirs: Mapping[str, Any],
     ours: dict,
     same_mechanism: bool = False,
+    kind: str = 'params',
 ) -> dict:
-    """Returns the student's parameters with the teacher's in the places that `find_copied` names.
+    """Returns the student's arrays of one kind with the teacher's in the places that `find_copied` names.
 
     Args:
         teacher: the functions of the teacher.
         student: the functions of the student.
-        theirs: the parameters of the teacher.
-        ours: the initial parameters of the student.
+        theirs: the arrays of the teacher.
+        ours: the initial ones of the student.
         same_mechanism: as in `find_copied`.
+        kind: as in `find_copied`.
     """
-    copied, arrays = _flatten(find_copied(teacher, student, same_mechanism)), _flatten(theirs)
+    copied, arrays = _flatten(find_copied(teacher, student, same_mechanism, kind)), _flatten(theirs)
 
     def take(path, leaf):
         if not copied[path]:
@@ -185,7 +220,7 @@ class _Source(NamedTuple):
 
 
 def _find_sources(path: tuple, teacher: ModelFunctions, student: ModelFunctions) -> list[_Source]:
-    """Returns the teacher's arrays for a parameter of the student, one per layer of a stack."""
+    """Returns the teacher's arrays for an array of the student, one per layer of a stack."""
     if path[0] != BLOCKS:
         return [_Source(path, None)]
     places = [teacher.config.find_layer(i) for i in student.config.list_layers(path[1])]

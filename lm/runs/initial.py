@@ -2,8 +2,8 @@
 projections that they were learned with."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
@@ -90,10 +90,17 @@ class InitialParameters:
             if tuple(saved[name]['shape']) != tuple(leaf.shape)
         ]
         if wrong:
-            raise MismatchError(
-                f'{self._setting}: {"; ".join(wrong)}; give the model the sizes of that run, or start without it'
-            )
+            self._refuse(wrong)
         return record['leaves']
+
+    def refuse_shapes(self, misfits: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> NoReturn:
+        """Raises MismatchError for arrays, each with its name, its shape in the other run and its shape here."""
+        self._refuse([f'{name} is {_shape(theirs)} there and {_shape(ours)} here' for name, theirs, ours in misfits])
+
+    def _refuse(self, wrong: Sequence[str]) -> NoReturn:
+        raise MismatchError(
+            f'{self._setting}: {"; ".join(wrong)}; give the model the sizes of that run, or start without it'
+        )
 
     @property
     def _setting(self) -> str:

@@ -165,17 +165,17 @@ def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights |
     The latter gives a student those layers whose mechanism is the same in both. Returns the weights with one line that
     names the arrays that keep their initial values.
     """
-    student, params, taken = plan.functions, state['params'], {}
+    student, made, taken = plan.functions, select_weights(state), {}
 
     def take(source: ModelFunctions, weights: Weights, same_mechanism: bool) -> None:
-        nonlocal params
-        copy = jax.jit(
-            lambda old, new: copy_layers(source, student, old, new, same_mechanism),
-            out_shardings=get_shardings(abstract['params']),
-        )
-        params = copy(weights['params'], params)
-        copied = flatten(find_copied(source, student, same_mechanism))
-        taken.update({name: taken.get(name, False) or is_copied for name, is_copied in copied.items()})
+        for kind in made:
+            copy = jax.jit(
+                functools.partial(copy_layers, source, student, same_mechanism=same_mechanism, kind=kind),
+                out_shardings=get_shardings(abstract[kind]),
+            )
+            made[kind] = copy(weights[kind], made[kind])
+            copied = flatten(find_copied(source, student, same_mechanism, kind))
+            taken.update({name: taken.get(name, False) or is_copied for name, is_copied in copied.items()})
 
     teaching = plan.program.step.teaching
     if teaching and teacher is not None:
@@ -190,8 +190,7 @@ def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights |
     left = [name for name, is_taken in taken.items() if not is_taken]
     line = f'{len(taken) - len(left)} of {len(taken)} arrays taken from '
     line += ' and '.join(filter(None, ['the teacher' if teacher else '', plan.initial.run_dir if plan.initial else '']))
-    weights = {'params': params, 'buffers': state['buffers']}
-    return weights, f'{line}; these not: {", ".join(left)}' if left else line
+    return made, f'{line}; these not: {", ".join(left)}' if left else line
 
 
 def write_start(run: RunDir, plan: RunPlan, origin: Origin, start: Start) -> None:

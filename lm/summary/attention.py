@@ -54,12 +54,12 @@ def show_attention(
     plots.check_matplotlib()
     jax.config.update('jax_platforms', 'cpu')  # the accelerators of this machine may be busy with this very run
     model = experiment.model
+    counts = [model.resolve(mechanism).dims.n_heads for mechanism in model.layers]
     for layer, head in heads or ():
-        if layer >= model.n_layers or head >= model.n_heads:
-            raise ConfigError(
-                f'--heads {layer}-{head}: the model has the layers 0 to {model.n_layers - 1}, with the heads 0 to '
-                f'{model.n_heads - 1} each'
-            )
+        if layer >= len(counts):
+            raise ConfigError(f'--heads {layer}-{head}: the model has the layers 0 to {len(counts) - 1}')
+        if head >= counts[layer]:
+            raise ConfigError(f'--heads {layer}-{head}: layer {layer} has the heads 0 to {counts[layer] - 1}')
     run = load_run(experiment, run_dir, step)
     # Every document of the training data follows this token.
     ids = np.concatenate([[run.begin_id], run.tokenizer.encode(text)]).astype(np.int32)
@@ -74,7 +74,8 @@ def show_attention(
                 shown = weights_LxL[:tokens, :tokens]
                 drawn.append((f'{layer}-{head}, up to {shown.flat[np.abs(shown).argmax()]:.2g}', shown))
     labels = name_tokens(run.tokenizer, ids[:tokens])
-    columns = min(len(drawn), model.n_heads if heads is None else 4)
+    # Rows are layers if all have the same number of heads.
+    columns = min(len(drawn), max(counts) if heads is None else 4)
     beside = labels if columns * len(labels) <= MOST_LABELS else None
     title = f'weights of queries (down) for keys, layer-head, {run_dir} at step {run.step}'
     plots.draw_matrices(out, drawn, columns, beside, title)

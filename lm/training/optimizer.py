@@ -62,7 +62,8 @@ class OptimizerConfig(Configurable):
     z_loss: float = field(
         default=0.0,
         minimum=0,
-        help='times the mean squared log-normalizer of the logits, added to what is minimized; 1e-4',
+        help='times the mean squared log-normalizer of the logits, added to what is minimized, but not with a teacher; '
+        '1e-4',
     )
 
     def build_schedule(self, steps: int) -> optax.Schedule:
@@ -107,12 +108,13 @@ class OptimizerConfig(Configurable):
 
     def _build(self, steps: int, declared: Declared, widening: float) -> optax.GradientTransformation:
         decayed = jax.tree.map(lambda declaration: declaration.decayed, declared)
+        decays = jax.tree.map(
+            lambda one: self.weight_decay * self._factor(one) if one.decayed else optax.MaskedNode(), declared
+        )
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity(),
             self._directions(declared, widening),
-            optax.masked(_decay_cautiously(self.weight_decay), decayed)
-            if self.cautious
-            else optax.add_decayed_weights(self.weight_decay, mask=decayed),
+            optax.masked(_decay(decays, self.cautious), decayed),
             optax.scale_by_learning_rate(self.build_schedule(steps)),
         )
 
@@ -158,14 +160,15 @@ class OptimizerConfig(Configurable):
         return jax.tree.map(lambda mean, new: mean + (new - mean) * share, mean, params)
 
 
-def _decay_cautiously(rate: float) -> optax.GradientTransformation:
-    """Returns the transformation that adds `rate` times the weight where direction and weight have one sign.
+def _decay(rates: Any, is_cautious: bool) -> optax.GradientTransformation:
+    """Returns the transformation that adds the weights times their `rates`, a tree like them.
 
-    The optimizer subtracts the result: elsewhere the direction moves the weight away from zero, and decay would work
-    against it (modded-nanogpt's cautious weight decay; Chen et al. 2025, "Cautious Weight Decay").
+    A cautious one does so where direction and weight have one sign. The optimizer subtracts the result: elsewhere the
+    direction moves the weight away from zero, and decay would work against it (modded-nanogpt's cautious weight decay;
+    Chen et al. 2025, "Cautious Weight Decay").
     """
 
-    def update(updates: Any, params: Any) -> Any:
-        return jax.tree.map(lambda u, w: u + rate * w * (u * w > 0), updates, params)
+    def add(update: jax.Array, weight: jax.Array, rate: float) -> jax.Array:
+        return update + rate * weight * (update * weight > 0) if is_cautious else update + rate * weight
 
-    return optax.stateless(update)
+    return optax.stateless(lambda updates, params: jax.tree.map(add, updates, params, rates))

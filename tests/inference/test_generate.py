@@ -31,6 +31,7 @@ from lm.inference.generation import (
     Continuations,
     Sampling,
     TextStream,
+    decode_after,
     generate_tokens,
     pays_to_separate,
     show_text,
@@ -296,6 +297,44 @@ def test_continuations_end_by_themselves():
     plain.add(np.array([[1, 2, 5], [3, 4, 5]]))
     assert plain.ended
     assert [one['text'] for one in plain.describe()] == ['f', 'e']
+
+
+class Words:
+    """A tokenizer that drops the space before the first word, as many imported ones do."""
+
+    eod_id = -1
+    vocab_size = 50
+
+    def decode(self, ids):
+        return ' '.join(f'w{i}' for i in ids)
+
+    def piece(self, i):
+        return f'▁w{i}'
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word():
+    made = Continuations(Words(), [np.array([0, 1, 2]), np.array([0])], 3, {})
+    made.add(np.array([[1, 2], [3, 4]]))
+    made.add(np.array([[5, 6, 7], [8, 9, 9]]))
+    assert [one['text'] for one in made.describe()] == [' w5 w6 w7', 'w3 w4 w8']
+    assert [prompt + one['text'] for prompt, one in zip(['w1 w2', ''], made.describe(), strict=True)] == made.texts()
+    assert decode_after(Words().decode, np.array([4]), np.array([], np.int64)) == ''
+
+
+def test_only_new_tokens_are_searched_for_stops():
+    searched = []
+
+    class Stops(dict):
+        def __contains__(self, token):
+            searched.append(token)
+            return super().__contains__(token)
+
+    made = Continuations(Letters, [np.array([0, 1])], 6, Stops({9: 'j'}))
+    for new in ([1, 2], [3, 4], [9, 5], [6]):
+        made.add(np.array([new]))
+        assert made.ended == (5 in searched or 9 in searched)
+    assert searched == [2, 3, 4, 9]
+    assert made.texts() == ['bcde']
 
 
 def test_each_token_of_a_slow_model_is_shown_when_it_is_there(model, monkeypatch):

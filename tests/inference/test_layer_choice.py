@@ -1,14 +1,28 @@
 """The choice of layers that keep their attention: repeated passages, and the effect of a swap."""
 
+import types
 from argparse import ArgumentParser as Parser
 
 import jax.numpy as jnp
 import numpy as np
+import tiny
 
 from lm.attention.hedgehog import Hedgehog
 from lm.attention.softmax import Softmax
 from lm.commands.distill import VERB
-from lm.inference.layer_choice import CUE, PASSAGE, RANKINGS, LayerEffect, plant_passages, rank_layers
+from lm.data.mixture import Mixture
+from lm.data.tokenizers.amino_acids import AminoAcids, AminoAcidsConfig
+from lm.experiment import load
+from lm.inference.layer_choice import (
+    CUE,
+    PASSAGE,
+    RANKINGS,
+    LayerEffect,
+    lay_windows,
+    plant_passages,
+    rank_layers,
+    write_pattern,
+)
 from lm.model import ModelConfig
 from lm.model.distillation import score_swapped
 from lm.model.functions import ModelFunctions, over_windows
@@ -47,6 +61,37 @@ def test_a_swap_of_no_layer_is_the_teacher_and_a_swap_of_one_changes_the_rest():
     plain = teacher.score_targets(models[1][1], tokens[:, :-1], tokens[:, 1:]).nats
     np.testing.assert_allclose(score(), plain, rtol=1e-6)
     assert all((jnp.abs(score(i) - plain) > 1e-5).any() for i in range(3))
+
+
+def test_the_pattern_keeps_what_a_mechanism_names():
+    ours = [
+        'model.attention = @window_linear()',
+        'window_linear.map = @performer()',
+        'performer.n_features = 64',
+        'window_linear.rotary_scaling = @yarn_rotary()',
+        'yarn_rotary.factor = 8.0',
+    ]
+    common = ['model.n_layers = 4', 'model.vocab_size = 64', "data.path = 'd'"]
+    student, teacher = (load([], common + lines) for lines in ([*ours, 'model.key_offset = 0.5'], []))
+    runs = [types.SimpleNamespace(experiment=one) for one in (student, teacher)]
+    lines = write_pattern(*runs, [1]).splitlines()
+    back = load([], [*common, 'model.key_offset = 0.5', *lines]).model
+    assert [back.layers[i] for i in (0, 2, 3)] == [student.model.layers[i] for i in (0, 2, 3)]
+    assert back.resolve(back.layers[1]) == teacher.model.resolve(teacher.model.layers[1]), 'with the teacher’s options'
+    assert not [line for line in lines if line.startswith(('model.', 'train.')) and 'attention' not in line]
+
+
+def test_windows_cross_no_border_of_a_mixture(tmp_path):
+    tokenizer = AminoAcids(AminoAcidsConfig().contents())
+    paths = [tiny.write_store(tmp_path / name, {'validation': [name * 9]}, tokenizer) for name in ('AC', 'DE')]
+    mixture = Mixture.open('', [(str(path), 0.5) for path in paths])
+    starts = lay_windows(mixture, 'validation', 5)
+    rows = mixture.read_many('validation', starts, 6)
+    texts = [tokenizer.decode(row) for row in rows]
+    assert len(texts) == 6
+    assert all(set(text) <= set('AC') or set(text) <= set('DE') for text in texts)
+    alone = lay_windows(next(iter(mixture.stores.values())), 'validation', 5)
+    assert alone.tolist() == [0, 5, 10]
 
 
 def test_layers_are_ranked_by_recall_per_loss_of_plain_text():

@@ -45,7 +45,8 @@ def test_shares_of_signed_weights_and_of_queries_without_weights():
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
-        (['--attention', 'x', '--heads', '2-0'], 'layers 0 to 1, with the heads 0 to 1'),
+        (['--attention', 'x', '--heads', '2-0'], '--heads 2-0: the model has the layers 0 to 1'),
+        (['--attention', 'x', '--heads', '1-2'], '--heads 1-2: layer 1 has the heads 0 to 1'),
         (['--attention', 'x', '--heads', '2'], "such as '0-1,2-0'"),
         (['--attention', 'x', '--tokens', '0'], '--tokens 0: must be at least 1'),
         (['--attention', 'x ' * 5000], 'give a shorter text'),

@@ -1,5 +1,6 @@
 """Pathfinder and the Arena's file tasks: a tracer solves the pictures; files come in their authors' formats."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -115,6 +116,19 @@ def test_texts_are_bytes_and_folders_are_classes(tmp_path):
         assert bytes((row[: len(text)] - 1).tolist()) == text
         assert row[len(text) :].tolist()[:3] == [task.ask, task.ask + 1 + (name == 'pos'), 0]
     assert task.examples('test', [5], 20).tolist() == task.examples('validation', [5], 20).tolist()
+
+
+def test_fewer_examples_are_of_all_classes(tmp_path):
+    for split, name, i in itertools.product(('train', 'test'), ('neg', 'pos'), range(5)):
+        (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / split / name / f'{i}.txt').write_text(f'{i}')
+    task = ArenaTexts(path=str(tmp_path), max_length=4, eval_examples=4)
+    rows = task.examples('test', range(4), 10)
+    assert [(chr(row[0] - 1), int(row[2] - task.ask - 1)) for row in rows] == [('0', 0), ('2', 0), ('0', 1), ('2', 1)]
+    whole = dataclasses.replace(task, eval_examples=10)
+    assert [int(row[2] - task.ask - 1) for row in whole.examples('test', range(10), 10)] == 5 * [0] + 5 * [1]
+    assert task.identity().removesuffix(' spread') != task.identity()
+    assert whole.identity().endswith(']')
 
 
 def test_pairs_are_two_texts_with_a_label(tmp_path):

@@ -10,14 +10,16 @@ import pytest
 from tiny import train_step
 
 from lm.attention.hedgehog import Hedgehog
+from lm.attention.performer import Performer
 from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.distillation import compare_layers
+from lm.model.feed_forward.experts import Experts
 from lm.model.functions import ModelFunctions, over_windows
 from lm.model.key_heads import clone_key_heads, unshare_key_heads
-from lm.model.layers import copy_layers, find_copied
+from lm.model.layers import copy_layers, find_copied, find_misfits, find_same_layers
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.objectives.align import Align
 from lm.training.objectives.distill import Distill
@@ -123,6 +125,41 @@ def test_a_student_takes_each_layer_from_the_same_layer_of_its_teacher():
     others = find_copied(functions(TEACHER), functions(NEW))
     own = {name for name, is_copied in others['blocks'][0]['attention'].items() if not is_copied}
     assert own == {'q_weight', 'k_weight'}
+
+
+def test_a_student_takes_the_projections_of_its_own_mechanism_and_the_corrections_of_experts():
+    def both(attention):
+        config = ModelConfig(**SIZES, attention=attention, feed_forward=Experts(n_experts=4, correction=True))
+        return functions(config), weights(config, 3)['buffers']
+
+    performer = Performer(n_features=8)
+    (source, theirs), (taking, _) = both(performer), both((Softmax(), performer))
+    theirs = jax.tree.map(lambda leaf: leaf + 1.0, theirs)
+    ours = taking.init(5)['buffers']
+    taken = copy_layers(source, taking, theirs, ours, kind='buffers')
+    for stack in (0, 1):
+        corrections = taken['blocks'][stack]['experts']['correction']
+        np.testing.assert_array_equal(corrections, theirs['blocks'][0]['experts']['correction'][stack::2])
+    projections = taken['blocks'][1]['attention']['projection']
+    np.testing.assert_array_equal(projections, theirs['blocks'][0]['attention']['projection'][1::2])
+    others, found = both(Softmax())[0], find_copied(both(Softmax())[0], taking, kind='buffers')
+    assert others.abstract['buffers']['blocks'][0].keys() == {'experts'}
+    assert not found['blocks'][1]['attention']['projection']
+    assert found['blocks'][1]['experts']['correction']
+
+
+def test_a_layer_with_other_options_is_another_layer():
+    same = find_same_layers(functions(TEACHER), functions(STUDENT))
+    assert same == {1}
+    for options in ({'rotary_base': None}, {'key_offset': 0.5}):
+        changed = ModelConfig(**SIZES, attention=(Retention(), Softmax()), **options)
+        assert find_same_layers(functions(TEACHER), functions(changed)) == set()
+
+
+def test_sizes_that_do_not_fit_are_found():
+    assert find_misfits(functions(TEACHER), functions(STUDENT)) == []
+    wide = ModelConfig(**SIZES | {'vocab_size': 96}, attention=(Retention(), Softmax()))
+    assert find_misfits(functions(TEACHER), functions(wide)) == [('embedding.embedding', (64, 32), (96, 32))]
 
 
 def test_alignment_moves_attention_alone_and_keeps_the_layers_of_the_teacher():

@@ -254,6 +254,25 @@ def test_rates_of_embeddings_head_and_gains(widening):
     assert factors == {'embedding': 2.0, 'head': 0.5, 'gain': 0.25, 'bias': 0.25, 'matrix': 1.0}
 
 
+@pytest.mark.parametrize('cautious', [False, True])
+def test_the_rate_of_the_head_is_the_rate_of_its_decay_too(cautious):
+    declared = {
+        'head': Declaration('matrix', ('vocabulary', 'embed'), output=True),
+        'matrix': Declaration('matrix', ('embed', 'mlp')),
+    }
+    ones = {name: jnp.ones([2, 2]) for name in declared}
+    plain = {'warmup_steps': 0, 'schedule': Constant(), 'rule': Identity(), 'peak_learning_rate': 1.0}
+
+    def update(**options):
+        transform = OptimizerConfig(**plain, cautious=cautious, weight_decay=0.5, **options).build(10, declared)
+        new = transform.update({name: 0.1 * one for name, one in ones.items()}, transform.init(ones), ones)[0]
+        return {name: float(leaf[0, 0]) for name, leaf in new.items()}
+
+    assert update() == pytest.approx({'head': -0.6, 'matrix': -0.6})
+    assert update(head_rate=0.5) == pytest.approx({'head': -0.3, 'matrix': -0.6})
+    assert update(head_rate=0.0) == pytest.approx({'head': 0.0, 'matrix': -0.6})
+
+
 def test_the_mean_covers_the_last_tenth_and_then_the_last_steps():
     config, mean, weights = OptimizerConfig(average_steps=5), jnp.zeros(()), np.zeros(0)
     for step in range(1, 101):

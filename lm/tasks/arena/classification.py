@@ -70,13 +70,16 @@ class FromFiles(Classification):
     def identity(self) -> str:
         """Returns the identity without the path: files may be moved."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != 'path'}
-        return f'{self.gin_name} {fields} {[self.count(split) for split in SPLITS]}'
+        choice = ' spread' if any(self.count(split) < self.held(split) for split in SPLITS) else ''
+        return f'{self.gin_name} {fields} {[self.count(split) for split in SPLITS]}{choice}'
 
     def count(self, split: str) -> int:
         return min(super().count(split), self.held(split))
 
     def made(self, split: str, index_N: np.ndarray, length: int) -> np.ndarray:
-        return np.stack([self.row(*self.read(split, int(i)), length) for i in index_N])
+        # Files may be in the order of their classes, so fewer examples are spread over all of them.
+        held, count = self.held(split), self.count(split)
+        return np.stack([self.row(*self.read(split, int(i) * held // count), length) for i in index_N])
 
     def missing(self, name: str) -> ConfigError:
         return ConfigError(f'{self.gin_name}.path = {self.path!r}: holds no {name}')
