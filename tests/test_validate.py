@@ -91,6 +91,9 @@ def test_the_run_that_training_starts_from_is_validated(plan, reference_run, tmp
     assert cli.main(['check', *flags]) == 44
     assert ' there and ' in capsys.readouterr().err
     assert cli.main([*sweep, '--dry_run']) == 44
+    flags, _ = plan(start | {'model.attention': '[@softmax(), @gated_linear()]', 'model.d_model': 64})
+    assert cli.main(['check', *flags]) == 44
+    assert 'embedding.embedding is ' in capsys.readouterr().err
     flags, sweep = plan(start)
     assert cli.main([*sweep, '--dry_run']) == 0
     assert 'not checked' not in capsys.readouterr().out

@@ -8,7 +8,8 @@ from lm.config.configurable import REGISTRY
 from lm.config.names import find_current_names, find_field_classes
 from lm.errors import ConfigError
 
-KEPT = ('@', '%', '[', '(', '{', '"', "'")
+REFERENCES = ('@', '%', '"', "'")
+KEPT = (*REFERENCES, '[', '(', '{')
 """Beginnings of values that gin reads as they are: references, macros, lists, dicts and what has quotes."""
 NAMED = {'true': ('True', bool), 'false': ('False', bool), 'none': ('None', type(None))}
 """Word in small letters → how gin writes it, and the type of the fields that can only mean that."""
@@ -55,9 +56,10 @@ def _find_fields(name: str) -> list[str]:
 def _quote(value: str, kinds: Collection[type]) -> str:
     if value in NAMED and NAMED[value][1] in kinds and str not in kinds:
         return NAMED[value][0]
+    takes_text_alone = {*kinds} - {type(None)} == {str}
     try:
         literal = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return value if value.startswith(KEPT) else repr(value)
-    takes_text_alone = {*kinds} - {type(None)} == {str}
+        # Text may begin with a bracket, such as '{split}-*.jsonl'.
+        return value if value.startswith(REFERENCES if takes_text_alone else KEPT) else repr(value)
     return repr(value) if takes_text_alone and isinstance(literal, bool | int | float | complex) else value

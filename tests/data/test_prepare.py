@@ -32,6 +32,7 @@ from lm.data.prepare.stages import prepare
 from lm.data.prepare.workers import start_workers
 from lm.data.prepare.workspace import LocalFolder
 from lm.data.sources.base import Shard, inventory
+from lm.data.sources.folder import walk_bucket
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
 from lm.data.sources.tfds import Tfds
@@ -301,6 +302,7 @@ def test_a_mistake_leaves_nothing_behind(tmp_path):
         ({'tokenizer': TokenizerConfig(vocab_size=1_000_000)}, 'tokenizer.vocab_size = 1000000: the text is too small'),
         ({'splits': ('train', 'dev')}, "prepare.splits: 'dev' is not in the source, which has train, validation, test"),
         ({'tokenizer': TokenizerConfig(model_path='/absent')}, "tokenizer.model_path = '/absent'"),
+        ({'tokenizer': dataclasses.replace(SMALL, end_of_document='<eod>')}, 'a trained tokenizer has <pad>, </s>'),
     ):
         with pytest.raises(ConfigError, match=message):
             run(source, tmp_path / 'store', **options)
@@ -392,6 +394,25 @@ def test_an_existing_tokenizer(tmp_path):
     assert TokenStore.open(str(tmp_path / 'store')).tokenizer().vocab_size == 400
 
 
+def test_the_end_that_a_checkpoint_names_closes_each_document(tmp_path):
+    corpus = write_text(tmp_path / 'text', files=1)
+    model = train(TokenizerConfig(vocab_size=400), [words(3000, seed=9)])
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'tokenizer.model').write_bytes(model)
+    (tmp_path / 'run' / 'run.json').write_text(json.dumps({'begin_id': 3, 'end_id': 3}))
+    chosen = {'tokenizer': TokenizerConfig(model_path=str(tmp_path / 'run'))}
+    info = run(TextFiles(path=str(corpus)), tmp_path / 'store', **chosen)
+    assert info['tokenizer']['eod_id'] == info['settings']['tokenizer']['end_of_document'] == 3
+    made = TokenStore.open(str(tmp_path / 'store'))
+    assert made.tokenizer().eod_id == 3
+    ends = made.document_ends('train')
+    assert set(made.read('train', 0, made.tokens('train'))[np.asarray(ends) - 1]) == {3}
+    run(TextFiles(path=str(corpus)), tmp_path / 'store', **chosen)
+    (tmp_path / 'run' / 'run.json').unlink()
+    with pytest.raises(ConfigError, match=r'tokenizer.end_of_document = 3, not None'):
+        run(TextFiles(path=str(corpus)), tmp_path / 'store', **chosen)
+
+
 def test_the_tokenizer_sample_has_a_limit_and_comes_from_the_whole_text(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
     job = Preparation(source, 'none', 10**8, LocalFolder(tmp_path), False)
@@ -466,6 +487,43 @@ def test_files_of_a_wrong_kind_are_reported_in_one_line(tmp_path, name, content,
         run_prepare(experiment.prepare, experiment.data.path)
     assert '\n' not in str(error.value)
     assert error.value.exit_code in (2, 44)
+
+
+def test_a_source_of_one_split_needs_no_other(tmp_path):
+    (tmp_path / 'test.jsonl').write_text(''.join(json.dumps({'text': words(200, seed=i)}) + '\n' for i in range(20)))
+    console = quiet()
+    prepare(PrepareConfig(source=Jsonl(path=str(tmp_path)), tokenizer=SMALL), str(tmp_path / 'store'), console)
+    assert 'on which lm train evaluates: add files for validation\n' in console.file.getvalue()
+
+
+def test_empty_files_are_reported_in_one_line(tmp_path):
+    (tmp_path / 'train.jsonl').write_text('')
+    (tmp_path / 'validation.jsonl').write_text(json.dumps({'text': words(200, seed=0)}) + '\n')
+    with pytest.raises(MismatchError, match="split 'train': its files hold no documents"):
+        run(Jsonl(path=str(tmp_path)), tmp_path / 'store')
+    (tmp_path / 'text').mkdir()
+    (tmp_path / 'text' / 'a.txt').write_text('')
+    with pytest.raises(MismatchError, match='no usable text'):
+        run(TextFiles(path=str(tmp_path / 'text')), tmp_path / 'store')
+    assert not (tmp_path / 'store').exists()
+
+
+def test_folders_of_a_bucket_are_entered_and_its_documents_are_not_asked_about(tmp_path):
+    class Counted(type(tmp_path)):
+        asked: list[str] = []
+
+        def is_dir(self, **options):
+            self.asked.append(self.name)
+            return super().is_dir(**options)
+
+    for name in ('a.txt', 'b/c.txt', 'b/d/e.txt', 'b/notes.md'):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = walk_bucket(Counted(tmp_path), '.txt')
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in found) == [
+        'a.txt', 'b/c.txt', 'b/d/e.txt', 'b/notes.md',
+    ]  # fmt: skip
+    assert sorted(Counted.asked) == ['b', 'd', 'notes.md']
 
 
 def test_a_source_without_usable_text_is_reported_in_one_line(tmp_path):

@@ -107,7 +107,8 @@ def print_summary(config: PrepareConfig, path: str, info: dict[str, Any], consol
         skipped = format_count(bad, 'bad record was', 'bad records were')
         console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them', highlight=False)
     if 'validation' not in info['splits'] and not config.splits:
-        remedy = f"{source.how_to_hold_out}; or train with data.eval_split = 'train'"
+        other = "; or train with data.eval_split = 'train'" if 'train' in info['splits'] else ''
+        remedy = f'{source.how_to_hold_out}{other}'
         line = f'there is no validation split, on which lm train evaluates: {remedy}'
         console.print(line, highlight=False, soft_wrap=True)
     if unread := source.list_unread():

@@ -8,6 +8,7 @@ from typing import Any
 from lm.data import tokenizers
 from lm.data.prepare.config import PrepareConfig
 from lm.data.sources.base import inventory
+from lm.data.tokenizers.sentencepiece import check_trained_end
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import is_remote, parse_json, write_atomically
 from lm.text import format_count, format_si
@@ -19,7 +20,11 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
     existing = tokenizers.load_existing(choice)
     tokenizer = choice.settings() if existing is None else {'model_sha256': existing.sha256}
     if choice.end_of_document is not None:
+        if existing is None and isinstance(choice, tokenizers.TokenizerConfig):
+            check_trained_end(choice.end_of_document)
         tokenizer['end_of_document'] = choice.end_of_document
+    elif existing is not None and existing.eod_id != _find_usual_end(existing):
+        tokenizer['end_of_document'] = existing.eod_id
     settings = {
         'source': config.require_source().identity(),
         'splits': list(choose_splits(config)),
@@ -28,6 +33,14 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
         'tokenizer': tokenizer,
     }
     return json.loads(json.dumps(settings))
+
+
+def _find_usual_end(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Returns the end of documents that the file of a tokenizer says by itself; None if it says none."""
+    try:
+        return tokenizers.from_bytes(tokenizer.model).eod_id
+    except ConfigError:
+        return None
 
 
 def choose_splits(config: PrepareConfig) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class Preparation:
     folder: Workspace
     """The intermediate files, among which tokenizer.model is."""
     strict: bool
-    eod: str | None = None
+    eod: int | str | None = None
     """Name of the end-of-document token; None: the tokenizer's own."""
 
     def has_tokenizer(self) -> bool:

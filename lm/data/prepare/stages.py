@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from lm.config.configurable import check_kind
-from lm.data import store
+from lm.data import store, tokenizers
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.description import check_strict, describe_split, finish_store, make_table, print_summary
 from lm.data.prepare.meter import Meter
@@ -43,7 +43,7 @@ from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.prepare.workspace import LocalFolder, Workspace
 from lm.data.sources.base import Shard
 from lm.data.tokenizers import TokenizerConfig
-from lm.errors import ConfigError, LmError
+from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock
 from lm.text import format_count, format_si
 
@@ -128,7 +128,13 @@ def _make_store(
 def list_shards(config: PrepareConfig) -> dict[str, list[Shard]]:
     """Returns split → its shards."""
     source = config.require_source()
-    return {name: source.shards(name) for name in choose_splits(config)}
+    shards = {name: source.shards(name) for name in choose_splits(config)}
+    for name, own in shards.items():
+        if not own:
+            raise MismatchError(
+                f'split {name!r}: its files hold no documents; leave it out with prepare.splits, or see the source'
+            )
+    return shards
 
 
 def fingerprint_listing(shards: dict[str, list[Shard]]) -> str:
@@ -143,7 +149,9 @@ def list_units(shards: dict[str, list[Shard]]) -> list[Unit]:
 
 def make_job(config: PrepareConfig, folder: Workspace) -> Preparation:
     """Returns what the worker processes have in common."""
-    limit, eod = config.max_document_bytes, config.tokenizer.end_of_document
+    limit, existing = config.max_document_bytes, tokenizers.load_existing(config.tokenizer)
+    # The end of a checkpoint's documents may stand beside its tokenizer, in config.json or run.json.
+    eod = config.tokenizer.end_of_document if existing is None else existing.eod_id
     return Preparation(config.require_source(), config.cleaning, limit, folder, config.strict, eod)
 
 
@@ -212,7 +220,8 @@ def train(
 ) -> None:
     """Makes the tokenizer in a worker process. It calls `beat` a few times per second."""
     sampled, choice = choose_sampled(shards), config.tokenizer
-    if isinstance(choice, TokenizerConfig) and choice.model_path is None:
+    is_trained = isinstance(choice, TokenizerConfig) and choice.model_path is None
+    if is_trained:
         size = min(choice.sample_bytes, sum(shard.bytes for shard in sampled))
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
         console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
@@ -221,7 +230,8 @@ def train(
         beat()
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
-            console.print(f'training the tokenizer: {printed - start:.0f} s', highlight=False)
+            verb = 'training' if is_trained else 'checking'
+            console.print(f'{verb} the tokenizer: {printed - start:.0f} s', highlight=False)
     if not job.tokenizer().lossless:
         console.print(
             'the tokenizer is not lossless (it changes spaces or rare characters): perplexities by word and bits per '

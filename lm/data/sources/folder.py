@@ -33,10 +33,10 @@ class Folder(Source):
         """Returns the files with the documents of `split`, and whether they hold both train and validation."""
 
     def find(self, folder: Any) -> list[Any]:
-        """Returns the files under a folder in the order of their names; in a bucket, only those directly in it."""
+        """Returns the files under a folder in the order of their names."""
         if isinstance(folder, pathlib.Path):
             return regular(path for path in walk(folder) if path.name.endswith(self.suffix))
-        return sorted(folder.glob(f'*{self.suffix}'))
+        return sorted(path for path in walk_bucket(folder, self.suffix) if path.name.endswith(self.suffix))
 
     def name_of(self, path: Any, folder: Any) -> str:
         """Returns the name of the document in a file."""
@@ -111,6 +111,18 @@ def walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 yield path
 
 
+def walk_bucket(folder: Any, suffix: str) -> Iterator[Any]:
+    """Yields the files under a folder of a bucket.
+
+    What ends in `suffix` is a file: to ask the bucket about each one would take a request per document.
+    """
+    for path in folder.iterdir():
+        if not path.name.endswith(suffix) and path.is_dir():
+            yield from walk_bucket(path, suffix)
+        else:
+            yield path
+
+
 def _identify(path: pathlib.Path) -> tuple[int, int]:
     """Returns device and inode of a folder, which are the same by every name."""
     found = path.stat()
@@ -128,7 +140,7 @@ def _end_of_file(path: Any, part: Part, fraction: float, split: str) -> Part:
 
     Where no line ends there, the first space counts; without a space, the first character.
     """
-    cut = part.stop - max(1, math.ceil(fraction * part.stop))
+    cut = max(0, part.stop - max(1, math.ceil(fraction * part.stop)))
     with path.open('rb') as file:
         file.seek(cut)
         line = file.readline()

@@ -2,6 +2,7 @@
 
 import contextlib
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -73,7 +74,7 @@ class Images(FilePatterns):
                     )
                 with members.open(f'{self.array}.npy') as stream:
                     yield stream, self._read_header(name, stream)
-        except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
             reason = ' '.join(str(error).split())[:150]
             raise MismatchError(f'{name}: not a readable .npz file ({reason}); fetch the file again') from None
 

@@ -52,7 +52,9 @@ class FilePatterns(Source):
     def how_to_hold_out(self) -> str:
         files = self.path.replace('{split}', 'train')
         if self._open('').is_dir():
-            one = self._files('train')[0]
+            if not (found := self._files('train')):
+                return 'add files for validation'
+            one = found[0]
             files = f'{one.parent}/{"train*" if one.name.startswith("train") else "*"}'
         share = f'{100 * self.validation_fraction:g} % of the documents'
         return f"add files for validation, or hold out {share} by {self.gin_name}.path = '{files}'"

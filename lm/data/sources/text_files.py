@@ -6,7 +6,7 @@ from typing import Any
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import SPLITS
-from lm.data.sources.folder import Folder, walk
+from lm.data.sources.folder import Folder, walk, walk_bucket
 from lm.errors import ConfigError
 from lm.files import open_path
 
@@ -42,7 +42,7 @@ class TextFiles(Folder):
         folder = self.folder()
         splits = [s for s in SPLITS if (folder / s).is_dir()]
         read = {path for s in splits or ['train'] for path in self.files(s)[0]}
-        others = walk(folder) if isinstance(folder, pathlib.Path) else (p for p in folder.glob('*') if not p.is_dir())
+        others = walk(folder) if isinstance(folder, pathlib.Path) else walk_bucket(folder, self.suffix)
         names = {self.name_of(path, folder) for path in others if path not in read and path.name != 'metadata.csv'}
         return sorted(names)
 

@@ -22,6 +22,8 @@ from lm.errors import ConfigError, MismatchError
 
 SPACE = '▁'
 """SentencePiece's own symbol for a space, U+2581."""
+NAMED = {'<pad>': 0, '</s>': 1, '<unk>': 2, '<s>': 3}
+"""Name → id of the tokens without text in a tokenizer from `train`."""
 
 # Pieces never cross the place before a space that follows something else (a piece may begin with spaces, not contain
 # them), so cutting there leaves the tokens as they are. BPE's queue suffers from long inputs: pieces of 256 characters
@@ -105,6 +107,14 @@ class SentencePiece(Tokenizer):
         return (_CUT_AND_SPACE_SYMBOL if SPACE in text else _CUT).findall(text)
 
 
+def check_trained_end(name: str) -> None:
+    """Raises ConfigError for an end of documents that a tokenizer from `train` cannot have."""
+    if name not in NAMED and not re.fullmatch('<0x[0-9A-F]{2}>', name):
+        raise ConfigError(
+            f'tokenizer.end_of_document = {name!r}: a trained tokenizer has {", ".join(NAMED)}; delete this'
+        )
+
+
 def train(config: TokenizerConfig, texts: Iterable[str]) -> bytes:
     """Trains a model on `texts` (whole documents; long ones are cut, none is skipped) and returns its file's contents.
 
@@ -147,10 +157,10 @@ def _trained(config: TokenizerConfig, texts: Iterable[str], **options: Any) -> b
             add_dummy_prefix=False,
             byte_fallback=True,
             allow_whitespace_only_pieces=True,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=3,
+            pad_id=NAMED['<pad>'],
+            eos_id=NAMED['</s>'],
+            unk_id=NAMED['<unk>'],
+            bos_id=NAMED['<s>'],
             num_threads=8,
             train_extremely_large_corpus=config.sample_bytes > 1_000_000_000,
             minloglevel=2,
