@@ -142,7 +142,9 @@ def find_copied(
     return unflatten_dict({path: is_alike(path, leaf) for path, leaf in ours.items()})
 
 
-def find_misfits(teacher: ModelFunctions, student: ModelFunctions) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def find_misfits(
+    teacher: ModelFunctions, student: ModelFunctions
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Returns name and shapes, the teacher's and the student's, of parameters outside attention that should be alike.
 
     Both models have these parameters. Stacked ones have the shape of one layer.

@@ -132,6 +132,8 @@ def _read_configuration_of_checkpoint(
         for rewind in info.get('rewinds', []):
             if rewind['to'] >= step:
                 bindings |= {name: new for name, _, new in rewind['changed'] if new is not None}
+            else:  # the step was saved after this rewind, so its record has the changes of this and earlier ones
+                bindings = parse_bindings(text)
         return step, bindings
     return None
 

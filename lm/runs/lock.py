@@ -117,6 +117,11 @@ class RunLock:
             time.sleep(0.5)
         return None
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the lock is known to be another's, or gone."""
+        return self._lost is not None
+
     def check(self) -> None:
         """Raises ConfigError if the lock is another's by now, because this process was suspended for longer than
         EXPIRES, or gone with its folder."""

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class MetricsFile:
         path: the file; created if absent.
         resume_at: lines of later steps are removed first, as is a last line that was cut off by a crash.
         trackers: get each record too, and at first those that stay.
+        may_write: asked before an object store gets the file; False where the run is another job's by now.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class MetricsFile:
         path: epath.PathLike,
         resume_at: int = 0,
         trackers: Trackers | None = None,
+        may_write: Callable[[], bool] = lambda: True,
     ):
-        self.path = epath.Path(path)
+        self.path, self._may_write = epath.Path(path), may_write
         self._leader = jax.process_index() == 0
         self._remote = is_remote(self.path)
         self._file: io.FileIO | None = None
@@ -100,7 +102,7 @@ class MetricsFile:
         if self._file:
             with writing(self.path):
                 os.fsync(self._file.fileno())
-        if self._unwritten:
+        if self._unwritten and self._may_write():
             with writing(self.path):
                 write_atomically(self.path, ''.join(self._lines))
             self._unwritten = False

@@ -144,9 +144,12 @@ class RunDir(RunPaths):
         """Returns the context in which this job alone writes the directory. Enter it before the first write."""
         return RunLock(self.path)
 
-    def metrics(self, resume_at: int = 0, trackers: Trackers | None = None) -> MetricsFile:
-        """Opens metrics.jsonl, without the lines of steps after `resume_at`. `trackers` get each record."""
-        return MetricsFile(self.metrics_file, resume_at, trackers)
+    def metrics(self, resume_at: int = 0, trackers: Trackers | None = None, lock: RunLock | None = None) -> MetricsFile:
+        """Opens metrics.jsonl, without the lines of steps after `resume_at`.
+
+        `trackers` get each record. Once `lock` is lost, an object store gets no more lines.
+        """
+        return MetricsFile(self.metrics_file, resume_at, trackers, lambda: lock is None or not lock.is_lost)
 
     def track(
         self, trackers: Sequence[Tracker], text: str, enabled: bool, tensorboard: bool = False, start: int = 0
@@ -162,7 +165,9 @@ class RunDir(RunPaths):
         """
         if tensorboard and not any(tracker.summaries for tracker in trackers):
             trackers = [*trackers, CluSummaries()]
-        return Trackers(trackers, RunFacts(self.path.name, self.path, parse_bindings(text), start), enabled)
+        rewinds = len(read_raw(self.info).get('rewinds') or ())
+        facts = RunFacts(self.path.name, self.path, parse_bindings(text), start, rewinds)
+        return Trackers(trackers, facts, enabled)
 
     def _note(self, what: Mapping[str, Any]) -> None:
         if jax.process_index() == 0:

@@ -23,6 +23,7 @@ from lm.experiment import Experiment
 from lm.hardware import Target, peak_flops
 from lm.plan import RunPlan, make_plan
 from lm.runs.goodput import Goodput, read_process_start
+from lm.runs.lock import RunLock
 from lm.runs.run_dir import RunDir
 from lm.session.start import (
     Origin,
@@ -141,7 +142,7 @@ def open_session(
         else:  # a later session must not find states from before this one
             SharedMemory(run.path, '').delete()
         programs.publish()
-        records = stack.enter_context(open_records(run, plan, origin, start, mesh.size))
+        records = stack.enter_context(open_records(run, plan, origin, start, mesh.size, lock))
         profiled = experiment.train.profile if jax.process_index() == 0 else None
         profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
         watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
@@ -160,14 +161,16 @@ def open_session(
 
 
 @contextlib.contextmanager
-def open_records(run: RunDir, plan: RunPlan, origin: Origin, start: Start, devices: int) -> Iterator[Records]:
+def open_records(
+    run: RunDir, plan: RunPlan, origin: Origin, start: Start, devices: int, lock: RunLock
+) -> Iterator[Records]:
     """Opens metrics.jsonl and the trackers of a run that goes on from `start`."""
     config, leads = plan.experiment.train, jax.process_index() == 0
     progress = Progress(config.steps, enabled=leads)
     peak, seconds = peak_flops(jax.devices()[0].device_kind), 0.0
     with (
         run.track(config.trackers, plan.text, leads, config.tensorboard, start.step) as trackers,
-        run.metrics(start.step, trackers) as metrics_file,
+        run.metrics(start.step, trackers, lock) as metrics_file,
     ):
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)

@@ -151,6 +151,7 @@ class Trainer:
                 self.replay(computation.replay, step, batch)
             self.state, metrics = computation.advance(self.state, batch)
             checkpointer.check_for_errors()
+            services.lock.check()
             self.log_pending()
             self.pending = step, metrics
             services.watchdog.step(step + 1)

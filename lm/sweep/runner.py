@@ -53,6 +53,17 @@ class RunningPoint:
     process: subprocess.Popen
     log: BinaryIO
     slot: int
+    begin: int
+    """The bytes that earlier attempts have left in the log."""
+
+    def read_log(self) -> str:
+        """Returns the last 20 kB of this attempt. The position, at which the point may write, stays where it is."""
+        self.log.flush()
+        if isinstance(self.log.name, int):
+            content = os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size, 0)
+        else:
+            content = pathlib.Path(self.log.name).read_bytes()
+        return content[self.begin :][-20_000:].decode(errors='replace')
 
 
 class Runner:
@@ -101,7 +112,7 @@ class Runner:
 
     def is_free(self, point: Point) -> bool:
         """Tells whether a process of this machine may try to train the point."""
-        return not self.sweep.is_occupied(point)
+        return not self.sweep.is_running(point)
 
     def conclude(self, rows: list[dict[str, Any]]) -> None:
         """Raises the errors of `run` at its end."""
@@ -146,6 +157,7 @@ class Runner:
         slot = self.slots.pop(0)
         kept = self.sweep.notes / f'{point.name}.log'
         log = open(kept, 'ab') if self.sweep.is_local else tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
+        begin = os.fstat(log.fileno()).st_size
         command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config]
         command += ['--allow_gin_imports'] if self.options.allow_gin_imports else []
         environment = dict(os.environ)
@@ -163,7 +175,7 @@ class Runner:
             # The lock is held as long as the point runs, even if the point outlives this process for a moment.
             pass_fds=(held.fileno(),),
         )
-        self.running.append(RunningPoint(point, process, log, slot))
+        self.running.append(RunningPoint(point, process, log, slot, begin))
         if self.signals:  # they arrived before it was listed
             process.send_signal(signal.SIGTERM)
         self.say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
@@ -172,7 +184,7 @@ class Runner:
         """Gives the slot of a point that has ended to others, and returns the last line of its log."""
         self.running.remove(job)
         self.slots = sorted([*self.slots, job.slot])
-        last = _read_last_line(job.log)
+        last = _find_last_line(job.read_log())
         job.log.close()
         return last
 
@@ -193,8 +205,9 @@ class Runner:
             self.say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
                 self.stop()
-        elif code == OccupiedError.exit_code and self.sweep.is_occupied(job.point) is not False:
+        elif code == OccupiedError.exit_code and self.sweep.is_running(job.point):
             self.say(f'{job.point.name}: another process runs it; left to that')
+            self.waiting.append(job.point)
         else:
             error = f'killed by {signal.Signals(-code).name}; {last}' if code < 0 else last
             self.sweep.record_failure(job.point, code, error)
@@ -240,18 +253,18 @@ class Runner:
         self._last_report = time.monotonic()
         for job in self.running:
             row = self.sweep.result(job.point)
-            self.say(f'{row["point"]}: {_describe_progress(row["step"], row["steps"], job.log)}')
+            self.say(f'{row["point"]}: {_describe_progress(row["step"], row["steps"], job)}')
 
     def say(self, text: str) -> None:
         left = len(self.waiting)
         print(f'{time.strftime("%H:%M:%S")}  {text}  ({left} waiting)', flush=True)
 
 
-def _describe_progress(step: int, steps: int, log: BinaryIO) -> str:
+def _describe_progress(step: int, steps: int, job: RunningPoint) -> str:
     """Describes how far a running point is, by its last logged step or else by its log."""
     if step:
         return f'step {step:,} of {steps:,}'
-    return 'training, no step is logged yet' if FIRST_STEP in _read(log) else 'starting or compiling, no step yet'
+    return 'training, no step is logged yet' if FIRST_STEP in job.read_log() else 'starting or compiling, no step yet'
 
 
 def _gpus(count: int, slot: int) -> list[str]:
@@ -264,19 +277,9 @@ def _gpus(count: int, slot: int) -> list[str]:
     return visible[first:after]
 
 
-def _read(log: BinaryIO) -> str:
-    """Returns the last 20 kB of a log. Its position, at which the point may be writing, stays where it is."""
-    log.flush()
-    if isinstance(log.name, int):
-        content = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
-    else:
-        content = pathlib.Path(log.name).read_bytes()
-    return content[-20_000:].decode(errors='replace')
-
-
-def _read_last_line(log: BinaryIO) -> str:
+def _find_last_line(log: str) -> str:
     """Returns the error with which `lm train` ended, or else its last line."""
-    lines = [line.strip() for line in _read(log).replace('\r', '\n').splitlines()]
+    lines = [line.strip() for line in log.replace('\r', '\n').splitlines()]
     lines = [line for line in lines if line] or ['it printed nothing']
     errors = [line for line in lines if line.startswith('lm train: error: ')]
     return (errors or lines)[-1].removeprefix('lm train: error: ')[:500]

@@ -5,12 +5,12 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
-from lm.errors import ConfigError, writing
+from lm.errors import ConfigError, Diverged, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
 from lm.runs import sweep_file
 from lm.runs.lock import EXPIRES, is_occupied, read_silence
@@ -57,8 +57,8 @@ class Sweep:
             RunDir(self.root / point.name).check_unchanged(point.config)
 
     def is_finished(self, point: Point) -> bool:
-        path = self.root / point.name
-        return is_run(path) and _has_finished(Run.read(path), point)
+        path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
+        return is_run(path) and _has_finished(Run.read(path), point, failure)
 
     def is_occupied(self, point: Point) -> bool | None:
         """Tells whether another process trains the point, by `lm train` or `lm sweep --index`; None: perhaps, on
@@ -83,7 +83,7 @@ class Sweep:
         row |= {'exit_code': failure.get('exit_code'), 'error': failure.get('error')}
         if is_run(path):
             run = Run.read(path)
-            if _has_finished(run, point):
+            if _has_finished(run, point, failure):
                 row |= {'status': 'done', 'exit_code': 0, 'error': None}
             elif not failure:
                 row['status'] = 'interrupted'
@@ -162,7 +162,12 @@ def _note_failure(path: epath.Path) -> Iterator[None]:
         log.warning('%s could not be written: %s', path, error)
 
 
-def _has_finished(run: Run, point: Point) -> bool:
+def _has_finished(run: Run, point: Point, failure: Mapping[str, Any]) -> bool:
     """Tells whether the run has done the steps of the point, whose number may have grown since (`lm train` then goes
-    on)."""
+    on).
+
+    A run that diverged in its last steps has done all of them, too: its `failure` counts.
+    """
+    if failure.get('exit_code') == Diverged.exit_code:
+        return False
     return run.is_finished() and run.total_steps >= point.experiment.train.steps

@@ -20,12 +20,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """A run as trackers see it: name, directory, configuration as binding → value, and the step where it starts."""
+    """A run as trackers see it: name, directory, configuration as binding → value, the step where it starts, and how
+    often it was rewound."""
 
     name: str
     path: epath.Path
     bindings: Mapping[str, str]
     start: int = 0
+    rewinds: int = 0
 
 
 class TrackerWriter:
@@ -81,7 +83,7 @@ class Trackers:
     """
 
     def __init__(self, trackers: Sequence[Tracker], run: RunFacts, enabled: bool = True):
-        self.run, self._step = run, 0
+        self.run, self._step = run, run.start
         self._writers: dict[str, TrackerWriter] = {}
         for i, tracker in enumerate(trackers if enabled else ()):
             name = tracker.setting or f'train.trackers[{i}] = @{tracker.gin_name}()'

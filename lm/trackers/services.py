@@ -19,10 +19,8 @@ class Wandb(Tracker):
     mode: str = field(default='online', choices=('online', 'offline'), help='offline: to be sent by `wandb sync`')
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        # It is the same run again, on any machine that resumes it.
-        identity = hashlib.sha256(os.fspath(run.path).encode()).hexdigest()[:12]
         folder = os.fspath(run.path) if os.path.isdir(run.path) else None  # not in a bucket
-        options = dict(entity=self.entity, mode=self.mode, id=f'{run.name[:40]}-{identity}', dir=folder)
+        options = dict(entity=self.entity, mode=self.mode, id=_name(run), dir=folder)
         return _Service('wandb', project=self.project, name=run.name, config=dict(run.bindings), **options)
 
 
@@ -33,7 +31,16 @@ class Trackio(Tracker):
     project: str = field(default='lm', help='one page of the dashboard')
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        return _Service('trackio', project=self.project, name=run.name, config=dict(run.bindings))
+        return _Service('trackio', project=self.project, name=_name(run), config=dict(run.bindings))
+
+
+def _name(run: RunFacts) -> str:
+    """Returns the name of a record: of the same run again, on any machine that resumes it.
+
+    A rewind begins a new record: services take no step below the newest one of a record.
+    """
+    identity = hashlib.sha256(os.fspath(run.path).encode()).hexdigest()[:12]
+    return f'{run.name[:40]}-{identity}' + (f'-rewind{run.rewinds}' if run.rewinds else '')
 
 
 class _Service(TrackerWriter):

@@ -509,11 +509,11 @@ def test_empty_files_are_reported_in_one_line(tmp_path):
 
 
 def test_folders_of_a_bucket_are_entered_and_its_documents_are_not_asked_about(tmp_path):
-    class Counted(type(tmp_path)):
-        asked: list[str] = []
+    asked = []
 
+    class Counted(type(tmp_path)):
         def is_dir(self, **options):
-            self.asked.append(self.name)
+            asked.append(self.name)
             return super().is_dir(**options)
 
     for name in ('a.txt', 'b/c.txt', 'b/d/e.txt', 'b/notes.md'):
@@ -523,7 +523,7 @@ def test_folders_of_a_bucket_are_entered_and_its_documents_are_not_asked_about(t
     assert sorted(path.relative_to(tmp_path).as_posix() for path in found) == [
         'a.txt', 'b/c.txt', 'b/d/e.txt', 'b/notes.md',
     ]  # fmt: skip
-    assert sorted(Counted.asked) == ['b', 'd', 'notes.md']
+    assert sorted(asked) == ['b', 'd', 'notes.md']
 
 
 def test_a_source_without_usable_text_is_reported_in_one_line(tmp_path):

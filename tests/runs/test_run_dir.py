@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from unittest.mock import ANY
@@ -305,6 +306,23 @@ def test_a_rewind_is_recorded_and_its_changes_stay(tmp_path):
     assert not run.is_rewound(5, new)
     assert run.create_or_resume(new, {}, first_step=10), 'preempted before its next checkpoint'
     refuse(run, MismatchError, 'clip_norm was 0.5, now 1.0', old)
+
+
+def test_a_second_rewind_goes_back_further(tmp_path):
+    texts = [f'train.seed = 0\noptimizer.clip_norm = {norm}\n' for norm in (1.0, 0.5, 0.25)]
+    run = RunDir(tmp_path)
+    run.create_or_resume(texts[0], {})
+    for step in (10, 20, 40):
+        write_record(run, step, texts[0])
+    run.create_or_resume(texts[1], {}, first_step=40, rewound=True)
+    run.check_unchanged(texts[1])
+    for step in (20, 40):
+        shutil.rmtree(run.checkpoints / str(step))
+    run.create_or_resume(texts[2], {}, first_step=10, rewound=True)
+    run.check_unchanged(texts[2])
+    write_record(run, 30, texts[2])  # below the step of the first rewind, and after both
+    run.check_unchanged(texts[2])
+    refuse(run, MismatchError, 'clip_norm was 0.25, now 0.5', texts[1])
 
 
 def test_the_same_command_completes_a_killed_rewind(tmp_path, monkeypatch):
@@ -617,6 +635,20 @@ def test_object_stores_get_whole_files(tmp_path, monkeypatch):
     assert len(path.read_text().splitlines()) == 2
     monkeypatch.setattr(metrics_file, 'REMOTE_SECONDS', 0.0)
     metrics.write(record(3))
+    metrics.close()
+    assert [json.loads(line)['step'] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_job_that_lost_the_run_leaves_the_file_to_the_other_one(tmp_path):
+    path, owners = tmp_path / 'metrics.jsonl', [True]
+    metrics = metrics_file.MetricsFile(path, may_write=lambda: owners[0])
+    metrics._file.close()
+    metrics._file, metrics._remote = None, True
+    metrics.write(record(1))
+    metrics.flush()
+    owners[0] = False
+    path.write_text(''.join(json.dumps(record(step)) + '\n' for step in (1, 2, 3)))
+    metrics.write(record(2))
     metrics.close()
     assert [json.loads(line)['step'] for line in path.read_text().splitlines()] == [1, 2, 3]
 

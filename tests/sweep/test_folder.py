@@ -58,6 +58,16 @@ def test_the_row_of_each_point(sweep, tmp_path):
     assert [sweep.is_finished(point) for point in sweep.points] == [True, False, False, False]
 
 
+def test_a_point_that_diverged_in_its_last_steps_has_failed(sweep):
+    a = sweep.points[0]
+    sweep.record_failure(a, 43, 'it diverged')
+    row = sweep.result(a)
+    assert (row['status'], row['exit_code'], row['step']) == ('failed', 43, 100)
+    assert not sweep.is_finished(a)
+    sweep.prepare(a)
+    assert sweep.is_finished(a)
+
+
 def test_a_failure_counts_until_the_point_is_done_or_starts_again(sweep):
     a, b, _, d = sweep.points
     for point in (a, b):

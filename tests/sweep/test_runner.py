@@ -95,7 +95,7 @@ class World:
             'error': None,
         }
 
-    def is_occupied(self, point):
+    def is_running(self, point):
         return self.occupied.get(point.name, False)
 
     def prepare(self, point):
@@ -267,19 +267,22 @@ def test_a_point_that_another_command_trains_is_tried_later_or_left_to_it(world,
     """`lm train` and `lm sweep --index` hold only the lock of the run, and no lock of the sweep. The run's lock refuses
     the point."""
     world.add('a')
-    world.add('b', ends=2)
+    world.add('b', ends=2, looks=3)
     world.add('c', ends=2)
-    world.occupied = {'a': True, 'b': None}  # another host trains b, and nothing is known about it
+    world.occupied = {'a': True}
 
     def leave():
+        if world.names()[-1:] == ['b'] and world.now < 5:
+            world.occupied['b'] = True  # another host was faster, and trains it
         if world.now > 5:
-            world.occupied['a'] = False
+            world.occupied = {}
+            world.status['b'] = 'done'
 
     world.on_sleep = leave
-    with pytest.raises(LmError, match='2 of 3 points did not succeed: b, c'):
+    with pytest.raises(LmError, match='1 of 3 points did not succeed: c'):
         world.runner().run()
     assert world.names() == ['b', 'c', 'a']
-    assert world.failures == {'c': (2, 'it ended with 2')}  # the same command tries b again
+    assert world.failures == {'c': (2, 'it ended with 2')}
     assert 'b: another process runs it; left to that' in capsys.readouterr().out
 
 
@@ -325,7 +328,7 @@ def test_running_points_are_reported_once_a_minute(world, capsys, seconds, repor
 def test_a_point_that_compiles_is_not_at_step_0(logged, said, world, capsys):
     world.add('a', looks=500)
     world.step = 0
-    (world.notes / 'a.log').write_bytes(logged)
+    world.on_sleep = lambda: (world.notes / 'a.log').write_bytes(logged)
     world.runner().run()
     printed = capsys.readouterr().out
     assert f'a: {said}' in printed
@@ -361,4 +364,14 @@ def test_each_point_gets_its_own_gpus(world, monkeypatch):
 def test_the_last_line_of_a_log_is_found(text, expected, tmp_path):
     (tmp_path / 'log').write_bytes(text)
     with open(tmp_path / 'log', 'ab') as log:
-        assert runner_module._read_last_line(log) == expected
+        job = runner_module.RunningPoint(None, None, log, 0, begin=0)
+        assert runner_module._find_last_line(job.read_log()) == expected
+
+
+def test_the_reason_of_a_failure_is_of_the_last_attempt(tmp_path):
+    (tmp_path / 'log').write_bytes(b'lm train: error: no space\n')
+    with open(tmp_path / 'log', 'ab') as log:
+        job = runner_module.RunningPoint(None, None, log, 0, begin=os.fstat(log.fileno()).st_size)
+        assert runner_module._find_last_line(job.read_log()) == 'it printed nothing'
+        log.write(b'compiling\n')
+        assert runner_module._find_last_line(job.read_log()) == 'compiling'

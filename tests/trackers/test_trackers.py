@@ -131,6 +131,31 @@ def test_a_missing_package_is_named(facts, caplog, monkeypatch):
     assert "pip install 'trackio'" in caplog.text
 
 
+def test_records_of_services_are_of_one_run_between_rewinds(tmp_path, monkeypatch):
+    begun, module = [], types.SimpleNamespace(finish=lambda: None)
+    module.init = lambda **options: begun.append(options.get('id', options['name'])) or module
+    for name in ('wandb', 'trackio'):
+        monkeypatch.setitem(__import__('sys').modules, name, module)
+    for folder, start, rewinds in (('a', 0, 0), ('a', 20, 0), ('a', 10, 1), ('b', 0, 0)):
+        run = RunFacts('seed-0', epath.Path(tmp_path) / folder / 'seed-0', {}, start, rewinds)
+        with Trackers([Wandb(), Trackio()], run):
+            pass
+    one, again, rewound, other = begun[::2]
+    assert begun[1::2] == begun[::2]
+    assert one == again
+    assert rewound == f'{one}-rewind1'
+    assert len({one, rewound, other}) == 3
+
+
+def test_the_end_of_a_resumed_run_has_a_step(tmp_path, monkeypatch):
+    ends = []
+    writer = types.SimpleNamespace(event=lambda *end: ends.append(end), close=lambda: None)
+    monkeypatch.setattr(Webhook, 'open', lambda self, run: writer)
+    with Trackers([Webhook(url='http://127.0.0.1:9/x')], RunFacts('mine', epath.Path(tmp_path), {}, 5000)):
+        pass
+    assert ends == [('done', 5000, 'done')]
+
+
 @pytest.mark.parametrize('name', [name for name, cls in REGISTRY.items() if issubclass(cls, Tracker)])
 def test_every_tracker_follows_a_run_and_never_stops_it(name, facts, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'disabled')

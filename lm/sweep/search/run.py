@@ -60,9 +60,6 @@ class SearchRunner(Runner):
     def is_due(self, point: Point) -> bool:
         return self.search.judge(point) is None
 
-    def is_free(self, point: Point) -> bool:
-        return not self.sweep.is_running(point)
-
     def look(self) -> None:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lm.errors import MissingPackageError
+from lm.errors import Diverged, MissingPackageError
 from lm.sweep.search.distributions import Distribution
 
 REDUCTION = 3
@@ -145,7 +145,8 @@ class Study:
         if (result := self.read(number)) is None:
             return None
         values, known = dict(result.values), {key: self.distributions[key] for key in result.values}
-        if result.failed_with is not None and not result.is_finished:
+        has_diverged = result.failed_with == Diverged.exit_code  # perhaps in its last steps
+        if has_diverged or (result.failed_with is not None and not result.is_finished):
             # The loss of a trial that diverged or was refused is the worst: the sampler keeps away from its values.
             state = TrialState.COMPLETE if values else TrialState.FAIL
             worst = math.inf if values else None
