@@ -292,7 +292,9 @@ def write_continuations(
     print(f'[{continuations.speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
 
 
-def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], tokens: Sequence[int]) -> str:
+def decode_after(
+    decode: Callable[[Sequence[int]], str], before: Sequence[int] | np.ndarray, tokens: Iterable[int] | np.ndarray
+) -> str:
     """Returns the text of tokens that follow others. By themselves, tokenizers may drop a space before the first."""
     last = [int(token) for token in before[-1:]]
     return decode([*last, *map(int, tokens)])[len(decode(last)) :]

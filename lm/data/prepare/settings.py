@@ -18,7 +18,7 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
     """Returns all that the contents of the store depend on."""
     choice = config.tokenizer
     existing = tokenizers.load_existing(choice)
-    tokenizer = choice.settings() if existing is None else {'model_sha256': existing.sha256}
+    tokenizer: dict[str, Any] = choice.settings() if existing is None else {'model_sha256': existing.sha256}
     if choice.end_of_document is not None:
         if existing is None and isinstance(choice, tokenizers.TokenizerConfig):
             check_trained_end(choice.end_of_document)

@@ -220,17 +220,17 @@ def train(
 ) -> None:
     """Makes the tokenizer in a worker process. It calls `beat` a few times per second."""
     sampled, choice = choose_sampled(shards), config.tokenizer
-    is_trained = isinstance(choice, TokenizerConfig) and choice.model_path is None
-    if is_trained:
+    verb = 'checking'
+    if isinstance(choice, TokenizerConfig) and choice.model_path is None:
+        verb = 'training'
         size = min(choice.sample_bytes, sum(shard.bytes for shard in sampled))
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
-        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
+        console.print(f'{verb} the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
     start = printed = time.monotonic()
     for _ in wait_for([pool.submit(train_tokenizer, job, choice, sampled)]):
         beat()
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
-            verb = 'training' if is_trained else 'checking'
             console.print(f'{verb} the tokenizer: {printed - start:.0f} s', highlight=False)
     if not job.tokenizer().lossless:
         console.print(
