@@ -22,7 +22,7 @@ from lm.experiment import Experiment, check_experiment, load, load_of_run
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.model.layers import find_misfits
-from lm.runs.initial import InitialParameters
+from lm.runs.initial import InitialParameters, describe_misfit
 from lm.runs.weights import SavedWeights
 from lm.text import format_count, format_si
 from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
@@ -141,7 +141,7 @@ class RunPlan(StepPlan):
         if self.initial:
             self.initial.check((self.source or self.functions).abstract['params'])
             if self.source and (misfits := find_misfits(self.source, self.functions)):
-                self.initial.refuse_shapes(misfits)
+                self.initial.refuse([describe_misfit(*one) for one in misfits])
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:

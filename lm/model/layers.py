@@ -142,23 +142,25 @@ def find_copied(
     return unflatten_dict({path: is_alike(path, leaf) for path, leaf in ours.items()})
 
 
-def find_misfits(
-    teacher: ModelFunctions, student: ModelFunctions
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Returns name and shapes, the teacher's and the student's, of parameters outside attention that should be alike.
+class Misfit(NamedTuple):
+    """A parameter that two models have in different shapes: the teacher's and the student's, of one layer."""
 
-    Both models have these parameters. Stacked ones have the shape of one layer.
-    """
+    name: str
+    theirs: tuple[int, ...]
+    ours: tuple[int, ...]
+
+
+def find_misfits(teacher: ModelFunctions, student: ModelFunctions) -> list[Misfit]:
+    """Returns the parameters outside attention that both models have, in different shapes."""
     theirs, declared = _flatten(teacher.abstract['params']), _flatten(student.declared)
     found = []
     for path, leaf in _flatten(student.abstract['params']).items():
         if declared[path].part in ('mechanism', 'attention'):
             continue
         skipped = 1 if path[0] == BLOCKS else 0
-        for source in _find_sources(path, teacher, student)[:1]:
-            if source.path in theirs and theirs[source.path].shape[skipped:] != leaf.shape[skipped:]:
-                name = '.'.join(map(str, path))
-                found.append((name, theirs[source.path].shape[skipped:], leaf.shape[skipped:]))
+        source = _find_sources(path, teacher, student)[0]
+        if source.path in theirs and (shape := theirs[source.path].shape[skipped:]) != leaf.shape[skipped:]:
+            found.append(Misfit('.'.join(map(str, path)), shape, leaf.shape[skipped:]))
     return found
 
 

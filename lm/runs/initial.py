@@ -3,7 +3,7 @@ projections that they were learned with."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
@@ -85,19 +85,16 @@ class InitialParameters:
         if not shared:
             raise MismatchError(f'{self._setting}: has none of the arrays of this model; start from a run like it')
         wrong = [
-            f'{name} is {_shape(saved[name]["shape"])} there and {_shape(leaf.shape)} here'
+            describe_misfit(name, saved[name]['shape'], leaf.shape)
             for name, leaf in shared.items()
             if tuple(saved[name]['shape']) != tuple(leaf.shape)
         ]
         if wrong:
-            self._refuse(wrong)
+            self.refuse(wrong)
         return record['leaves']
 
-    def refuse_shapes(self, misfits: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> NoReturn:
-        """Raises MismatchError for arrays, each with its name, its shape in the other run and its shape here."""
-        self._refuse([f'{name} is {_shape(theirs)} there and {_shape(ours)} here' for name, theirs, ours in misfits])
-
-    def _refuse(self, wrong: Sequence[str]) -> NoReturn:
+    def refuse(self, wrong: Sequence[str]) -> NoReturn:
+        """Raises MismatchError for arrays of other shapes (`describe_misfit`)."""
         raise MismatchError(
             f'{self._setting}: {"; ".join(wrong)}; give the model the sizes of that run, or start without it'
         )
@@ -127,5 +124,10 @@ def merge_weights(old: dict, new: dict) -> dict:
     }
 
 
-def _shape(sizes: Any) -> str:
+def describe_misfit(name: str, theirs: Sequence[int], ours: Sequence[int]) -> str:
+    """Describes an array that has one shape in the other run and another one here."""
+    return f'{name} is {_shape(theirs)} there and {_shape(ours)} here'
+
+
+def _shape(sizes: Sequence[int]) -> str:
     return '×'.join(map(str, sizes)) or 'a scalar'
