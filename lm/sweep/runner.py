@@ -110,10 +110,6 @@ class Runner:
     def look(self) -> None:
         """Looks at the folder, between two looks at the processes."""
 
-    def is_free(self, point: Point) -> bool:
-        """Tells whether a process of this machine may try to train the point."""
-        return not self.sweep.is_running(point)
-
     def conclude(self, rows: list[dict[str, Any]]) -> None:
         """Raises the errors of `run` at its end."""
         unfinished = [row for row in rows if row['status'] != 'done']
@@ -141,7 +137,7 @@ class Runner:
         for point in list(self.waiting):
             if not self.slots or self.signals:
                 return
-            if self.is_free(point) and (held := self._lock(point)):
+            if not self.sweep.is_running(point) and (held := self._lock(point)):
                 with held:
                     self.waiting.remove(point)
                     if self.is_due(point):  # its other process may have finished it

@@ -60,11 +60,6 @@ class Sweep:
         path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
         return is_run(path) and _has_finished(Run.read(path), point, failure)
 
-    def is_occupied(self, point: Point) -> bool | None:
-        """Tells whether another process trains the point, by `lm train` or `lm sweep --index`; None: perhaps, on
-        another host."""
-        return is_occupied(self.root / point.name)
-
     def is_running(self, point: Point) -> bool:
         """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
         lock."""

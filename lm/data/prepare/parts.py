@@ -120,7 +120,7 @@ class PartedPreparation:
 
     @functools.cached_property
     def job(self) -> Preparation:
-        return stages.make_job(self.config, self.folder)
+        return stages.make_job(self.config, self.settings, self.folder)
 
     @property
     def units(self) -> list[Unit]:

@@ -24,6 +24,7 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
             check_trained_end(choice.end_of_document)
         tokenizer['end_of_document'] = choice.end_of_document
     elif existing is not None and existing.eod_id != _find_usual_end(existing):
+        # config.json or run.json beside it names another end.
         tokenizer['end_of_document'] = existing.eod_id
     settings = {
         'source': config.require_source().identity(),

@@ -18,7 +18,7 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.sharedctypes import SynchronizedArray
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from lm.config.configurable import check_kind
-from lm.data import store, tokenizers
+from lm.data import store
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.description import check_strict, describe_split, finish_store, make_table, print_summary
 from lm.data.prepare.meter import Meter
@@ -116,7 +116,7 @@ def _make_store(
 ) -> dict[str, Any]:
     shards = list_shards(config)
     keep_settings(folder, settings | {'listing': fingerprint_listing(shards)}, path)
-    job = make_job(config, LocalFolder(folder))
+    job = make_job(config, settings, LocalFolder(folder))
     todo = list_units(shards)
     with start_workers(choose_processes(config, len(todo))) as (pool, progress):
         print_plan(config, todo, len(todo), console)
@@ -147,11 +147,9 @@ def list_units(shards: dict[str, list[Shard]]) -> list[Unit]:
     return [Unit(shard, i) for own in shards.values() for i, shard in enumerate(own)]
 
 
-def make_job(config: PrepareConfig, folder: Workspace) -> Preparation:
-    """Returns what the worker processes have in common."""
-    limit, existing = config.max_document_bytes, tokenizers.load_existing(config.tokenizer)
-    # The end of a checkpoint's documents may stand beside its tokenizer, in config.json or run.json.
-    eod = config.tokenizer.end_of_document if existing is None else existing.eod_id
+def make_job(config: PrepareConfig, settings: Mapping[str, Any], folder: Workspace) -> Preparation:
+    """Returns what the worker processes have in common; `settings` come from `collect_settings`."""
+    limit, eod = config.max_document_bytes, settings['tokenizer'].get('end_of_document')
     return Preparation(config.require_source(), config.cleaning, limit, folder, config.strict, eod)
 
 
@@ -225,7 +223,7 @@ def train(
         verb = 'training'
         size = min(choice.sample_bytes, sum(shard.bytes for shard in sampled))
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
-        console.print(f'{verb} the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
+        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
     start = printed = time.monotonic()
     for _ in wait_for([pool.submit(train_tokenizer, job, choice, sampled)]):
         beat()
