@@ -27,10 +27,14 @@ import tiny
 if 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
     os.environ['XLA_FLAGS'] += f' {tiny.COMPILE_QUICKLY}'
 
+import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+# No test fails because its machine is busy.
+hypothesis.settings.register_profile('any_speed', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile('any_speed')
 # Tracing makes many objects that live on, and little garbage. With the default setting, looking for garbage takes a
 # tenth of the time.
 gc.set_threshold(10_000, 20, 20)

@@ -117,7 +117,7 @@ value_sections = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.builds(Root, shapes=shape_sections, values=value_sections))
 def test_load_of_dump_is_the_same(root):
     text = dump(root)

@@ -107,7 +107,7 @@ def test_bad_rows_files_and_columns_are_named(tmp_path, monkeypatch):
         ('good', None),
         ('', 'invalid UTF-8'),
         ('', "no text in field 'text'"),
-        ('', 'longer than 1000 bytes'),
+        ('', 'longer than prepare.max_document_bytes = 1000'),
     ]
     path = write(tmp_path / 'x.arrow')
     for column in ('body', 'meta'):

@@ -27,7 +27,7 @@ class ArrayStore:
 
 
 @hypothesis.given(n=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), stream=st.integers(0, 1000))
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 def test_permutation_is_a_bijection(n, seed, stream):
     image = Permutation(n, seed, stream)(np.arange(n))
     assert sorted(image) == list(range(n))
@@ -72,7 +72,7 @@ def test_each_window_once_an_epoch():
 
 
 @hypothesis.given(step=st.integers(0, 10**6), seed=st.integers(0, 2**31))
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 def test_steps_are_independent_of_history(step, seed):
     fresh = Windows(12_345, 16, 5, seed).starts(step)
     walked = Windows(12_345, 16, 5, seed)
@@ -105,7 +105,7 @@ def named(ranges) -> set[int]:
 
 
 @hypothesis.given(ranges=RANGES)
-@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.settings(max_examples=100)
 def test_exactly_the_named_batches_are_left_out(ranges):
     """Ranges may overlap, touch and repeat."""
     windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
@@ -114,7 +114,7 @@ def test_exactly_the_named_batches_are_left_out(ranges):
 
 
 @hypothesis.given(data=st.data(), first=RANGES)
-@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.settings(max_examples=150)
 def test_ranges_that_change_on_resume_leave_out_exactly_the_batches_ahead(data, first):
     """A run resumes any number of times with other ranges. It leaves out a batch if it is named at that time, and reads
     each other batch once."""

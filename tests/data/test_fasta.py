@@ -32,7 +32,7 @@ def write(path, content: bytes):
     return path
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sequences=SEQUENCES,
     width=st.integers(1, 90),
@@ -90,7 +90,7 @@ def test_long_sequences_are_cut_or_refused(tmp_path):
     path = write(tmp_path / 'a.fa', b'>a\n' + b'ACDEFGHIKL\n' * 30 + b'>b\n' + b'A' * 400 + b'\n>c\nAC\n')
     assert [len(d.text) for d in documents(path, max_length=100)] == [100, 100, 2]
     found = documents(path, max_bytes=200)
-    assert [d.error for d in found] == ['longer than 200 bytes'] * 2 + [None]
+    assert [d.error for d in found] == ['longer than prepare.max_document_bytes = 200'] * 2 + [None]
 
 
 def test_a_damaged_file_is_named(tmp_path):

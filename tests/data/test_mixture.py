@@ -57,7 +57,7 @@ def sources_of(starts) -> np.ndarray:
 
 
 @hypothesis.given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
-@hypothesis.settings(deadline=None, max_examples=80)
+@hypothesis.settings(max_examples=80)
 def test_any_consecutive_examples_have_the_shares_to_less_than_two(weights):
     shares = Shares(weights)
     source, number = shares(np.arange(3 * shares.period))
@@ -107,7 +107,7 @@ def test_shares_over_a_thousand_steps_and_epochs_of_each_source(mixture):
 
 
 @hypothesis.given(step=st.integers(0, 10**9))
-@hypothesis.settings(deadline=None, max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 def test_a_step_does_not_depend_on_earlier_steps(mixture, step):
     walked = windows(mixture)
     for earlier in range(max(0, step - 3), step):

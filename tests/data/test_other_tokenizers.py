@@ -89,7 +89,7 @@ def test_white_space_of_any_length_is_restored(files, text):
     assert ranks.decode(ranks.encode(text)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=texts)
 @example(text='')
 @example(text='<|endoftext|><pad> \x00\r\n\t \u2028\ufeff 👩‍👩‍👧 ﬀ Å ')

@@ -77,7 +77,7 @@ def test_bad_rows_are_named(tmp_path):
         ('good', None),
         ('', 'invalid UTF-8'),
         ('', "no text in field 'text'"),
-        ('', 'longer than 1000 bytes'),
+        ('', 'longer than prepare.max_document_bytes = 1000'),
     ]
 
 

@@ -128,7 +128,7 @@ def test_bad_text_files_are_named(tmp_path):
     (tmp_path / 'train' / 'latin.txt').write_bytes('café'.encode('latin-1'))
     (tmp_path / 'train' / 'long.txt').write_text('x' * 200_000)
     errors = {d.id: d.error for d in documents(TextFiles(path=str(tmp_path)), 'train', max_bytes=100_000) if d.error}
-    assert errors == {'train/latin.txt': 'invalid UTF-8', 'train/long.txt': 'longer than 100000 bytes'}
+    assert errors == {'train/latin.txt': 'invalid UTF-8', 'train/long.txt': 'longer than prepare.max_document_bytes = 100000'}
 
 
 def test_jsonl_by_split_and_by_share(tmp_path):
@@ -196,7 +196,7 @@ def test_bad_lines_are_named(tmp_path):
         b'{"text": \n': 'invalid JSON',
         b'[1]\n': "no text in field 'text'",
         b'{"text": 3}\n': "no text in field 'text'",
-        b'{"text": "' + b'x' * 5000 + b'"}\n': 'longer than 1000 bytes',
+        b'{"text": "' + b'x' * 5000 + b'"}\n': 'longer than prepare.max_document_bytes = 1000',
     }
     content = b''.join(good + line + b'\n' for line in bad)
     for name in ('train.jsonl', 'train.jsonl.gz'):

@@ -22,7 +22,7 @@ texts = st.text(st.characters(codec='utf-8')) | st.text(alphabet='ab \n\t\r\0▁
 
 @pytest.mark.smoke
 @pytest.mark.parametrize('kind', MODELS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=texts)
 @example(text='')
 @example(text=SPACE)
@@ -37,7 +37,7 @@ def test_decoding_gives_the_text_back(kind, text):
     assert len(ids) == 0 or ids.max() < tokenizer.vocab_size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(texts, min_size=1, max_size=6))
 def test_encoding_in_bulk_equals_encoding_one_by_one(documents):
     tokenizer = TOKENIZERS['bpe']
@@ -100,7 +100,7 @@ def test_an_existing_model(tmp_path):
         SentencePiece(b'not a model')
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(texts.filter(bool) | st.text(alphabet='a \x85\xa0\u1680\u2003\u2028\u3000\x1c\x1f\v\f\u200bé', min_size=1))
 def test_count_words_is_split(text):
     assert count_words(text, text.encode()) == len(text.split())

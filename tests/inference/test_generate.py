@@ -146,7 +146,7 @@ def streamed(tokenizer: SentencePiece, ids: list[int], cuts: list[int]) -> str:
     return text + stream([], last=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     words=st.lists(st.sampled_from(['the ', ' sea', 'é', '漢字', '🐋', '\n', '  ', 'x']), max_size=30),
     cuts=st.lists(st.integers(0, 120), max_size=20),

@@ -163,7 +163,7 @@ FACTORS = st.sampled_from([0.0, -1e-30, -1e-4, -0.5, -20.0, -60.0, -103.0, -200.
 
 @pytest.mark.parametrize('name', ['self products', 'exact blocks', 'window'])
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=20, derandomize=True)
 def test_any_factors(name, data):
     length = CASES[name][0]
     g = data.draw(st.lists(FACTORS, min_size=2 * length * 2, max_size=2 * length * 2))

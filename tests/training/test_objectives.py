@@ -86,7 +86,7 @@ def test_other_fractions_are_possible():
         Masked(random_share=0.3)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.permutations(range(12)), st.integers(1, 12), st.integers(0, 2**32 - 20))
 def test_hidden_tokens_depend_on_the_number_of_the_window_alone(order, size, first):
     """The order of windows, their batch and the other windows do not matter."""
@@ -98,7 +98,7 @@ def test_hidden_tokens_depend_on_the_number_of_the_window_alone(order, size, fir
         np.testing.assert_array_equal(a[chosen], b)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.integers(1, 25))
 def test_no_trace_of_a_hidden_token_reaches_the_model(number, shift):
     """Other tokens at hidden positions change no input, except where the token stays. The choice of positions depends

@@ -136,7 +136,8 @@ def decode(identifier: str, content: bytes, max_bytes: int) -> Document:
 
 
 def too_long(identifier: str, max_bytes: int) -> Document:
-    return Document(identifier, error=f'longer than {max_bytes} bytes')
+    """Returns the error that stands in place of a document longer than `max_bytes`."""
+    return Document(identifier, error=f'longer than prepare.max_document_bytes = {max_bytes}')
 
 
 def group(split: str, parts: list[Part], held_out: float | None = None) -> list[Shard]:

@@ -49,9 +49,8 @@ class Megatron(FilePatterns):
                 if len(tokens) != length:
                     raise MismatchError(f'{file.name}: cut off in document {document}; fetch the file again')
                 if is_selected(identifier := f'{part.file}@{document}'):
-                    yield (
-                        Document(identifier, tokens=tokens) if length <= max_bytes else too_long(identifier, max_bytes)
-                    )
+                    fits = tokens.nbytes <= max_bytes
+                    yield Document(identifier, tokens=tokens) if fits else too_long(identifier, max_bytes)
 
 
 @functools.lru_cache(maxsize=4)

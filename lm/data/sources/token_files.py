@@ -77,7 +77,7 @@ class TokenFiles(FilePatterns):
         identifier = f'{file}@{begun}'
         if is_selected(identifier):
             tokens = np.concatenate(pieces)
-            yield Document(identifier, tokens=tokens) if len(tokens) <= max_bytes else too_long(identifier, max_bytes)
+            yield Document(identifier, tokens=tokens) if tokens.nbytes <= max_bytes else too_long(identifier, max_bytes)
 
     def _layout(self, path: Any) -> tuple[np.dtype, int, int]:
         """Returns (type of the tokens, bytes before the first, how many). Raises MismatchError for a cut file."""
