@@ -23,8 +23,11 @@ while [ $# -gt 0 ]; do
       awk 'NR > 1 && /^#/ { sub(/^# ?/, ""); print; next } NR > 1 { exit }' "$0"
       exit 0
       ;;
-    --devices) devices=${2:-} && shift ;;
-    --only) only=${2:-} && shift ;;
+    --devices | --only)
+      [ $# -ge 2 ] || fail "$1: give a number"
+      if [ "$1" = --only ]; then only=$2; else devices=$2; fi
+      shift
+      ;;
     *) break ;;
   esac
   shift

@@ -28,14 +28,16 @@ esac
 compilers=()
 if [ "$(uname -sm)" = 'Linux x86_64' ]; then compilers=('jax[tpu]'); fi
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-pip install -c scripts/constraints.txt -e ".[$extras]" "${compilers[@]}"
+pip install -c scripts/constraints.txt -e ".[$extras]" ${compilers[@]+"${compilers[@]}"}
 if [ -n "${GPU_COMPILER:-}" ]; then
   jax=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
   pip install --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax"
 fi
 VENV=$venv scripts/lint.sh ruff-check ruff-format shellcheck
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
-workers=${WORKERS:-$("$venv/bin/python" -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')}
+# macOS does not say which cores a process may use.
+count='import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))'
+workers=${WORKERS:-$("$venv/bin/python" -c "$count")}
 case ${1:-} in
   '') set -- --short -q --no-header ;;
   --all) set -- -ra --durations=15 "${@:2}" ;;

@@ -33,7 +33,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 # No test fails because its machine is busy.
-hypothesis.settings.register_profile('any_speed', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    'any_speed', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile('any_speed')
 # Tracing makes many objects that live on, and little garbage. With the default setting, looking for garbage takes a
 # tenth of the time.

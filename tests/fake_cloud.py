@@ -125,11 +125,13 @@ class FakeCloud:
 
     def change_the_checkout(self) -> None:
         """Makes git report an uncommitted change from now on."""
+        self.answer_git(' status ', ' M lm/cli.py')
+
+    def answer_git(self, words: str, answer: str) -> None:
+        """Makes git answer this to calls with these words from now on."""
         real = shutil.which('git')
         program = self.path / 'bin' / 'git'
-        program.write_text(
-            f'#!/bin/sh\ncase "$*" in *" status "*) echo " M lm/cli.py" ;; *) exec {real} "$@" ;; esac\n'
-        )
+        program.write_text(f'#!/bin/sh\ncase "$*" in *"{words}"*) echo "{answer}" ;; *) exec {real} "$@" ;; esac\n')
         program.chmod(0o755)
 
     def fail(self, what: str, times: int) -> None:

@@ -62,6 +62,7 @@ def bench_checkpoint(options: CheckpointOptions) -> None:
     if parent is not None and not parent.is_dir():
         raise ConfigError(f'--folder {parent}: no such folder; make it')
     experiment = load(options.gin_file or [DEFAULT], options.gin_param, allow_imports=options.allow_gin_imports)
+    plan_step(experiment, Target.of_devices(jax.devices()))  # raises what each process would
     rows = []
     with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=parent) as folder:
         pathlib.Path(folder, 'config.gin').write_text(dump(experiment))

@@ -114,8 +114,9 @@ def make_step_check(experiment: Experiment) -> Callable[[int], str]:
     """Compiles the step of the configuration; returns a check that replays and trains one step on random tokens."""
     plan = plan_step(experiment, Target.of_devices(jax.devices()))
     mesh, program = plan.mesh.arrange(jax.devices()), plan.program
-    replay = Replay(program, mesh)
     with jax.set_mesh(mesh):
+        teacher = program.draw_teacher(mesh, experiment.train.seed)
+        replay, others = Replay(program, mesh, teacher), () if teacher is None else (teacher,)
         state = program.init_state(program.place_state(mesh), experiment.train.seed)
         advance = lower_step(program, mesh).compile()
 
@@ -131,7 +132,7 @@ def make_step_check(experiment: Experiment) -> Callable[[int], str]:
             batch = draw_batch(np.int32(step))
             found = replay.check(state, batch, step)
             if found is None:
-                state, _ = advance(state, batch)
+                state, _ = advance(state, batch, *others)
                 found = compare_copies(state)
         return found.describe(find_hosts(found.groups)) if found else ''
 

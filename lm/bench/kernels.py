@@ -3,13 +3,15 @@
 from lm.bench import results
 from lm.bench.candidates import BASELINE
 from lm.bench.options import KernelOptions
-from lm.cost_model.kernels import HEAD_DIM, HEADS, LENGTH, KernelRow, Refused, measure_kernels
+from lm.cost_model.kernels import HEAD_DIM, HEADS, LENGTH, KernelRow, Refused, find_generation, measure_kernels
 from lm.errors import ConfigError
 
 
 def bench_kernels(options: KernelOptions) -> None:
     """Prints a table with a heading, and writes JSON that says with which versions it was made."""
     output = results.Output(options.save)
+    for topology in options.topology:  # all names, before minutes pass
+        find_generation(topology)
     rows: list[KernelRow] = []
     refused: list[str] = []
     for topology in options.topology:

@@ -39,7 +39,7 @@ class ComparedOptions(ModelOptions):
 
     mechanisms: Sequence[str] | None = option(
         'with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them; '
-        'attention also has plain and scan, polysketch computed in other ways',
+        'lm bench attention also has plain, scan and loop: polysketch computed in other ways',
         'NAMES',
     )
     contexts: Sequence[int] | None = option('tokens per sequence, with commas', 'LENGTHS')
@@ -57,9 +57,9 @@ class TimedOptions(ComparedOptions):
 class AttentionOptions(TimedOptions):
     """The options of `bench_attention`."""
 
-    tokens: int | None = option('tokens per call: the rows of a batch make up for it', 'N')
-    heads: int | None = option('default: 12, and 4 on a CPU', 'N')
-    head_dim: int = option('default: 64', 'N', 64)
+    tokens: int | None = option('tokens per call: whole sequences, as many as fit, and at least one', 'N')
+    heads: int | None = option('default: of the model of --gin_file; without one 12, and 4 on a CPU', 'N')
+    head_dim: int | None = option('default: of the model of --gin_file; without one 64', 'N')
     dtype: str | None = option('default: bfloat16, and float32 on a CPU', choices=('float32', 'bfloat16'))
     passes: Sequence[str] = option('forward, forward+backward; default: both', 'NAMES', ('forward', 'forward+backward'))
     features_given: bool = option(

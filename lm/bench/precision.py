@@ -90,7 +90,7 @@ def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
     initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'
     options = with_model(options, is_cpu)
-    printer, machine = results.Printer(), results.machine()
+    printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench precision', machine))
     printer.line('errors against float32 without kernels; beside each error, the error of XLA alone in the same type')
     rows = []

@@ -179,6 +179,7 @@ def draw_contexts(
     points: Mapping[str, Sequence[ContextFigure]],
     label: str,
     dtype: str = '',
+    devices: int | None = None,
     **options: Any,
 ) -> list[str]:
     """A curve a mechanism against the context length, both axes logarithmic; the names of the files.
@@ -188,6 +189,7 @@ def draw_contexts(
         points: by mechanism; what ran out of memory has no point.
         label: of the values, with their unit.
         dtype: in which they were computed; it stands above the axes, behind the devices.
+        devices: on how many the values were measured; None: on all.
         options: of `lm.plots.draw_lines`.
     """
     from lm import plots
@@ -201,6 +203,6 @@ def draw_contexts(
         return []
     ticks = sorted({point.context for found in points.values() for point in found})
     scales = dict(x_scale='log', y_scale='log', markers=True, ticks=ticks)
-    title = ', '.join(filter(None, (f'{jax.device_count()} × {jax.devices()[0].device_kind}', dtype)))
+    title = ', '.join(filter(None, (f'{devices or jax.device_count()} × {jax.devices()[0].device_kind}', dtype)))
     plots.draw_lines(path, curves, 'context length (tokens)', label, title=title, **scales, **options)
     return [f'{path}.png', f'{path}.pdf']

@@ -5,6 +5,7 @@ It runs the step of `lm train`, with its shardings and donated state, on random 
 """
 
 import dataclasses
+import math
 import pathlib
 import statistics
 import time
@@ -109,7 +110,7 @@ class TimedStep:
         with jax.set_mesh(self.mesh):
             self.compiled, self.memory = timing.compile_if_fits(lowered)
             self._draw = jax.jit(draw, out_shardings=batch_sharding(self.mesh, axis=1))
-        self._batch: jax.Array | None = None
+        self._given: tuple[Any, ...] = ()
 
     def _init(self) -> State:
         program = self.plan.program
@@ -120,22 +121,27 @@ class TimedStep:
         with jax.set_mesh(self.mesh):
             state = self._state.pop('state', None)  # donated: gone, if the step fails
             state = self._init() if state is None else state
-            self._batch = self._draw() if self._batch is None else self._batch
+            self._given = self._given or self._draw_given()
         for _ in range(self._steps):
-            state, metrics = self.compiled(state, self._batch)
+            state, metrics = self.compiled(state, *self._given)
             self.loss = metrics['loss'] if self.loss is None else self.loss
         self._state['state'], self._metrics = state, metrics
         return metrics['loss']
+
+    def _draw_given(self) -> tuple[Any, ...]:
+        """Returns the tokens of a step, and the weights of the teacher if there is one."""
+        teacher = self.plan.program.draw_teacher(self.mesh, self.plan.experiment.train.seed)
+        return (self._draw(),) if teacher is None else (self._draw(), teacher)
 
     def host_seconds(self, steps: int = 200) -> float:
         """Measures the host's work per step (`StepRow.host_milliseconds`), the median of `steps`; needs a
         call before."""
         state, none = self._state.pop('state'), jax.device_get(self._metrics)
-        nothing = jax.jit(lambda state, batch: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
-        (state, metrics), found = nothing(state, self._batch), []
+        nothing = jax.jit(lambda state, *given: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
+        (state, metrics), found = nothing(state, *self._given), []
         for _ in range(steps):
             begun = time.perf_counter()
-            before, (state, metrics) = metrics, nothing(state, self._batch)
+            before, (state, metrics) = metrics, nothing(state, *self._given)
             jax.device_get(before)
             found.append(time.perf_counter() - begun)
         self._state['state'] = state
@@ -150,7 +156,7 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
     options = with_model(options, is_cpu)
     found = read_candidates(options)
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
-    tokens = options.tokens_per_step or jax.device_count() * contexts[-1]
+    tokens = options.tokens_per_step or jax.device_count() * math.lcm(*contexts)
     limit, steps = options.microbatch_tokens or MICROBATCH_TOKENS, options.steps or (1 if is_cpu else 3)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine))

@@ -122,7 +122,9 @@ def advise(
     if everything and is_looped and (chosen := _find_fastest(checks)) is not None:
         attempt(changes[chosen] | {UNROLL: experiment.model.n_layers}, 'without a loop over the layers')
 
-    tried = tuple(Tried(c.bindings, c.memory.needed_gib, _predict_seconds(c), c.has_headroom) for c in checks)
+    tried = tuple(
+        Tried(c.bindings, c.memory.needed_gib, _predict_seconds(c) if c.fits else None, c.has_headroom) for c in checks
+    )
     nearest = min(tried, key=lambda t: t.needed_gib, default=None)
     if (chosen := _find_fastest(checks)) is not None:
         return Advice(checks[chosen], nearest, tried, left_out)

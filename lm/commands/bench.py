@@ -17,9 +17,16 @@ from lm.bench.options import (
     ModelOptions,
     StepOptions,
 )
-from lm.commands.flags import add_gin_flags, add_job_flags, add_option_flags, add_parser, job_address
+from lm.commands.flags import (
+    add_gin_flags,
+    add_job_flags,
+    add_option_flags,
+    add_parser,
+    find_given,
+    job_address,
+    refuse,
+)
 from lm.commands.verb import Call, Verb
-from lm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +72,6 @@ def print_help(parser: argparse.ArgumentParser) -> int:
     """Prints the parts in place of running one; returns 2."""
     parser.print_help()
     return 2
-
-
-def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns the flags that are given; the options have the defaults of the others."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-
-def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
-    """Raises ConfigError for a flag that would be ignored."""
-    for name, value in find_given(arguments, *names).items():
-        raise ConfigError(f'--{name} {value}: {why}')
 
 
 def _call_attention(arguments: argparse.Namespace, options: AttentionOptions) -> Call:

@@ -93,8 +93,14 @@ def check_together(arguments: argparse.Namespace) -> None:
         why = 'must be at least 0' if arguments.advice else 'is of the advice; leave this or --no_advice out'
         raise ConfigError(f'--advice_minutes {minutes:g}: {why}')
     if not arguments.topology:
-        for flag, given in (('--best', arguments.best), (f'--price_per_chip_hour {price}', price is not None)):
-            if given:
+        needing = {
+            '--best': arguments.best,
+            '--no_advice': not arguments.advice,
+            f'--advice_minutes {minutes}': minutes is not None,
+            f'--price_per_chip_hour {price}': price is not None,
+        }
+        for flag, is_given in needing.items():
+            if is_given:
                 raise ConfigError(f'{flag}: needs --topology, such as --topology v5e:4x8')
     if price is not None and not (price >= 0 and math.isfinite(price)):
         raise ConfigError(f'--price_per_chip_hour {price}: must be a number of at least 0')

@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick
+from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, refuse
 from lm.commands.verb import Call, Verb
 
 STAGES = {
@@ -65,10 +65,15 @@ def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.choose is not None:
         if arguments.choose < 1:
             raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
+        unread = 'init_from', 'rewind_to', 'compile_cache', 'coordinator_address', 'process_count', 'process_id'
+        refuse(arguments, unread, 'is of a --stage; --choose trains nothing')
+        for file in arguments.gin_file:
+            raise ConfigError(f'--gin_file {file}: is of a --stage; --choose reads both runs, and --set')
         from lm.inference.layer_choice import choose_layers
 
         ranking = {} if arguments.rank_by is None else {'ranking': arguments.rank_by}
-        return functools.partial(choose_layers, arguments.run_dir, arguments.teacher, arguments.choose, **ranking)
+        given = arguments.run_dir, arguments.teacher, arguments.choose
+        return functools.partial(choose_layers, *given, gin_params=arguments.gin_param, **ranking)
     if arguments.rank_by is not None:
         raise ConfigError(f'--rank_by {arguments.rank_by}: is of --choose; add it')
 

@@ -58,7 +58,10 @@ def _find_parser(annotation: Any) -> Callable[[str], Any]:
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list]:
     def parse(text: str) -> list:
-        return [kind(part.strip()) for part in text.split(',') if part.strip()]
+        found = [kind(part.strip()) for part in text.split(',') if part.strip()]
+        if not found:
+            raise ValueError
+        return found
 
     parse.__name__ = f'list of {kind.__name__.strip("_")}s'
     return parse
@@ -134,6 +137,17 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 def pick(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Returns the flags of these names, as arguments for a function."""
     return {name: getattr(arguments, name) for name in names}
+
+
+def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns the flags that are given; the options have the defaults of the others."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    """Raises ConfigError for a flag that would be ignored."""
+    for name, value in find_given(arguments, *names).items():
+        raise ConfigError(f'--{name} {value}: {why}')
 
 
 def job_address(arguments: argparse.Namespace) -> 'JobAddress':

@@ -187,10 +187,10 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
         fits=memory.needed_gib <= limit,
         memory=memory,
         roofline=bound,
-        speed=_compute_speed(experiment, bound.seconds, topology),
+        speed=_compute_speed(plan, bound.seconds, topology),
         predicted_step=model,
         # A prediction is never below the bound.
-        predicted=model and _compute_speed(experiment, max(model.seconds, bound.seconds), topology),
+        predicted=model and _compute_speed(plan, max(model.seconds, bound.seconds), topology),
     )
 
 
@@ -219,16 +219,15 @@ def _add_replay(memory: Memory, replayed: CompiledProgram | StepTooLarge) -> Mem
     return dataclasses.replace(memory, replay_gib=needed, needed_gib=max(memory.needed_gib, needed))
 
 
-def _compute_speed(experiment: Experiment, seconds: float, topology: Topology) -> Speed:
-    config = experiment.train
+def _compute_speed(plan: StepPlan, seconds: float, topology: Topology) -> Speed:
+    config = plan.experiment.train
     tokens = config.tokens_per_step / seconds
-    flops = experiment.model.flops_per_token(config.context_length)
     hours = config.steps * seconds / 3600
     return Speed(
         seconds_per_step=seconds,
         steps_per_second=1 / seconds,
         tokens_per_second=tokens,
-        mfu=flops * tokens / (topology.chip.flops * topology.chips),
+        mfu=plan.flops_per_token * tokens / (topology.chip.flops * topology.chips),
         run_hours=hours,
         run_chip_hours=hours * topology.chips,
     )

@@ -14,7 +14,7 @@ from lm.cost_model.step_time import StepTime, step_time
 from lm.experiment import Experiment
 from lm.hardware import Target, Topology, describe_devices
 from lm.model import REMAT
-from lm.plan import plan_step
+from lm.plan import StepPlan, plan_step
 from lm.training.mesh import MeshConfig
 from lm.training.program import StepTooLarge, compile_described
 
@@ -53,19 +53,25 @@ def forecast_step(experiment: Experiment, topology: Topology) -> Forecast:
 def _forecast_level(experiment: Experiment, remat: str, topology: Topology) -> Forecast | None:
     """Returns memory and time of the step at a level of `model.remat`; None if it does not fit."""
     model, config = dataclasses.replace(experiment.model, remat=remat), experiment.train
-    found = compile_step(dataclasses.replace(experiment, model=model), topology)
+    plan = plan_one(dataclasses.replace(experiment, model=model), topology)
+    found = compile_step(plan, topology)
     if found is None:
         return None
     assert found.memory is not None, 'compilers for TPUs describe the memory'
     program = HloProgram(found.text)
     time, chip = step_time(program, topology, KernelCycles(program, topology)), topology.chip
-    flops = model.flops_per_token(config.context_length) * config.tokens_per_step
+    flops = plan.flops_per_token * config.tokens_per_step
     return Forecast(remat, found.memory.peak / 2**30, time, flops / time.seconds / (chip.flops / chip.devices))
 
 
-def compile_step(experiment: Experiment, topology: Topology) -> CompiledProgram | None:
-    """Compiles the step of `lm train` for one device; None: it needs more memory than the device has."""
+def plan_one(experiment: Experiment, topology: Topology) -> StepPlan:
+    """Plans the step of `lm train` for one device."""
     devices = describe_devices(topology)[:1]
-    plan = plan_step(dataclasses.replace(experiment, mesh=MeshConfig()), Target.of_devices(devices))
-    found = compile_described(plan.program, plan.mesh.arrange(devices), topology)
+    return plan_step(dataclasses.replace(experiment, mesh=MeshConfig()), Target.of_devices(devices))
+
+
+def compile_step(plan: StepPlan, topology: Topology) -> CompiledProgram | None:
+    """Compiles the step for one device; None: it needs more memory than the device has."""
+    mesh = plan.mesh.arrange(describe_devices(topology)[:1])
+    found = compile_described(plan.program, mesh, topology)
     return None if isinstance(found, StepTooLarge) else found

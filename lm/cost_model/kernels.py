@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from lm import hardware
 from lm.cost_model import schedules
 from lm.errors import ConfigError
 
@@ -71,6 +72,14 @@ class Refused(ConfigError):
         self.rows = rows
 
 
+def find_generation(topology: str) -> str:
+    """Returns the name of the generation of 'v5e', or of a slice such as 'v5litepod:4x8'. Raises ConfigError."""
+    generation = hardware.generation(topology.partition(':')[0]).name
+    if generation not in TOPOLOGIES:
+        raise ConfigError(f'--topology {topology}: the generation must be one of {", ".join(TOPOLOGIES)}')
+    return generation
+
+
 def measure_kernels(topology: str, names: Iterable[str] | None = None, parts: int = 1) -> list[KernelRow]:
     """Compiles the kernels for a TPU generation and reads their schedules; takes seconds per case.
 
@@ -83,9 +92,7 @@ def measure_kernels(topology: str, names: Iterable[str] | None = None, parts: in
         Refused: the compiler is missing, or fails with some of the cases.
         ConfigError: an unknown generation or case, more parts than chips, or no case has kernels for parts.
     """
-    generation = topology.split(':')[0].replace('tpu7x', 'v7x').replace('v5litepod', 'v5e')
-    if generation not in TOPOLOGIES:
-        raise ConfigError(f'--topology {topology}: the generation must be one of {", ".join(TOPOLOGIES)}')
+    generation = find_generation(topology)
     chips = math.prod(map(int, TOPOLOGIES[generation].partition(':')[2].split('x')))
     if parts > chips:
         raise ConfigError(f'--parts {parts}: at most {chips}, the chips of {TOPOLOGIES[generation]}')

@@ -4,6 +4,7 @@ Texts are scored as in training: an end-of-document token stands in front. `logl
 end-of-document token after a text, like `lm evaluate`. So bits per byte of a split of one document are the same.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,12 @@ from lm.inference.loaded_run import LoadedRun
 
 MAX_TOKENS = 256
 """New tokens of an answer, if the task does not say; at most half of the context."""
+
+LENGTHS = 'max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens'
+"""The names that the harness has for the number of new tokens; the first that a task gives counts."""
+READ = {*LENGTHS, 'until', 'do_sample', 'temperature', 'top_k', 'top_p'}
+NEUTRAL = {'num_beams': 1, 'num_return_sequences': 1, 'repetition_penalty': 1.0, 'min_p': 0.0, 'use_cache': True}
+"""Settings that lm does not have → the value that changes nothing."""
 
 
 class RunModel(TemplateLM):
@@ -75,7 +82,7 @@ class RunModel(TemplateLM):
         for i, request in enumerate(requests):
             batches.setdefault(repr(request.args[1]), []).append(i)
         answers = [''] * len(requests)
-        size = self.run.scorer.batch_size
+        size, seeds = self.run.scorer.batch_size, itertools.count()  # repeats of a question are samples of their own
         for indices in batches.values():
             options = self._options(requests[indices[0]].args[1])
             kept = self.max_length - options['max_tokens']
@@ -87,16 +94,21 @@ class RunModel(TemplateLM):
             for first in range(0, len(indices), size):
                 chosen = indices[first : first + size]
                 prompts = [self.run.tokenizer.encode(requests[i].args[0])[-kept:] for i in chosen]
-                for i, text in zip(chosen, generate(self.run, prompts, **options), strict=True):
+                texts = generate(self.run, prompts, seed=next(seeds), **options)
+                for i, text in zip(chosen, texts, strict=True):
                     answers[i] = text
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns options of `generate` for options of the harness."""
+        """Returns options of `generate` for options of the harness. Raises ConfigError for what lm does not compute."""
+        for name, value in given.items():
+            if name not in READ and value is not None and value != NEUTRAL.get(name):
+                raise ConfigError(f'--tasks: a task sets {name} = {value!r}, which lm does not compute; leave it out')
+        lengths = [given[name] for name in LENGTHS if given.get(name) is not None]
         until = given.get('until') or []
         samples = given.get('do_sample', given.get('temperature', 0.0) > 0)
         return {
-            'max_tokens': int(given.get('max_gen_toks', min(MAX_TOKENS, self.max_length // 2))),
+            'max_tokens': int(lengths[0] if lengths else min(MAX_TOKENS, self.max_length // 2)),
             'until': [until] if isinstance(until, str) else list(until),
             'temperature': float(given.get('temperature', 1.0)) if samples else 0.0,
             'top_k': given.get('top_k') or None,  # 0 is no limit in transformers

@@ -8,6 +8,8 @@ length of the shortest prompt. After that, some prompts are still read while oth
 import dataclasses
 import functools
 import json
+import math
+import numbers
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +44,8 @@ PIECE = 4096
 """Tokens of each prompt that are read at a time. The remainder of the length is a shorter piece, the first one."""
 PROMPTS = 'must be text, or a list whose members are texts or arrays of token ids, such as [np.array([5, 6])]'
 """The prompts that `generate` takes, for error messages."""
+LEAST_TEMPERATURE = 1e-6
+"""A lower one takes the most probable token, as 0 does; its quotients would leave float32."""
 END = 1000
 """Tokens at either end of a long text over which its speed is reported."""
 
@@ -55,8 +59,8 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ConfigError(f'--temperature {self.temperature}: must be at least 0')
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f'--temperature {self.temperature}: must be at least 0, and finite')
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f'--top_k {self.top_k}: must be at least 1')
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -64,7 +68,7 @@ class Sampling:
 
     def __call__(self, logits_BxV: jax.Array, key: jax.Array) -> jax.Array:
         """Draws token ids [B] from logits [B, V]."""
-        if self.temperature == 0:
+        if self.temperature < LEAST_TEMPERATURE:
             return logits_BxV.argmax(-1)
         logits_BxV = logits_BxV / self.temperature
         if self.top_k is not None and self.top_k < logits_BxV.shape[-1]:
@@ -173,8 +177,10 @@ def generate(
     check_kind('run', run, LoadedRun, OPENED)
     if isinstance(until, str):
         raise ConfigError(f'until = {until!r}: must be a list, such as [{until!r}]')
-    if max_tokens < 1:
-        raise ConfigError(f'max_tokens = {max_tokens}: must be at least 1')
+    if not isinstance(max_tokens, numbers.Integral) or max_tokens < 1:
+        raise ConfigError(f'max_tokens = {max_tokens!r}: must be an int of at least 1')
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
+        raise ConfigError(f'seed = {seed!r}: must be an int, 0 to {2**32 - 1}')
     sampling, tokenizer = Sampling(temperature, top_k, top_p), run.tokenizer
     if not isinstance(prompts, Iterable):
         raise ConfigError(f'prompts = {prompts!r}: {PROMPTS}')

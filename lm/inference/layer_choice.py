@@ -164,7 +164,9 @@ def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -
     return '\n'.join(kept) + '\n'
 
 
-def choose_layers(run_dir: str, teacher_dir: str, count: int, ranking: str = 'recall_per_loss') -> None:
+def choose_layers(
+    run_dir: str, teacher_dir: str, count: int, ranking: str = 'recall_per_loss', gin_params: Sequence[str] = ()
+) -> None:
     """Prints which layers of an aligned student keep the teacher's attention, and writes their pattern to the run.
 
     Args:
@@ -172,10 +174,11 @@ def choose_layers(run_dir: str, teacher_dir: str, count: int, ranking: str = 're
         teacher_dir: its teacher.
         count: the number of layers that stay full.
         ranking: one of RANKINGS.
+        gin_params: change the configuration of the student, such as "data.path = '…'".
 
     Raises ConfigError if there are fewer layers to choose from.
     """
-    student, teacher = open_run(run_dir), open_run(teacher_dir)
+    student, teacher = open_run(run_dir, gin_params), open_run(teacher_dir)
     effects = measure_layers(student, teacher)
     if count > len(effects):
         raise ConfigError(f'--choose {count}: the student differs from the teacher in {len(effects)} layers only')

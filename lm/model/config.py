@@ -382,7 +382,8 @@ class ModelConfig(Configurable):
         if self.learned_positions is not None and length > self.learned_positions:
             raise ConfigError(
                 f'model.learned_positions = {self.learned_positions}: fewer than the {length} tokens of the context; '
-                'shorten train.context_length, evaluate.context_length, the lengths of the task or the text'
+                'shorten train.context_length, evaluate.context_length, the text, --max_tokens, or the lengths of the '
+                'task'
             )
 
     def check_parts(self, parts: int, length: int | None = None, setting: str = 'train.context_length') -> None:

@@ -41,6 +41,13 @@ class StepProgram:
         teaching = self.step.teaching
         return teaching and place(teaching.abstract, mesh, teaching.functions.declared)
 
+    def draw_teacher(self, mesh: Mesh, seed: int) -> Weights | None:
+        """Makes untrained weights in place of the teacher's, where only the work of a step counts; None without one."""
+        abstract, teaching = self.place_teacher(mesh), self.step.teaching
+        if teaching is None:
+            return None
+        return jax.jit(lambda: teaching.cast(teaching.functions.init(seed)), out_shardings=get_shardings(abstract))()
+
     def init_state(self, abstract: State, seed: int) -> State:
         """Makes the state before the first step, with the shardings in `abstract` (from `place_state`)."""
         return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract))()

@@ -25,9 +25,11 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tomllib
@@ -39,6 +41,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GPU = ROOT / 'scripts' / 'gpu'
 ROWS, RESULTS, WHEELS, PAGE = GPU / 'rows', GPU / 'results.jsonl', GPU / 'wheels.txt', ROOT / 'docs' / 'hardware.md'
 PACK = '.gpu_pack'
+DATA = {
+    'corpus': ('build/corpus', 'python scripts/gpu/corpus.py build build/corpus'),
+    'study_store': ('data/study', 'lm prepare --gin_file configs/papers/study/mechanisms/study.gin'),
+    'quickstart_store': ('data/quickstart', 'lm prepare --gin_file configs/experiments/quickstart.gin'),
+}
+"""Pack → the folder that it holds, and the command that makes the folder."""
 MOST_MIB = 52
 """The limit of a pack: 64 MiB travel at once, and the tree has up to 12."""
 GRACE = 5.0
@@ -107,7 +115,7 @@ def read_results(path: pathlib.Path) -> list[dict]:
 
 
 def is_good(result: dict) -> bool:
-    return result['code'] == 0 and result['device'] != 'cpu'
+    return result['code'] == 0 and result['device'] != 'cpu' and not result.get('tiny')
 
 
 def choose(rows: Iterable[Row], results: Iterable[dict], only: Sequence[str] | None) -> list[Row]:
@@ -314,7 +322,7 @@ def describe(record: dict) -> str:
 def run_day(arguments: argparse.Namespace) -> int:
     """Runs rows until the time is up; returns 1 if one failed."""
     seconds = 60 * arguments.minutes
-    pack = pathlib.Path(arguments.pack or PACK).absolute()
+    pack = pathlib.Path(arguments.pack or ROOT / PACK).absolute()
     packed = {path.name.partition('.')[0] for path in pack.iterdir()} if pack.exists() else set()
     rows = choose(read_rows(arguments.rows), read_results(arguments.results), arguments.only)
     if arguments.tiny:
@@ -328,12 +336,16 @@ def run_day(arguments: argparse.Namespace) -> int:
                 print(f'{row.name}: left out, it needs {pack}/{min(missing)}', flush=True)
         rows = [row for row in rows if set(row.needs) <= packed | {'wheels'}]
         gib = machine['gib'] - 2 if machine['gib'] else float('inf')  # without a GPU there is nothing to share
+        if arguments.tiny:
+            machine['tiny'] = True
         day = Day(pathlib.Path(arguments.out), seconds, machine, variables, pathlib.Path(folder))
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             left_out = day.run([row for row in rows if not row.alone], arguments.jobs, gib, 60 * arguments.reserve)
             left_out += day.run([row for row in rows if row.alone], 1, gib)
         finally:
             day.kill()
+            day.collect()
     print('\nrow | outcome')
     for record in day.results:
         print(f'{record["row"]} | {describe(record)}')
@@ -342,8 +354,13 @@ def run_day(arguments: argparse.Namespace) -> int:
     return int(any(record['code'] for record in day.results))
 
 
-def make_pack(folder: pathlib.Path) -> int:
-    """Fetches the wheels into a folder and notes the commit; returns 1 if the folder is too large to travel."""
+def make_pack(folder: pathlib.Path, data: Sequence[str] = ()) -> int:
+    """Fetches the wheels into a folder, packs data and notes the commit; returns 1 if that is too large to travel."""
+    for name in data:
+        if name not in DATA:
+            raise SystemExit(f'--data {name}: no such pack; there are {", ".join(DATA)}')
+        if not (ROOT / DATA[name][0]).exists():
+            raise SystemExit(f'--data {name}: {DATA[name][0]} is not there; {DATA[name][1]} makes it')
     wheels = folder / 'wheels'
     wheels.mkdir(parents=True, exist_ok=True)
     names = [line for line in WHEELS.read_text().split('\n') if line and not line.startswith('#')]
@@ -354,6 +371,13 @@ def make_pack(folder: pathlib.Path) -> int:
     subprocess.run([*pip, 'download', *options, *binary], check=True)
     if pure:  # the registry has its sources alone
         subprocess.run([*pip, 'wheel', '--no-deps', '--wheel-dir', str(wheels), *pure], check=True)
+    for name in data:
+        made = ROOT / DATA[name][0]
+        if name == 'corpus':  # it is compressed
+            shutil.copytree(made, folder / name, dirs_exist_ok=True)
+        else:
+            with tarfile.open(folder / f'{name}.tar.xz', 'w:xz') as archive:
+                archive.add(made, made.name)
     (folder / 'commit').write_text(run_quietly(['git', 'rev-parse', '--short=12', 'HEAD']) + '\n')
     size = sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 2**20
     print(f'{folder}: {size:.1f} MiB')
@@ -364,6 +388,9 @@ def make_pack(folder: pathlib.Path) -> int:
 
 def merge(source: pathlib.Path, results: pathlib.Path, page: pathlib.Path, rows: Sequence[Row]) -> int:
     """Adds results to the results of the project, each once, and writes the tables of the page again."""
+    if not source.exists():
+        print(f'--merge {source}: no such file', file=sys.stderr)
+        return 2
     kept = read_results(results)
     known = {(result['row'], result['date'], result['device']) for result in kept}
     new = [result for result in read_results(source) if (result['row'], result['date'], result['device']) not in known]
@@ -384,14 +411,17 @@ def write_page(page: pathlib.Path, rows: Sequence[Row], results: Sequence[dict])
 
 def make_occasions(results: Sequence[dict]) -> str:
     """Returns a Markdown table with a line per machine, day and commit."""
-    lines = ['| date | device | driver | commit | versions | rows | failed |', '|---|---|---|---|---|---:|---:|']
+    titles = 'date', 'device', 'driver', 'commit', 'versions', 'rows', 'failed', 'stopped at the end'
+    lines = [f'| {" | ".join(titles)} |', '|---|---|---|---|---|---:|---:|---:|']
     groups: dict[tuple, list[dict]] = {}
     for result in results:
         versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
         where = result['date'][:10], result['device'], result['driver'], result['commit'], versions
         groups.setdefault(where, []).append(result)
     for where, found in groups.items():
-        lines.append(f'| {" | ".join(where)} | {len(found)} | {sum(one["code"] != 0 for one in found)} |')
+        stopped = sum(one['killed'] for one in found)
+        failed = sum(one['code'] != 0 and not one['killed'] for one in found)
+        lines.append(f'| {" | ".join(where)} | {len(found)} | {failed} | {stopped} |')
     return '\n'.join(lines) if groups else 'No row has run on a GPU yet.'
 
 
@@ -425,6 +455,8 @@ def main() -> int:
     parser.add_argument('--reserve', type=float, default=0, help='minutes kept for rows that run alone; default: 0')
     parser.add_argument('--tiny', action='store_true', help='the tiny command of each row, for a CPU')
     parser.add_argument('--pack', help=f'fetch wheels into this folder, or with --minutes use it; default: {PACK}')
+    packs = f'with --pack: pack these too, with commas, of {", ".join(DATA)}'
+    parser.add_argument('--data', type=lambda text: text.split(','), default=[], metavar='PACKS', help=packs)
     parser.add_argument('--merge', type=pathlib.Path, metavar='FILE', help='add these results to the project')
     parser.add_argument('--list', action='store_true', help='show the queue')
     parser.add_argument('--rows', type=pathlib.Path, default=ROWS, help='the folder of rows')
@@ -440,7 +472,7 @@ def main() -> int:
     if arguments.list:
         return print_list(read_rows(arguments.rows), read_results(arguments.results))
     if arguments.pack:
-        return make_pack(pathlib.Path(arguments.pack))
+        return make_pack(pathlib.Path(arguments.pack), arguments.data)
     parser.error('give --minutes, --pack, --merge or --list')
 
 

@@ -3,14 +3,15 @@
 #
 #   scripts/gpu/day.sh --list                                  the queue, with times and results
 #   scripts/gpu/day.sh --pack .gpu_pack                        here: fetches the wheels that the GPU machine lacks
+#   scripts/gpu/day.sh --pack .gpu_pack --data study_store     here: and packs data for rows that need it
 #   scripts/gpu/day.sh --minutes 9 --out OUT                   there: runs rows by value until the time is up
 #   scripts/gpu/day.sh --minutes 9 --out OUT --only a,b        these rows alone, also if they have results
 #   scripts/gpu/day.sh --merge OUT/results.jsonl               here: into scripts/gpu/results.jsonl, docs/hardware.md
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-}
 if [ -z "$python" ]; then
   python=python3
-  [ ! -x .venv/bin/python ] || python=.venv/bin/python
+  [ ! -x "$root/.venv/bin/python" ] || python=$root/.venv/bin/python
 fi
-exec "$python" scripts/gpu/day.py "$@"
+exec "$python" "$root/scripts/gpu/day.py" "$@"

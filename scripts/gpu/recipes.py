@@ -24,7 +24,7 @@ Job = tuple[int, int | None]
 """The number of a point, and its seed; None: the seed of the file."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--sweep_file', required=True, help='the points')
     parser.add_argument('--out', required=True, help='the file of results, JSON lines')
@@ -46,6 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
     with multiprocessing.get_context('spawn').Pool(min(given.jobs, max(1, len(tasks))), set_up) as pool:
         for _ in pool.imap_unordered(train_alike, tasks):
             pass
+    left = {job for group in list_jobs(given, params, read_done(out)) for job in group}
+    failed = left & {job for group in jobs for job in group}
+    if failed:
+        print(f'{len(failed)} points have no result; the file says why', file=sys.stderr)
+    return 1 if failed else 0
 
 
 def set_up() -> None:
@@ -125,4 +130,4 @@ def train_point(sweep_file: str, params: list[str], cache: str, job: Job) -> dic
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

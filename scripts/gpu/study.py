@@ -66,8 +66,14 @@ def prepare(packed: pathlib.Path, cache: pathlib.Path) -> tuple[pathlib.Path, fl
 def prepare_tiny(cache: pathlib.Path) -> pathlib.Path:
     """Returns the folder of a token store of some sources of `lm`, for `--tiny`."""
     store, text = cache / 'tiny_corpus', cache / 'tiny_text'
-    if store.exists():
-        return store
+    with (cache / 'tiny_corpus.lock').open('w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not store.exists():
+            _prepare_tiny(store, text)
+    return store
+
+
+def _prepare_tiny(store: pathlib.Path, text: pathlib.Path) -> None:
     text.mkdir(parents=True, exist_ok=True)
     for split, folder in {'train': 'data', 'validation': 'config', 'test': 'runs'}.items():
         texts = [path.read_text() for path in sorted((ROOT / 'lm' / folder).glob('*.py'))]
@@ -75,7 +81,6 @@ def prepare_tiny(cache: pathlib.Path) -> pathlib.Path:
     settings = [f"data.path = '{store}'", f"jsonl.path = '{text}'", 'tokenizer.vocab_size = 512']
     flags = [word for setting in settings for word in ('--gin_param', setting)]
     run_lm('prepare', '--processes', '1', '--gin_file', 'data/common_corpus.gin', *flags, check=True)
-    return store
 
 
 def read_run(run: pathlib.Path) -> dict:

@@ -10,10 +10,24 @@ set -euo pipefail
 case ${1:-} in '' | *[!0-9]*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 2 ;; esac
 count=$1
 shift
-export HOSTS=${HOSTS:-} FLAGS
 FLAGS=$(printf '%q ' "$@")
-# shellcheck disable=SC2016 # the inner shells expand these
-seq 0 $((count - 1)) | xargs -P "$count" -I{} bash -c '
-  set -- $HOSTS
-  command="lm prepare $FLAGS --shard {}/'"$count"'"
-  if [ $# = 0 ]; then eval "$command"; else shift $(({} % $#)) && ssh "$1" "cd $PWD && $command"; fi'
+export HOSTS=${HOSTS:-} FLAGS COUNT=$count
+
+# Quotes a text for any POSIX shell.
+quote() {
+  # shellcheck disable=SC2001 # bash 3.2 and later disagree about quotes in a replacement
+  printf "'%s'" "$(sed "s/'/'\\\\''/g" <<<"$1")"
+}
+# Prepares share $1 of COUNT.
+prepare() {
+  local command="lm prepare $FLAGS --shard $1/$COUNT" hosts
+  read -ra hosts <<<"$HOSTS"
+  if [ "${#hosts[@]}" = 0 ]; then
+    eval "$command"
+  else # the login shell of the machine may be another one
+    # shellcheck disable=SC2029
+    ssh "${hosts[$1 % ${#hosts[@]}]}" "bash -c $(quote "cd $(printf '%q' "$PWD") && $command")"
+  fi
+}
+export -f prepare quote
+seq 0 $((count - 1)) | xargs -P "$count" -I{} bash -c 'prepare {}'

@@ -108,7 +108,16 @@ load_settings() {
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
   : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}" "${SLICES:=1}" "${MAX_RUN_DURATION:=}"
   : "${EXTRAS:=}"
-  [[ $SLICES =~ ^[1-9][0-9]*$ ]] || fail "SLICES=$SLICES: give the number of slices, such as 1"
+  for name in SLICES MAX_ATTEMPTS MAX_FAILURES MAX_LOST_POLLS PARALLEL PREPARE_DISK_GB; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: give a whole number of at least 1"
+  done
+  for name in BACKOFF_SECONDS MAX_BACKOFF_SECONDS RESET_SECONDS MIN_FREE_GB; do
+    [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name=${!name}: give a whole number, without a unit"
+  done
+  for name in PROCESSES DEVICES; do
+    [[ ${!name} =~ ^([1-9][0-9]*)?$ ]] || fail "$name=${!name}: give a whole number of at least 1, or nothing"
+  done
+  [[ $POLL_SECONDS =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "POLL_SECONDS=$POLL_SECONDS: give a number, without a unit"
   [[ $EXTRAS =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || fail "EXTRAS=$EXTRAS: give names of extras, such as tokenizers,wandb"
   RUN_DIR=${RUN_DIR%/}
   if [ -z "$RUN_NAME" ]; then RUN_NAME=${RUN_DIR##*/}; fi
@@ -248,6 +257,9 @@ wait_until_active() {
 shipped_commit() {
   local commit
   commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) || fail "$ROOT: not a git checkout; setup.sh ships the last commit"
+  if ! is_dry && [ "$(git -C "$ROOT" rev-parse --is-shallow-repository)" = true ]; then
+    fail "$ROOT: a clone without its history cannot be shipped; git fetch --unshallow completes it"
+  fi
   if ! is_dry && [ "$ALLOW_DIRTY" != 1 ] && [ -n "$(git -C "$ROOT" status --porcelain --untracked-files=no)" ]; then
     fail "uncommitted changes would stay behind; commit them, or set ALLOW_DIRTY=1 to ship $commit without them"
   fi
@@ -275,7 +287,8 @@ pack_commit() {
   export LM_TPU_COMMIT=$COMMIT LM_TPU_BUNDLE=$BUNDLE
 }
 
-# Sets COMMAND to the arguments, with the number of processes that must join and, for `lm train`, the run directory.
+# Sets COMMAND to the arguments, with the number of processes that must join. `lm train` and `lm distill` also get the run
+# directory.
 complete_command() {
   COMMAND=("$@")
   check_shipped "$@"
@@ -287,13 +300,13 @@ complete_command() {
     fi
   done
   case $verb in
-    train)
+    train | distill)
       if ! has_flag --run_dir "$@"; then
         [ -n "$RUN_DIR" ] || fail "RUN_DIR is not set; name the run directory, for example gs://bucket/runs/small"
         COMMAND+=(--run_dir "$RUN_DIR")
       fi
       ;;
-    evaluate | sweep | bench) ;;
+    evaluate | generate | sweep | bench) ;;
     *) return 0 ;;
   esac
   case " $* " in

@@ -13,6 +13,7 @@ case ${1:-} in
   --wait) wait=1 ;;
   *) fail "$1: unknown argument; see $SCRIPT --help" ;;
 esac
+[ $# -le 1 ] || fail "$2: unknown argument; see $SCRIPT --help"
 load_settings
 
 [ -n "$RUNTIME_VERSION" ] ||

@@ -2,7 +2,7 @@
 # Shows the log of the job on the pod.
 #
 #   scripts/tpu/logs.sh                      the last 50 lines of worker 0
-#   scripts/tpu/logs.sh -n 200 --worker 3    more, of another one
+#   scripts/tpu/logs.sh -n 200 --worker 3    more, of another one (with SLICES, of the first slice)
 #   scripts/tpu/logs.sh --follow             as it grows, until Ctrl-C
 #   scripts/tpu/logs.sh --fetch FOLDER       the whole logs of all workers, one file each
 #   DRY_RUN=1 scripts/tpu/logs.sh …          prints the commands

@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do
       break
       ;;
     --burn-in)
-      [ $# -ge 2 ] || fail '--burn-in: give the minutes, such as --burn-in 30'
+      [[ ${2:-} =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "--burn-in ${2:-}: give the minutes, such as --burn-in 30"
       precision=(.venv/bin/lm bench precision "${@:3}")
       chips=(.venv/bin/lm bench chips --minutes "${@:2}")
       break
@@ -38,7 +38,12 @@ while [ $# -gt 0 ]; do
 done
 load_settings
 check=(.venv/bin/python scripts/tpu/vm/preflight.py --processes "$PROCESSES" --devices "$DEVICES" --min_free_gb "$MIN_FREE_GB")
-if [ -n "$RUN_DIR" ]; then check+=(--writable "${RUN_DIR%/*}"); fi
+case $RUN_DIR in
+  '') ;;
+  gs://*/* | s3://*/*) check+=(--writable "${RUN_DIR%/*}") ;;
+  gs://* | s3://*) check+=(--writable "$RUN_DIR") ;; # a bucket itself
+  *) check+=(--writable "${RUN_DIR%/*}") ;;
+esac
 if [ -n "$DATA_PATH" ]; then check+=(--data "$DATA_PATH"); fi
 on_workers all "cd lm && $(quote_all "${check[@]}" ${fix[@]+"${fix[@]}"})"
 if [ ${#precision[@]} -gt 0 ]; then on_workers all "cd lm && $(quote_all "${precision[@]}")"; fi

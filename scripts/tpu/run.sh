@@ -6,8 +6,8 @@
 #   DRY_RUN=1 scripts/tpu/run.sh …   prints the commands
 #
 # First runs `lm check` on this machine, to see whether the step fits ACCELERATOR_TYPE (CHECK=0 skips it).
-# Adds --run_dir RUN_DIR to `lm train`, and the binding mesh.processes = N. With it the run refuses to start unless all N
-# workers join it. Starting the same command again while it runs does nothing. The log stays on each machine in
+# Adds --run_dir RUN_DIR to `lm train` and `lm distill`, and the binding mesh.processes = N. With it the run refuses to
+# start unless all N workers join it. `lm distill` is not checked before. Starting the same command again while it runs does nothing. The log stays on each machine in
 # ~/lm-jobs/RUN_NAME/log (see logs.sh), and is copied to LOG_URL if that is set.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"

@@ -58,7 +58,8 @@ joins() {
   ask_workers "${COMMAND[@]}"
   if [ "$(count)" -gt 0 ]; then is_known=1; fi
   if [ "$(count OTHER)" -gt 0 ]; then
-    say "another command of the job $RUN_NAME runs on $TPU_NAME, which is left as it is; scripts/tpu/run.sh --stop ends it"
+    say "another command runs on $TPU_NAME, which is left as it is: $(awk '$3 == "OTHER"' <<<"$STATUS" | head -n 1 | cut -d ' ' -f 6-)"
+    say "scripts/tpu/run.sh --stop ends it, with the RUN_DIR or RUN_NAME that it was started with"
     exit 2
   fi
   [ "$(count RUNNING)" -gt 0 ] && is_joined=1
@@ -156,7 +157,7 @@ attempt() {
 }
 
 watch_job() {
-  local total running ended codes lost=0 last='' ending=0 code worst
+  local total running ended codes lost=0 last='' ending=0 code worst crash
   while :; do
     ask_workers
     total=$(count) running=$(count RUNNING)
@@ -190,6 +191,9 @@ watch_job() {
       lost=0
       if [ "$running" = 0 ]; then
         OUTCOME=${worst:-0}
+        # Workers save and end with 42 where another one crashed. On machines that are all there, the crash is the cause.
+        crash=$(grep -vx -e gone -e 0 -e 42 -e 143 <<<"$codes" | head -n 1 || true)
+        if [ "$OUTCOME" = 42 ] && [ -n "$crash" ] && [ "$(queue_state),$(node_state)" = ACTIVE,READY ]; then OUTCOME=$crash; fi
         return
       fi
       if [ -n "$worst" ]; then
@@ -209,9 +213,16 @@ watch_job() {
   done
 }
 
+# Shows the end of the log of the workers that ended with the code $1, or of worker 0 where none did.
+show_log() {
+  local lines
+  lines=$(on_workers all "$(job ended "$RUN_NAME" "$1" 30)" 2>/dev/null | head -n 120 || true)
+  if [ -n "$lines" ]; then echo "$lines"; else "$HERE/logs.sh" -n 30 || true; fi
+}
+
 finish() {
   local code=$1
-  if [ "$code" != 0 ]; then "$HERE/logs.sh" -n 30 || true; fi
+  if [ "$code" != 0 ]; then show_log "$code"; fi
   if [ "$DELETE_WHEN_DONE" = always ] || { [ "$DELETE_WHEN_DONE" = success ] && [ "$code" = 0 ]; }; then
     "$HERE/delete.sh" || say "could not delete $TPU_NAME: do it by hand, it costs money"
   else

@@ -16,6 +16,7 @@ from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
 from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
 from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
+from lm.bench.options import AttentionOptions
 from lm.cli import main
 from lm.cost_model import kernels as measured_kernels
 from lm.data.store import TokenStore
@@ -179,6 +180,9 @@ def test_mechanisms_by_file_and_by_scope():
         (['--mechanisms', 'polynomial', '--features_given'], 'polynomial'),
         (['--passes', 'backward'], 'forward+backward'),
         (['--contexts', '0'], '--contexts'),
+        (['--contexts', ','], '--contexts'),
+        (['--mechanisms', 'softmax', '--gin_file', 'configs/models/tiny.gin', '--heads', '2'], 'model.n_heads'),
+        (['--mechanisms', 'plain', '--gin_param', 'model.causal = False'], 'model.causal = False'),
         (['--json', 'no/such/folder/a.json'], 'folder'),
         (['--json', 'configs'], 'is a folder'),
         (['--json', 'gs://b/a.json'], 'must lie on a disk'),
@@ -187,6 +191,20 @@ def test_mechanisms_by_file_and_by_scope():
 )
 def test_wrong_arguments_are_refused_in_one_line(flags, words, capsys):
     assert words in error_of(['bench', 'attention', *flags], capsys)
+
+
+def test_a_layer_has_the_heads_of_the_configured_model(tmp_path):
+    bindings = ['model.n_kv_heads = 2', 'model.causal = False', 'model.head_dim = 8', 'model.n_heads = 4']
+    options = AttentionOptions(gin_file=['configs/models/tiny.gin'])
+    found = candidates.candidates(['softmax'], ['configs/models/tiny.gin'], bindings)
+    assert attention.choose_dims(options, found, is_cpu=True) == HeadDims(4, 2, 8, causal=False)
+    assert attention.choose_dims(AttentionOptions(heads=3), found[:1], is_cpu=True).n_kv_heads == 3
+    flags = ['--mechanisms', 'softmax,polynomial', '--gin_file', 'configs/models/tiny.gin', '--contexts', '24']
+    flags += ['--tokens', '64', '--repeats', '1', '--json', str(tmp_path / 'a.json'), *params(bindings[::3])]
+    assert main(['bench', 'attention', *flags]) == 0
+    found = read(tmp_path / 'a.json', 'attention')
+    assert found['settings']['kv_heads'] == 2 < found['settings']['heads']
+    assert {row['sequences'] for row in found['rows']} == {2}
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -262,6 +280,17 @@ def test_step(tmp_path, capsys):
     for name in ('step_speed', 'step_latency'):
         assert min(picture_size(tmp_path / f'{name}.png')) > 500
         assert (tmp_path / f'{name}.pdf').stat().st_size > 1000
+
+
+def test_a_step_with_a_teacher_is_timed_with_one(tmp_path):
+    path = tmp_path / 'teacher.gin'
+    path.write_text('\n'.join(SMALL_MODEL))
+    flags = ['--contexts', '16,24', '--repeats', '1', '--mechanisms', 'polynomial', '--json', str(tmp_path / 's.json')]
+    bindings = [*SMALL_MODEL, 'train.objective = @distill()', f"distill.teacher = '{path}'"]
+    assert main(['bench', 'step', *flags, *params(bindings)]) == 0
+    found = read(tmp_path / 's.json', 'step')
+    assert found['settings']['tokens_per_step'] == 8 * 48, 'each device has whole windows of both lengths'
+    assert all(row['steps_per_second'] > 0 and row['host_milliseconds'] > 0 for row in found['rows'])
 
 
 def test_pictures_name_the_devices_and_the_dtype(tmp_path, monkeypatch):
@@ -395,6 +424,8 @@ def test_wrong_arguments_of_checkpoint_are_refused_in_one_line(tmp_path, capsys,
     flags = ['bench', 'checkpoint', '--gin_file', str(tmp_path / 'x.gin')]
     assert 'would run code' in error_of(flags, capsys)
     assert 'No module' in error_of([*flags, '--allow_gin_imports'], capsys)
+    flags = ['bench', 'checkpoint', '--gin_file', 'configs/models/tiny.gin', '--set', 'mesh.fsdp=3']
+    assert 'mesh.fsdp = 3: must divide the number of devices' in error_of(flags, capsys)
 
 
 def test_wrong_arguments_of_data_are_refused_in_one_line(tmp_path, capsys):
@@ -428,6 +459,16 @@ def test_kernels_that_compile_are_shown_beside_those_that_do_not(monkeypatch, tm
     assert '12.5' in captured.out
     assert 'v5e: cannot compile softmax: out of VMEM' in captured.err
     assert [row['case'] for row in read(tmp_path / 'k.json', 'kernels')['rows']] == ['splash']
+
+
+def test_generations_have_one_list_of_names(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, 'measure_kernels', lambda *_: pytest.fail('measured before all names were read'))
+    assert 'v7litepod' in error_of(['bench', 'kernels', '--topology', 'v5e,v7litepod'], capsys)
+    assert [measured_kernels.find_generation(name) for name in ('v6litepod', 'V5E', 'tpu7x:2x2x1')] == [
+        'v6e',
+        'v5e',
+        'v7x',
+    ]
 
 
 def test_unknown_topology(capsys):

@@ -10,6 +10,7 @@ from jax import lax
 
 from lm import cli
 from lm.bench import chip_parts, chips
+from lm.experiment import load
 
 BAD = 2
 
@@ -91,6 +92,15 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert 'matrix units: cpu:0 on ' in error
     assert 'training step: cpu:3 on there disagrees; use another machine' in error
+
+
+def test_the_step_of_a_distillation_has_a_teacher(tmp_path):
+    path = tmp_path / 'teacher.gin'
+    shape = ['model.d_model = 8', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
+    path.write_text('\n'.join(shape))
+    given = ['train.context_length = 16', 'train.tokens_per_step = 128', 'train.objective = @distill()']
+    check = chips.make_step_check(load([], [*shape, *given, f"distill.teacher = '{path}'"]))
+    assert [check(step) for step in range(2)] == ['', '']
 
 
 def test_rows_say_what_was_found():

@@ -92,8 +92,8 @@ def test_a_speed_over_softmax_is_shown_only_where_softmax_was_compiled(monkeypat
 def test_a_step_that_does_not_fit_recomputes_more(monkeypatch, tmp_path):
     tried = []
 
-    def compile_step(experiment, topology):
-        tried.append(experiment.model.remat)
+    def compile_step(plan, topology):
+        tried.append(plan.experiment.model.remat)
         return COMPILED if tried[-1] == 'attention' else None
 
     monkeypatch.setattr(forecast, 'compile_step', compile_step)
@@ -125,7 +125,7 @@ def test_the_step_computes_in_the_dtype_of_its_chip(monkeypatch):
     monkeypatch.setattr(program, 'compile_with_text', lambda lowered: COMPILED)
     small_model = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     topology = Topology(generation('v5e'), (1, 1))
-    assert forecast.compile_step(load([], small_model), topology) is not None
+    assert forecast.compile_step(forecast.plan_one(load([], small_model), topology), topology) is not None
     assert made == [jnp.bfloat16]
 
 
@@ -140,7 +140,8 @@ def test_the_step_is_the_one_that_is_configured(bindings, monkeypatch):
     monkeypatch.setattr(forecast, 'describe_devices', lambda topology: jax.devices())
     shape = ['model.d_model = 32', 'model.n_layers = 1', 'model.n_heads = 1', 'model.vocab_size = 64']
     for given in ([], bindings):
-        forecast.compile_step(load([], shape + given), Topology(generation('v5e'), (1, 1)))
+        topology = Topology(generation('v5e'), (1, 1))
+        forecast.compile_step(forecast.plan_one(load([], shape + given), topology), topology)
     plain, configured = ((step.unpack, step.documents) for step in made)
     assert plain == (next_token, None) != configured
 

@@ -217,7 +217,7 @@ def test_the_time_of_advice_is_a_flag(capsys):
         return check_flags.make_call(cli.parse(['check', *flags])).args[1].advice_seconds
 
     assert seconds() == 300
-    assert seconds('--advice_minutes', '2') == 120
+    assert seconds('--advice_minutes', '2', '--topology', 'v5e:2x2') == 120
     assert seconds('--best', '--topology', 'v5e:2x2') == math.inf
     for flags, said in ((['-1'], 'at least 0'), (['nan'], 'at least 0'), (['3', '--no_advice'], 'leave this')):
         assert cli.main(['check', '--advice_minutes', *flags]) == 2
@@ -338,6 +338,8 @@ def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
     ('flags', 'said'),
     [
         ('--price_per_chip_hour 1.2', '--price_per_chip_hour 1.2: needs --topology'),
+        ('--advice_minutes 3', '--advice_minutes 3.0: needs --topology'),
+        ('--no_advice', '--no_advice: needs --topology'),
         ('--topology v5e:2x2 --price_per_chip_hour=-1', 'must be a number of at least 0'),
         ('--topology v5e:2x2 --best --no_advice', 'give one of them'),
         ('--index 1', '--index 1: is of a sweep; add --sweep_file'),

@@ -330,7 +330,12 @@ def test_bad_records_are_counted_and_named_or_stop(tmp_path):
     assert info['splits']['train']['bad_records'] == 4
     assert info['splits']['train']['documents'] == 30
     bad = [json.loads(line) for line in (tmp_path / 'store' / 'bad_records.jsonl').read_text().splitlines()]
-    assert [r['reason'] for r in bad] == ['invalid UTF-8', 'empty', 'invalid UTF-8', 'longer than prepare.max_document_bytes = 40000']
+    assert [r['reason'] for r in bad] == [
+        'invalid UTF-8',
+        'empty',
+        'invalid UTF-8',
+        'longer than prepare.max_document_bytes = 40000',
+    ]
     assert all(r['split'] == 'train' and 'train.jsonl@' in r['document'] for r in bad)
     with pytest.raises(MismatchError, match=r"split 'train', document .*train.jsonl@\d+: invalid UTF-8; mend it"):
         run(source, tmp_path / 'strict', max_document_bytes=40_000, strict=True)

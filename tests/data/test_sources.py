@@ -128,7 +128,10 @@ def test_bad_text_files_are_named(tmp_path):
     (tmp_path / 'train' / 'latin.txt').write_bytes('café'.encode('latin-1'))
     (tmp_path / 'train' / 'long.txt').write_text('x' * 200_000)
     errors = {d.id: d.error for d in documents(TextFiles(path=str(tmp_path)), 'train', max_bytes=100_000) if d.error}
-    assert errors == {'train/latin.txt': 'invalid UTF-8', 'train/long.txt': 'longer than prepare.max_document_bytes = 100000'}
+    assert errors == {
+        'train/latin.txt': 'invalid UTF-8',
+        'train/long.txt': 'longer than prepare.max_document_bytes = 100000',
+    }
 
 
 def test_jsonl_by_split_and_by_share(tmp_path):

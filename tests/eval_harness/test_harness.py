@@ -268,6 +268,33 @@ def english(run, tmp_path):
 
 
 @pytest.mark.interop
+def test_settings_of_a_task_reach_the_generation(monkeypatch):
+    """Repeats of one question are samples of their own, and a setting that lm lacks is not dropped."""
+    from lm_eval.api.instance import Instance
+
+    from lm.eval_harness import adapter
+
+    def answers(run, prompts, *, seed, **options):
+        asked.append((seed, options))
+        return [f'{seed}'] * len(prompts)
+
+    asked = []
+    monkeypatch.setattr(adapter, 'generate', answers)
+    scorer = types.SimpleNamespace(context_length=64, batch_size=2)
+    tokenizer = types.SimpleNamespace(encode=lambda text: np.arange(4))
+    model = adapter.RunModel(types.SimpleNamespace(scorer=scorer, tokenizer=tokenizer))
+
+    def ask(count, **given):
+        requests = [Instance('generate_until', {}, ('a', given), i) for i in range(count)]
+        return model.generate_until(requests)
+
+    assert ask(5, do_sample=True, temperature=0.7, max_new_tokens=17, num_beams=1) == ['0', '0', '1', '1', '2']
+    assert {options['max_tokens'] for _, options in asked} == {17}
+    with pytest.raises(ConfigError, match=r'a task sets repetition_penalty = 1.2, which lm does not compute'):
+        ask(1, repetition_penalty=1.2)
+
+
+@pytest.mark.interop
 def test_ruler_is_made_and_measured_by_the_tokenizer_of_the_run(english, without_hub, monkeypatch, capsys):
     from lm_eval.api.task import ConfigurableTask
 

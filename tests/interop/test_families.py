@@ -29,7 +29,7 @@ from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.formats import FORMATS
 from lm.interop.import_run import describe_model, load_given, read_weights
 from lm.interop.names import from_tensors, to_tensors
-from lm.interop.native import NativeFormat
+from lm.interop.native import NativeFormat, find_family
 from lm.model.feed_forward.experts import Experts
 from lm.model.functions import ModelFunctions, split
 
@@ -225,6 +225,72 @@ def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, capsys):
     (tmp_path / 'llama' / 'config.json').write_text(json.dumps(config))
     assert main(command) == 44
     assert "config.json: lacks 'hidden_size'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('form', 'changes', 'said'),
+    [
+        ('llama', {'rms_norm_eps': None}, 'config.json: has a value of another kind'),
+        ('llama', {'rope_parameters': [1]}, 'config.json: has a value of another kind'),
+    ],
+)
+def test_a_value_of_another_kind_is_one_line(form, changes, said, tmp_path, capsys):
+    checkpoints.write(checkpoints.load(form), tmp_path / 'there')
+    config = json.loads((tmp_path / 'there' / 'config.json').read_text())
+    (tmp_path / 'there' / 'config.json').write_text(json.dumps(config | changes))
+    assert main(['import', str(tmp_path / 'there'), '--run_dir', str(tmp_path / 'run')]) == 44
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+
+
+def test_a_width_that_config_json_leaves_open_is_that_of_the_classes(tmp_path):
+    recorded = checkpoints.load('gla')
+    models = [FAMILIES['gla'].model(tmp_path, recorded['config'] | given) for given in (
+        {'hidden_ratio': 4, 'intermediate_size': None}, {'hidden_ratio': None, 'intermediate_size': None},
+    )]  # fmt: skip
+    assert models[0].glu_dim == models[1].glu_dim
+
+
+def test_the_old_form_of_rotary_positions_wins(tmp_path):
+    """So does `transformers`; whoever adds a scaling by hand writes the old form beside the new one."""
+    yarn = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16}
+    config = {'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}, 'rope_scaling': yarn}
+    found = RotaryEntry(config, 10_000.0)
+    assert (found.kind, found.base, found.scaling.length) == ('yarn', 1e4, 16)
+    assert RotaryEntry(config | {'original_max_position_embeddings': 32}, 10_000.0).scaling.length == 32
+
+
+@pytest.mark.parametrize('form', ['gemma', 'gpt2'])
+def test_an_output_matrix_beside_tied_embeddings_must_equal_them(form, tmp_path, capsys):
+    tensors = checkpoints.write(checkpoints.load(form), tmp_path / 'there')
+    (embedding,) = (name for name in tensors if name.endswith(('embed_tokens.weight', 'wte.weight')))
+    others = {name: tensor for name, tensor in tensors.items() if name != 'lm_head.weight'}
+    path, command = tmp_path / 'there' / 'model.safetensors', ['import', str(tmp_path / 'there'), '--run_dir']
+    for name, given, code in (
+        ('equal', others | {'lm_head.weight': tensors[embedding]}, 0),
+        ('alone', {n: t for n, t in others.items() if n != embedding} | {'lm_head.weight': tensors[embedding]}, 0),
+        ('other', others | {'lm_head.weight': tensors[embedding] + 1}, 44),
+    ):
+        if name == 'alone' and form == 'gpt2':
+            continue  # the names of its other tensors depend on this one
+        save_file(given, path)
+        assert main([*command, str(tmp_path / name)]) == code, name
+    assert "'lm_head.weight': differs from" in capsys.readouterr().err
+
+
+def test_gemma_goes_out_as_transformers_reads_it():
+    """Its classes need the size of a window where no layer has one, and Gemma 3 has no cap of scores."""
+    shape = shapes.GEMMA | {'activation': 'gelu', 'tied': True, 'sinusoids': False, 'rotary_base': 1e4}
+    shape |= {'qkv_biases': False, 'embedding_scale': None}
+    model = shapes.experiment(Softmax(), **shape).model
+    family = find_family(model)
+    assert family.architecture == 'Gemma2ForCausalLM'
+    described = family.describe(model)
+    assert described['sliding_window'] > 0
+    assert set(described['layer_types']) == {'full_attention'}
+    capped = shapes.experiment(Softmax(score_cap=5.0), **shape | {'qk_norm': True}).model
+    with pytest.raises(ConfigError, match='no class of transformers'):
+        find_family(capped)
 
 
 REFUSED = [

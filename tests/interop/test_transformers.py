@@ -289,6 +289,18 @@ def test_families_come_in_and_go_out(form, tmp_path):
     assert FAMILIES[described['model_type']].context_length(described) == 32
 
 
+@pytest.mark.parametrize('qk_norm', [False, True])
+def test_gemma_without_windows_goes_out(qk_norm, tmp_path, tokens):
+    shape = shapes.GEMMA | {'activation': 'gelu', 'tied': True, 'sinusoids': False, 'rotary_base': 1e4}
+    config = shapes.experiment(Softmax(), **shape | {'qkv_biases': False, 'embedding_scale': None, 'qk_norm': qk_norm})
+    weights = shapes.random_weights(config)
+    NativeFormat().write(shapes.run_of(config, weights), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
+    assert type(model).__name__ == ('Gemma3ForCausalLM' if qk_norm else 'Gemma2ForCausalLM')
+    with torch.no_grad():
+        check_equal(shapes.our_logits(config, weights, np.asarray(tokens)), model(torch.tensor(tokens)).logits.numpy())
+
+
 @pytest.mark.parametrize('tied', [False, True])
 def test_gpt2_is_imported_and_exported(tied, tmp_path, tokens):
     theirs = transformers.GPT2LMHeadModel(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -117,8 +118,61 @@ def test_results_are_merged_once(tmp_path):
         assert day.merge(tmp_path / 'new.jsonl', kept, page, day.read_rows(rows)) == 0
         assert day.read_results(kept) == [result]
         assert '| a | tests | A test | 0.01 | no | 2026-11-27, H100: good, 2.0 s |' in page.read_text()
-        assert '| 2026-11-27 | H100 | 580 | c | jax 0.11.2 | 1 | 0 |' in page.read_text()
+        assert '| 2026-11-27 | H100 | 580 | c | jax 0.11.2 | 1 | 0 | 0 |' in page.read_text()
         assert 'old' not in page.read_text()
+
+
+def test_rows_that_were_stopped_have_not_failed():
+    result = {'date': '2026-11-27 06:00:00', 'device': 'H100', 'driver': '580', 'commit': 'c', 'versions': {}}
+    ends = [{'code': -15, 'killed': True}, {'code': 1, 'killed': False}, {'code': 0, 'killed': False}]
+    assert day.make_occasions([result | end for end in ends]).splitlines()[-1].endswith('| 3 | 1 | 1 |')
+
+
+def test_a_missing_file_of_results_is_an_error(tmp_path, capsys):
+    assert day.merge(tmp_path / 'typo.jsonl', tmp_path / 'kept.jsonl', tmp_path / 'page.md', []) == 2
+    assert 'no such file' in capsys.readouterr().err
+    assert not (tmp_path / 'kept.jsonl').exists()
+
+
+def test_a_result_of_the_tiny_form_does_not_close_a_row(tmp_path):
+    _, results = run(tmp_path, '--tiny', a={'command': 'false', 'tiny': 'true'})
+    assert results['a']['code'] == 0
+    full = {name: value for name, value in results['a'].items() if name != 'tiny'}
+    on_gpu = [found | {'device': 'H200'} for found in (results['a'], full)]
+    rows = day.read_rows(tmp_path / 'rows')
+    assert [[row.name for row in day.choose(rows, [found], None)] for found in on_gpu] == [['a'], []]
+
+
+def test_a_day_that_is_stopped_leaves_nothing_running(tmp_path):
+    folder, out = (
+        write_rows(tmp_path / 'rows', a={'command': f'echo $$ > {tmp_path}/pid; sleep 60; true'}),
+        tmp_path / 'out',
+    )
+    places = ['--rows', str(folder), '--results', str(tmp_path / 'kept.jsonl'), '--pack', str(tmp_path / 'pack')]
+    started = subprocess.Popen([sys.executable, str(DAY), '--minutes', '2', '--out', str(out), *places])
+    until = time.monotonic() + 60
+    while not ((tmp_path / 'pid').exists() and (tmp_path / 'pid').read_text().strip()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    started.terminate()
+    assert started.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / 'pid').read_text()), 0)
+    (result,) = day.read_results(out / 'results.jsonl')
+    assert result['killed']
+
+
+def test_data_that_cannot_be_packed_is_named_with_its_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(day, 'ROOT', tmp_path)
+    for name, said in {
+        'stody_store': 'there are corpus',
+        'study_store': 'lm prepare --gin_file .*study.gin makes it',
+    }.items():
+        with pytest.raises(SystemExit, match=said):
+            day.make_pack(tmp_path / 'pack', [name])
+    for part, command in day.DATA.values():
+        assert 'data/' in part or 'build/' in part
+        assert all((tiny.ROOT / word).exists() for word in command.split() if word.endswith(('.gin', '.py')))
 
 
 def test_a_mistake_in_a_row_is_one_line(tmp_path):

@@ -84,8 +84,20 @@ def test_a_network_failure_while_a_job_is_watched_is_survived(running):
 def test_a_pod_with_another_command_is_left_alone(running):
     done = running.run('supervise.sh', *COMMAND, '--seed', '1')
     assert done.returncode == 2
-    assert 'another command of the job small runs on pod, which is left as it is' in done.stdout
+    assert 'another command runs on pod, which is left as it is' in done.stdout
     assert running.pods() == ['pod']
+    assert running.run('status.sh').stdout.count('RUNNING') == 2
+
+
+def test_a_pod_on_which_another_run_trains_is_left_alone(running):
+    done = running.run('supervise.sh', *COMMAND, RUN_DIR='gs://my-bucket/runs/second')
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert 'another command runs on pod, which is left as it is: step 1 of 2' in done.stdout
+    again = running.run('run.sh', *COMMAND, RUN_DIR='gs://my-bucket/runs/second')
+    assert again.returncode != 0
+    assert 'the job small runs; stop it with RUN_NAME=small scripts/tpu/run.sh --stop' in again.stderr
+    assert running.pods() == ['pod']
+    assert len(running.lm_calls()) == 1
     assert running.run('status.sh').stdout.count('RUNNING') == 2
 
 
@@ -103,6 +115,14 @@ def test_uncommitted_changes_are_refused_before_a_pod_is_asked_for(cloud):
     done = cloud.run('supervise.sh', *COMMAND, ALLOW_DIRTY='0')
     assert done.returncode == 2
     assert 'uncommitted changes would stay behind' in done.stderr
+    assert cloud.verbs() == {'describe'}
+
+
+def test_a_clone_without_history_is_refused_before_a_pod_is_asked_for(cloud):
+    cloud.answer_git('--is-shallow-repository', 'true')
+    done = cloud.run('supervise.sh', *COMMAND)
+    assert done.returncode == 2
+    assert 'a clone without its history cannot be shipped; git fetch --unshallow completes it' in done.stderr
     assert cloud.verbs() == {'describe'}
 
 
@@ -193,9 +213,11 @@ def test_a_preparation_whose_machine_is_gone_ends_with_1(cloud):
 
 def test_a_machine_that_another_preparation_uses_is_left_alone(cloud):
     preparation = start_preparation(cloud)
-    done = cloud.run('prepare_data.sh', *PREPARE, '--seed', '1')
-    assert done.returncode == 2
-    assert 'another command runs; pod-prepare is left as it is' in done.stderr
+    for more, settings in ((['--seed', '1'], {}), ([], {'RUN_DIR': 'gs://my-bucket/runs/second'})):
+        done = cloud.run('prepare_data.sh', *PREPARE, *more, **settings)
+        assert done.returncode == 2
+        assert 'another command runs; pod-prepare is left as it is' in done.stderr
+    assert len(cloud.lm_calls(pod='pod-prepare')) == 1
     cloud.release()
     out, err = preparation.communicate(timeout=60)
     assert preparation.returncode == 0, out + err

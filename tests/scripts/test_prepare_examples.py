@@ -69,8 +69,8 @@ def test_xargs_runs_all_shares_here(bin_dir):
 def test_xargs_runs_a_share_on_each_machine(bin_dir):
     add_program(bin_dir / 'ssh', '#!/bin/sh\nprintf x >> "$CALLS.$1"\nsh -c "$2"\n')
     hosts, *words = command("HOSTS='one two three' scripts/prepare/xargs.sh")
-    assert run(words, HOSTS=hosts.partition('=')[2]).returncode == 0
-    check_calls(bin_dir, 3)
+    assert run([*words, '--set', "text_files.path=a\t'b'"], HOSTS=hosts.partition('=')[2]).returncode == 0
+    assert "text_files.path=a\t'b'" in check_calls(bin_dir, 3)
     assert [(bin_dir.parent / f'calls.{name}').read_text() for name in ('one', 'two', 'three')] == ['x'] * 3
 
 
@@ -88,7 +88,9 @@ def test_slurm_gives_each_task_a_share_and_requeues_it(bin_dir):
 
 
 def test_kubernetes_gives_each_index_a_share(bin_dir):
-    job = yaml.safe_load((tiny.ROOT / command('kubectl')[-1]).read_text())['spec']
+    _, template, copy, *_ = command('cp')
+    assert command('kubectl')[-1] == copy
+    job = yaml.safe_load((tiny.ROOT / template).read_text())['spec']
     (container,) = job['template']['spec']['containers']
     variables = {entry['name']: entry['value'] for entry in container['env']}
     assert (job['completionMode'], str(job['completions'])) == ('Indexed', variables['SHARES'])

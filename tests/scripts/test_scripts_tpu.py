@@ -182,7 +182,11 @@ def test_gcloud_itself_accepts_every_command(tmp_path):
         ({'PROVISIONING': 'flex-start'}, 'needs MAX_RUN_DURATION, at most 7d'),
         ({'PROVISIONING': 'reservation-bound'}, 'needs RESERVATION, the name of the reservation'),
         ({'EXTRAS': 'wandb tokenizers'}, 'EXTRAS=wandb tokenizers: give names of extras, such as tokenizers,wandb'),
-        ({'SLICES': 'two'}, 'SLICES=two: give the number of slices'),
+        ({'SLICES': 'two'}, 'SLICES=two: give a whole number of at least 1'),
+        ({'MAX_ATTEMPTS': 'unlimited'}, 'MAX_ATTEMPTS=unlimited: give a whole number of at least 1'),
+        ({'BACKOFF_SECONDS': '1m'}, 'BACKOFF_SECONDS=1m: give a whole number, without a unit'),
+        ({'POLL_SECONDS': '1m'}, 'POLL_SECONDS=1m: give a number, without a unit'),
+        ({'DEVICES': '0'}, 'DEVICES=0: give a whole number of at least 1, or nothing'),
         ({'ACCELERATOR_TYPE': 'tpu7x-16'}, 'is served by GKE only; see scripts/tpu/examples/gcluster.sh'),
         ({'ACCELERATOR_TYPE': 'v5e-16'}, 'gcloud calls it v5litepod-16'),
         ({'ACCELERATOR_TYPE': 'v9-16'}, 'unknown kind'),
@@ -405,6 +409,16 @@ def test_other_failures_are_repeated_a_few_times_only(tmp_path):
     assert len(cloud.lm_calls()) == 5
     assert cloud.pods() == ['pod']
     assert 'costs money' in done.stdout
+
+
+def test_a_crash_of_one_worker_is_a_failure_and_its_log_is_shown(tmp_path):
+    """The others save and end with 42, as after a preemption."""
+    cloud = FakeCloud(tmp_path / 'cloud', scenario='42/137 42/137 42/137 42/137')
+    done = cloud.run('supervise.sh', *TRAIN, MAX_FAILURES='2')
+    assert done.returncode == 137, done.stdout + done.stderr
+    assert len(cloud.lm_calls()) == 2
+    assert 'pod-w-1: == exit code 137' in done.stdout
+    assert 'pod-w-0: == exit code' not in done.stdout
 
 
 def checking(cloud: FakeCloud, code: int) -> None:

@@ -147,6 +147,12 @@ def test_the_layers_that_recall_needs_most_stay_full(stages, reference_run, tmp_
     done = tiny.lm(*chosen, *tiny.params({name: value for name, value in STUDENT.items() if name != 'model.attention'}))
     assert done.returncode == 0, done.stderr
     assert f'21 of 21 arrays taken from the teacher and {run}' in done.stdout
+    for flag in (['--init_from', 'x'], ['--rewind_to', '7'], ['--gin_file', 'x.gin']):
+        refused = tiny.lm(*choice, '1', *flag)
+        assert refused.returncode == 2
+        assert f'{" ".join(flag)}: is of a --stage' in refused.stderr
+    moved = tiny.lm(*choice, '1', *tiny.params({'evaluate.split': 'no_such_split'}))
+    assert 'no_such_split' in moved.stderr
     refused = tiny.lm(*choice, '3')
     assert refused.returncode == 2
     assert 'differs from the teacher in 2 layers only' in refused.stderr

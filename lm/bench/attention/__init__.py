@@ -1,8 +1,8 @@
 """`lm bench attention`: one layer of each mechanism, from queries, keys and values to its output and all gradients.
 
-A call has the same number of tokens at every context length (the batch changes), as in PolySketchFormer's Figure 1. All
-candidates take turns in random order, so that ratios hold on a busy machine too. `plain` and `scan` compute polysketch
-in other ways (`formulations`). Ratios to `plain`, the formulas of the paper, are printed too.
+A call has whole sequences: the same number of tokens at every context length that divides it, as in PolySketchFormer's
+Figure 1. All candidates take turns in random order, so that ratios hold on a busy machine too. `plain`, `scan` and
+`loop` compute polysketch in other ways (`formulations`). Ratios to `plain`, the formulas of the paper, are printed too.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from lm.text import format_count, format_digits
 PASSES = ('forward', 'forward+backward')
 BASELINES = (BASELINE, *FORMULATIONS)
 """The baselines of ratios, if they are among the candidates."""
+HEAD_DIM = 64
 CPU_CONTEXTS, CONTEXTS = (512, 1024, 2048, 4096), (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
 
@@ -87,16 +88,19 @@ def bench_attention(options: AttentionOptions) -> None:
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = options.tokens or (4096 if is_cpu else 2**17)
-    heads = options.heads or (4 if is_cpu else 12)
     dtype = options.dtype or ('float32' if is_cpu else 'bfloat16')
     if unknown := set(options.passes) - set(PASSES):
         raise ConfigError(f'--passes {min(unknown)}: must be of {", ".join(PASSES)}')
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm bench attention', machine))
     what = 'the operation of a layer, its arguments given' if options.features_given else 'one layer'
-    size = f'{format_count(heads, "head")} of {options.head_dim}'
-    printer.line(f'{what}, {size}, {dtype}, at least {tokens:,} tokens per call')
-    dims = HeadDims(heads, heads, options.head_dim)
+    dims = choose_dims(options, found, is_cpu)
+    size = f'{format_count(dims.n_heads, "head")} of {dims.head_dim}'
+    if dims.n_kv_heads != dims.n_heads:
+        size += f' ({dims.n_kv_heads} of keys and values)'
+    counts = sorted({max(1, tokens // context) * context for context in contexts})
+    per_call = ' to '.join(f'{count:,}' for count in dict.fromkeys((counts[0], counts[-1])))
+    printer.line(f'{what}, {size}, {dtype}, {per_call} tokens per call')
     given = options.features_given
     sizes = contexts, options.passes, tokens, dims, jnp.dtype(dtype), options.repeats
     rows = measure(found, *sizes, given, say=printer.progress)
@@ -106,8 +110,9 @@ def bench_attention(options: AttentionOptions) -> None:
         printer.line(line)
     settings = {
         'tokens': tokens,
-        'heads': heads,
-        'head_dim': options.head_dim,
+        'heads': dims.n_heads,
+        'kv_heads': dims.n_kv_heads,
+        'head_dim': dims.head_dim,
         'dtype': dtype,
         'repeats': options.repeats,
         'features_given': options.features_given,
@@ -116,6 +121,23 @@ def bench_attention(options: AttentionOptions) -> None:
     output.write('attention', machine, settings, rows)
     for name in draw(rows, output.pictures, dtype) if output.pictures else ():
         printer.line(f'wrote {name}')
+
+
+def choose_dims(options: AttentionOptions, found: Sequence[Candidate], is_cpu: bool) -> HeadDims:
+    """Returns the heads of the model that `--gin_file` configures, or as many as the flags say.
+
+    Raises ConfigError if flags and model are given together, or a formulation would show later tokens.
+    """
+    model = found[0].experiment.model
+    dims = model.resolve(next(iter(model.pattern))).dims
+    if options.gin_file and (options.heads or options.head_dim):
+        raise ConfigError('--heads and --head_dim: the model of --gin_file has its heads; set model.n_heads there')
+    if not options.gin_file:
+        heads = options.heads or (4 if is_cpu else 12)
+        dims = HeadDims(heads, heads, options.head_dim or HEAD_DIM, model.causal)
+    if not dims.causal and (named := [candidate.name for candidate in found if candidate.formulation]):
+        raise ConfigError(f'--mechanisms {named[0]}: hides later tokens; leave it or model.causal = False out')
+    return dims
 
 
 def measure(
@@ -132,7 +154,7 @@ def measure(
     """Compiles and times everything; returns one row per pass, context and mechanism.
 
     Args:
-        tokens: per call; a longer context is one sequence.
+        tokens: per call at most; a longer context is one sequence.
         given: leave out the layer's work before the operation of linear mechanisms.
         say: called with reports of progress.
     """
@@ -203,8 +225,8 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
 
     def make_small_call(layer, dtype):
-        heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-        return _make_call(layer, *(jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in heads))
+        q, k = (jnp.zeros((1, 1, n, dims.head_dim), dtype) for n in (dims.n_heads, dims.n_kv_heads))
+        return _make_call(layer, q, k, jnp.zeros((1, 1, dims.n_kv_heads, dims.value_size), dtype))
 
     small = make_small_call(layer, jnp.float32)
     names = [name for name in TOKENS if getattr(small, name) is not None]
@@ -234,7 +256,9 @@ def _compute_by(implementation: str | None) -> Callable[[LinearCall], jax.Array]
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
     """Returns the arrays of n tokens [n, H, …], and last the gradient of the output."""
     keys = jax.random.split(jax.random.key(0), 4)
-    *qkv, do = (jax.random.normal(key, (1, n, dims.n_heads, dims.head_dim), dtype) for key in keys)
+    queries, keys_and_values = (dims.n_heads, dims.head_dim), (dims.n_kv_heads, dims.head_dim)
+    sizes = queries, keys_and_values, (dims.n_kv_heads, dims.value_size), (dims.n_heads, dims.value_size)
+    *qkv, do = (jax.random.normal(key, (1, n, *size), dtype) for key, size in zip(keys, sizes, strict=True))
     return tuple(x[0] for x in (*jax.jit(layer.arrays)(*qkv), do))
 
 
@@ -337,5 +361,5 @@ def draw(rows: Sequence[LayerRow], out: pathlib.Path, dtype: str = '') -> list[s
                 per_token = (1e3 * time / (row.sequences * row.context) for time in times)
                 own.append(results.ContextFigure(row.context, *per_token))
         path = out / f'attention_{step.replace("+", "_")}'
-        written += results.draw_contexts(path, points, 'time per token (µs)', dtype)
+        written += results.draw_contexts(path, points, 'time per token (µs)', dtype, devices=1)
     return written

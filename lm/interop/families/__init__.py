@@ -32,9 +32,13 @@ def choose(config: Mapping[str, Any], path: pathlib.Path) -> Family:
 
 @contextlib.contextmanager
 def reading_config(path: pathlib.Path) -> Iterator[None]:
-    """Turns the KeyError of what the configuration of the checkpoint at `path` lacks into a MismatchError."""
+    """Turns what the configuration of the checkpoint at `path` lacks, and values of another kind, into a
+    MismatchError."""
     try:
         yield
     except KeyError as error:
         where = path if path.is_file() else path / 'config.json'
         raise MismatchError(f'{where}: lacks {error}; fetch it again') from None
+    except (AttributeError, TypeError, ValueError) as error:
+        where = path if path.is_file() else path / 'config.json'
+        raise MismatchError(f'{where}: has a value of another kind ({error}); compare it with its source') from error

@@ -7,12 +7,26 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lm.errors import MismatchError
 from lm.model import ModelConfig
 
 Tensors = dict[str, np.ndarray]
 
 FAMILIES: dict[str, 'Family'] = {}
 """`model_type` → family. Each subclass of `Family` that names types adds itself."""
+
+
+def drop_tied_head(theirs: Tensors, embedding: str) -> None:
+    """Removes the output matrix of a checkpoint with tied embeddings. Where it stands alone, it is the embeddings.
+
+    Raises MismatchError if both are there and differ.
+    """
+    head = theirs.pop('lm_head.weight', None)
+    if head is not None and not np.array_equal(theirs.setdefault(embedding, head), head):
+        raise MismatchError(
+            f"tensor 'lm_head.weight': differs from '{embedding}', but config.json says tie_word_embeddings; "
+            'set it to false there'
+        )
 
 
 class Family(abc.ABC):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from lm.attention import DEFAULT, Attention
-from lm.interop.families.base import Family, Tensors
+from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
 from lm.model import ModelConfig
 
@@ -135,13 +135,13 @@ class Decoder(Family):
         # Old files keep the frequencies, but the configuration determines them.
         for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq') or name.startswith(self.without)]:
             del theirs[name]
+        if self.is_tied(config):
+            drop_tied_head(theirs, self.embedding)
         ours = {
             'embedding.weight': theirs.pop(self.embedding),
             'final_norm.weight': theirs.pop('model.norm.weight') + np.float32(self.gain),
         }
-        if self.is_tied(config):
-            theirs.pop('lm_head.weight', None)
-        else:
+        if not self.is_tied(config):
             ours['head.weight'] = theirs.pop('lm_head.weight')
         for i in range(config['num_hidden_layers']):
             found = self.layer(LayerTensors(theirs, f'model.layers.{i}.'), config, i)

@@ -24,6 +24,7 @@ class Gemma2(Gemma):
     }
     caps: ClassVar[Mapping[str, float | None]] = {'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0}
     """The soft caps where config.json states none."""
+    has_score_cap: ClassVar[bool] = True
     every: ClassVar[int] = 2
     """One layer of this many sees all tokens."""
 
@@ -42,7 +43,7 @@ class Gemma2(Gemma):
     def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
         size = config.get('query_pre_attn_scalar', 256)
         scale = None if size == self.head_dim(config) else size**-0.5
-        cap = {**self.caps, **config}['attn_logit_softcapping']
+        cap = {**self.caps, **config}['attn_logit_softcapping'] if self.has_score_cap else None
         return dataclasses.replace(super().attention(config, layer), scale=scale, score_cap=cap)
 
     def find_activation(self, config: Mapping[str, Any]) -> str:
@@ -54,6 +55,7 @@ class Gemma2(Gemma):
         return super().describe(model) | {
             'hidden_activation': 'gelu_pytorch_tanh',
             'query_pre_attn_scalar': model.head_dim if scale is None else round(scale**-2),
-            'attn_logit_softcapping': cap,
+            'attn_logit_softcapping': cap if self.has_score_cap else None,
+            'sliding_window': super().describe(model)['sliding_window'] or 4096,  # read even where no layer has one
             'final_logit_softcapping': model.logit_cap,
         }

@@ -18,6 +18,7 @@ class Gemma3(Gemma2):
     rotary_base = 1_000_000.0
     norms: ClassVar = {**Gemma2.norms, 'q_norm': 'self_attn.q_norm', 'k_norm': 'self_attn.k_norm'}
     caps: ClassVar = {'attn_logit_softcapping': None, 'final_logit_softcapping': None}
+    has_score_cap = False  # `transformers` keeps the entry, and computes without it
     every = 6
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:

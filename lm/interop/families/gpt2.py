@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lm.interop.families.base import Family, Tensors
+from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.model import ModelConfig
 
 
@@ -55,6 +55,9 @@ class Gpt2(Family):
             del theirs[name]
         # The files of the first GPT-2 have 'wte.weight', newer files 'transformer.wte.weight'.
         begin = 'transformer.' if 'transformer.wte.weight' in theirs else ''
+        tied = config.get('tie_word_embeddings', True)
+        if tied:
+            drop_tied_head(theirs, f'{begin}wte.weight')
         take = lambda name: theirs.pop(begin + name)  # noqa: E731
         ours = {
             'embedding.weight': take('wte.weight'),
@@ -62,9 +65,7 @@ class Gpt2(Family):
             'final_norm.weight': take('ln_f.weight'),
             'final_norm.bias': take('ln_f.bias'),
         }
-        if config.get('tie_word_embeddings', True):
-            theirs.pop('lm_head.weight', None)
-        else:
+        if not tied:
             ours['head.weight'] = theirs.pop('lm_head.weight')
         maps = {'qkv': 'attn.c_attn', 'attention_out': 'attn.c_proj', 'glu_in': 'mlp.c_fc', 'glu_out': 'mlp.c_proj'}
         for i in range(config['n_layer']):

@@ -80,7 +80,7 @@ class RecurrentDecoder(Decoder):
     def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
         found = self.read(config)
         sizes = self.sizes(found)
-        width = int(found['hidden_size'] * found['hidden_ratio'] * 2 / 3)
+        width = int(found['hidden_size'] * (found['hidden_ratio'] or 4) * 2 / 3)
         shared = {
             'num_attention_heads': sizes.queries,
             'num_key_value_heads': sizes.keys,

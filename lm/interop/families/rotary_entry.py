@@ -24,7 +24,9 @@ class RotaryEntry:
         new = new.get(layer_type, new) or {}
         old = {'rope_type': old.get('type'), **old} if old else {}
         single = ('rope_theta', 'partial_rotary_factor', 'original_max_position_embeddings')
-        sources = [{name: config.get(name) for name in single}, old, new]
+        # As in `transformers`: the old form wins over the new one, and a length beside them over the lengths in them.
+        length = {'original_max_position_embeddings': config.get('original_max_position_embeddings')}
+        sources = [{name: config.get(name) for name in single}, new, old, length]
         self.numbers: dict[str, Any] = {'original_max_position_embeddings': config.get('max_position_embeddings')}
         for source in sources:
             self.numbers |= {name: value for name, value in source.items() if value is not None}

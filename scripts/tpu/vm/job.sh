@@ -3,19 +3,32 @@
 #
 #   job.sh start NAME LOG_URL COMMAND…    returns at once; does nothing if the same command runs already
 #   job.sh status NAME [COMMAND…]         one line:  lm-job HOST RUNNING|EXIT|LOST|NONE CODE  last line of the log
-#                                         OTHER instead of RUNNING where another command runs
+#                                         OTHER where another command runs, as this job or as another one
 #   job.sh stop NAME                      SIGTERM: the run saves and ends with 42
 #   job.sh logs NAME LINES|all [follow]
+#   job.sh ended NAME CODE LINES          the last lines of the log, if the job ended with this code
 set -euo pipefail
 verb=$1 name=$2
 shift 2
 folder=$HOME/lm-jobs/$name
 
+# is_alive [FOLDER]: the job of this name runs, or the job of another folder.
 is_alive() {
   local pid
-  pid=$(cat "$folder/pid" 2>/dev/null) || return 1
+  pid=$(cat "${1:-$folder}/pid" 2>/dev/null) || return 1
   # After a reboot the number may belong to somebody else.
   kill -0 "$pid" 2>/dev/null && [[ $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null) == *'job.sh watch '* ]]
+}
+# Prints the name of another job that runs, if one does. Chips serve one process, and its sources must not change.
+other_job() {
+  local other
+  for other in "$HOME"/lm-jobs/*/; do
+    other=${other%/}
+    if [ "$other" != "$folder" ] && is_alive "$other"; then
+      basename "$other"
+      return
+    fi
+  done
 }
 upload() { if [ -n "$1" ]; then gcloud storage cp --quiet "$folder/log" "$1/$name/$(hostname).log" >/dev/null 2>&1 || true; fi; }
 
@@ -32,6 +45,11 @@ case $verb in
         exit 0
       fi
       echo "$(hostname): another command of the job $name runs; stop it with scripts/tpu/run.sh --stop" >&2
+      exit 2
+    fi
+    other=$(other_job)
+    if [ -n "$other" ]; then
+      echo "$(hostname): the job $other runs; stop it with RUN_NAME=$other scripts/tpu/run.sh --stop" >&2
       exit 2
     fi
     mv "$folder/command.new" "$folder/command"
@@ -73,7 +91,7 @@ case $verb in
     mv "$folder/exit_code.new" "$folder/exit_code"
     ;;
   status)
-    state=NONE code=-
+    state=NONE code=- last=$folder
     # In this order: a job that ends between the two queries has left its exit code by the second.
     if is_alive && [ ! -f "$folder/exit_code" ]; then
       state=RUNNING
@@ -83,7 +101,11 @@ case $verb in
     elif [ -d "$folder" ]; then
       state=LOST
     fi
-    echo "lm-job $(hostname) $state $code  $(tail -n 1 "$folder/log" 2>/dev/null | tr '\r' '\n' | tail -n 1 | cut -c 1-200)"
+    if [ $# -gt 0 ] && [ "$state" != RUNNING ]; then
+      other=$(other_job)
+      if [ -n "$other" ]; then state=OTHER code=- last=$HOME/lm-jobs/$other; fi
+    fi
+    echo "lm-job $(hostname) $state $code  $(tail -n 1 "$last/log" 2>/dev/null | tr '\r' '\n' | tail -n 1 | cut -c 1-200)"
     ;;
   stop)
     if is_alive; then
@@ -101,6 +123,9 @@ case $verb in
     else
       tail -n "$1" "$folder/log"
     fi
+    ;;
+  ended)
+    if [ "$(cat "$folder/exit_code" 2>/dev/null)" = "$1" ]; then tail -n "$2" "$folder/log" | sed "s/^/$(hostname): /"; fi
     ;;
   *)
     echo "job.sh: $verb: unknown verb" >&2

@@ -34,7 +34,11 @@ if [ ! -x "$uv" ]; then
   python3 -m venv .lm-uv 2>/dev/null || { retry apt_install python3-venv && python3 -m venv .lm-uv; }
   retry .lm-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 fi
-if [ ! -x lm/.venv/bin/python ]; then retry "$uv" venv --quiet --python "$python" lm/.venv; fi
+if [ ! -x lm/.venv/bin/python ] || [ "$(cat lm/.venv/.lm-python 2>/dev/null)" != "$python" ]; then
+  rm -rf lm/.venv
+  retry "$uv" venv --quiet --python "$python" lm/.venv
+  echo "$python" >lm/.venv/.lm-python
+fi
 retry "$uv" pip install --quiet --python lm/.venv/bin/python -c lm/scripts/constraints.txt -e "lm[$extras]"
 lm/.venv/bin/lm --help >/dev/null
 echo "$commit $extras $python" >"$ready"
