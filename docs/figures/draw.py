@@ -17,6 +17,7 @@ STYLES = {
     'softmax': 0,
     'polynomial': 1,
     'polysketch, random': 3,
+    'random, published factor': 3,
     'polysketch with gate': 3,
     'polysketch': 2,
     'performer': 4,
