@@ -100,6 +100,7 @@ def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:
         raise MissingPackageError(_label(path, name), package)
     # TensorStore and other processes write beside fsspec, which would not notice: it may not remember what it has seen.
     fsspec_conf.setdefault(scheme, {})['use_listings_cache'] = False
+    logging.getLogger(package).setLevel(logging.CRITICAL)  # it logs tracebacks of errors that it also raises
     return epath.Path(path)
 
 

@@ -119,14 +119,18 @@ class TimedStep:
     def __call__(self) -> jax.Array:
         """Runs the steps; returns the loss of the last one."""
         with jax.set_mesh(self.mesh):
-            state = self._state.pop('state', None)  # donated: gone, if the step fails
-            state = self._init() if state is None else state
+            state = self._take_state()
             self._given = self._given or self._draw_given()
         for _ in range(self._steps):
             state, metrics = self.compiled(state, *self._given)
             self.loss = metrics['loss'] if self.loss is None else self.loss
         self._state['state'], self._metrics = state, metrics
         return metrics['loss']
+
+    def _take_state(self) -> State:
+        """Returns the shared state, which a step takes away; after a step that failed, a new one."""
+        state = self._state.pop('state', None)
+        return self._init() if state is None else state
 
     def _draw_given(self) -> tuple[Any, ...]:
         """Returns the tokens of a step, and the weights of the teacher if there is one."""
@@ -136,7 +140,9 @@ class TimedStep:
     def host_seconds(self, steps: int = 200) -> float:
         """Measures the host's work per step (`StepRow.host_milliseconds`), the median of `steps`; needs a
         call before."""
-        state, none = self._state.pop('state'), jax.device_get(self._metrics)
+        with jax.set_mesh(self.mesh):
+            state = self._take_state()
+        none = jax.device_get(self._metrics)
         nothing = jax.jit(lambda state, *given: (state, jax.tree.map(jnp.asarray, none)), donate_argnums=0)
         (state, metrics), found = nothing(state, *self._given), []
         for _ in range(steps):

@@ -192,21 +192,31 @@ def generate(
         if (wrong := row[(row < 0) | (row >= tokenizer.vocab_size)]).size:
             raise ConfigError(f'prompts: token id {wrong[0]}: must be 0 to {tokenizer.vocab_size - 1}')
     made = [np.zeros(0, np.int64)] * len(rows)
-    results = [''] * len(rows)
+    results, ended = [''] * len(rows), [False] * len(rows)
     with jax.set_mesh(run.mesh):
         for new_BxT in generate_tokens(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
             made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
-            ended = []
             for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
+                if ended[i]:  # what the other rows still write must not change it
+                    continue
                 written = tokens[len(row) - 1 :][:max_tokens]
                 ends = np.flatnonzero(written == tokenizer.eod_id)
                 text = decode_after(tokenizer.decode, row[1:], written[: ends[0]] if len(ends) else written)
-                stops = [at for stop in until if stop and (at := text.find(stop)) >= 0]
-                results[i] = text[: min(stops)] if stops else text
-                ended.append(bool(stops) or len(ends) > 0 or len(written) == max_tokens)
+                begin = find_stop(text, until)
+                results[i] = text[:begin]
+                ended[i] = begin is not None or len(ends) > 0 or len(written) == max_tokens
             if all(ended):
                 break
     return results[0] if isinstance(prompts, str) else results
+
+
+def find_stop(text: str, until: Sequence[str]) -> int | None:
+    """Returns where the first string of `until` that is complete begins; None: none is.
+
+    Where several overlap, the first complete one counts: how many tokens come at once must not matter.
+    """
+    found = [(at + len(stop), at) for stop in until if stop and (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:

@@ -146,6 +146,13 @@ def streamed(tokenizer: SentencePiece, ids: list[int], cuts: list[int]) -> str:
     return text + stream([], last=True)
 
 
+def test_the_first_complete_stop_counts():
+    """So a text that comes in parts ends where the whole text does."""
+    assert generation.find_stop('xabcd', ['b', 'abc']) == generation.find_stop('xab', ['b', 'abc']) == 2
+    assert generation.find_stop('xabcd', ['abc', 'cd']) == 1
+    assert generation.find_stop('xabcd', ['', 'z']) is None
+
+
 @settings(max_examples=200)
 @given(
     words=st.lists(st.sampled_from(['the ', ' sea', 'é', '漢字', '🐋', '\n', '  ', 'x']), max_size=30),
