@@ -7,6 +7,7 @@ in the file are not trained again. A process trains one point after another, so 
 """
 
 import argparse
+import dataclasses
 import fcntl
 import json
 import multiprocessing
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument('--jobs', type=int, default=6, help='processes side by side')
     parser.add_argument('--points', type=int, help='only so many points')
     parser.add_argument('--seeds', type=int, nargs='*', default=[], help='values of train.seed; default: of the file')
+    parser.add_argument('--steps', type=int, help='train each point for so many steps only, as a trial')
     parser.add_argument('--gin_param', action='append', default=[], help='on top of the files')
     given = parser.parse_args(arguments)
     cache = pathlib.Path(given.cache).absolute()
@@ -42,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         params.append(f'data.path = {str(unpack(pathlib.Path(given.store), cache))!r}')
     out = pathlib.Path(given.out).absolute()
     jobs = list_jobs(given, params, read_done(out))[: given.points]
-    tasks = [(given.sweep_file, params, str(cache), str(out), job) for job in jobs]
+    tasks = [(given.sweep_file, params, str(cache), str(out), job, given.steps) for job in jobs]
     with multiprocessing.get_context('spawn').Pool(min(given.jobs, max(1, len(tasks))), set_up) as pool:
         for _ in pool.imap_unordered(train_alike, tasks):
             pass
@@ -92,22 +94,30 @@ def read_done(out: pathlib.Path) -> set[Job]:
     return {(row['index'], row['seed']) for row in rows if 'error' not in row}
 
 
-def train_alike(task: tuple[str, list[str], str, str, list[Job]]) -> None:
+def train_alike(task: tuple[str, list[str], str, str, list[Job], int | None]) -> None:
     """Trains points with one program, and adds a line to the results after each of them."""
-    sweep_file, params, cache, out, jobs = task
+    sweep_file, params, cache, out, jobs, steps = task
     for job in jobs:
-        row = train_point(sweep_file, params, cache, job)
+        row = train_point(sweep_file, params, cache, job, steps)
         with open(out, 'a') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(json.dumps(row) + '\n')
         print(row.get('perplexity'), row['settings'], row.get('error', ''), file=sys.stderr, flush=True)
 
 
-def train_point(sweep_file: str, params: list[str], cache: str, job: Job) -> dict[str, Any]:
+def train_point(sweep_file: str, params: list[str], cache: str, job: Job, steps: int | None) -> dict[str, Any]:
     """Trains one point, and returns its settings and results; an error becomes a part of the result."""
     index, seed = job
     seeded = [] if seed is None else [f'train.seed = {seed}']
     point = make_points(sweep_file, [*params, *seeded])[index]
+    experiment = point.experiment
+    if steps is not None:  # the sweep may set both, so that no binding can
+        train, optimizer = experiment.train, experiment.optimizer
+        short = {
+            'train': dataclasses.replace(train, steps=steps),
+            'optimizer': dataclasses.replace(optimizer, warmup_steps=min(steps - 1, optimizer.warmup_steps)),
+        }
+        experiment = dataclasses.replace(experiment, **short)
     row: dict[str, Any] = {
         'index': index,
         'name': point.name,
@@ -121,7 +131,7 @@ def train_point(sweep_file: str, params: list[str], cache: str, job: Job) -> dic
 
             from lm.session.train import train
 
-            train(point.experiment, f'{folder}/run', compile_cache=f'{cache}/compiled_recipes_{os.getpid()}')
+            train(experiment, f'{folder}/run', compile_cache=f'{cache}/compiled_recipes_{os.getpid()}')
             metrics = read_metrics(pathlib.Path(folder, 'run/metrics.jsonl'))
             row |= {'device': jax.devices()[0].device_kind, **metrics}
         except Exception as error:
