@@ -187,9 +187,9 @@ def test_wrong_types_of_sections_and_lists_are_refused(run):
     with pytest.raises(lm.errors.ConfigError, match=r"^until = 'END': must be a list, such as \['END'\]"):
         lm.generate(run, 'x', until='END')
     for name, wrong in (('seed', 1.5), ('seed', -1), ('max_tokens', 2.5), ('max_tokens', 0)):
-        with pytest.raises(lm.errors.ConfigError, match=f'^{name} = {wrong}: must be an int'):
+        with pytest.raises(lm.errors.ConfigError, match=rf'^{name} = {wrong}: must be an int'):
             lm.generate(run, 'x', **{name: wrong})
-    with pytest.raises(lm.errors.ConfigError, match='^--temperature inf: must be at least 0, and finite'):
+    with pytest.raises(lm.errors.ConfigError, match=r'^--temperature inf: must be at least 0, and finite'):
         lm.generate(run, 'x', temperature=float('inf'))
     for ids in ([5, 400], [-1]):
         with pytest.raises(lm.errors.ConfigError, match=f'^prompts: token id {ids[-1]}: must be 0 to 399'):
