@@ -62,13 +62,15 @@ def bench_checkpoint(options: CheckpointOptions) -> None:
     if parent is not None and not parent.is_dir():
         raise ConfigError(f'--folder {parent}: no such folder; make it')
     experiment = load(options.gin_file or [DEFAULT], options.gin_param, allow_imports=options.allow_gin_imports)
-    plan_step(experiment, Target.of_devices(jax.devices()))  # raises what each process would
     rows = []
     with tempfile.TemporaryDirectory(prefix='lm-bench-', dir=parent) as folder:
         pathlib.Path(folder, 'config.gin').write_text(dump(experiment))
         for name in MEASURED:
             command = [sys.executable, '-m', 'lm.bench.checkpoint', name, folder]
             done = subprocess.run(command, capture_output=True, text=True)
+            # This process starts no JAX before they have ended: the devices belong to one process at a time.
+            if done.returncode == ConfigError.exit_code:
+                raise ConfigError(done.stderr.strip().splitlines()[-1])
             if done.returncode:
                 raise LmError(f'lm bench checkpoint: {name} failed: {done.stderr.strip()[-500:]}')
             rows.append(CheckpointRow(**json.loads(done.stdout.splitlines()[-1])))
@@ -155,4 +157,8 @@ def _measure(name: str, folder: str) -> None:
 
 
 if __name__ == '__main__':
-    _measure(*sys.argv[1:])
+    try:
+        _measure(*sys.argv[1:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

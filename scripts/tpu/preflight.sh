@@ -38,12 +38,9 @@ while [ $# -gt 0 ]; do
 done
 load_settings
 check=(.venv/bin/python scripts/tpu/vm/preflight.py --processes "$PROCESSES" --devices "$DEVICES" --min_free_gb "$MIN_FREE_GB")
-case $RUN_DIR in
-  '') ;;
-  gs://*/* | s3://*/*) check+=(--writable "${RUN_DIR%/*}") ;;
-  gs://* | s3://*) check+=(--writable "$RUN_DIR") ;; # a bucket itself
-  *) check+=(--writable "${RUN_DIR%/*}") ;;
-esac
+parent=${RUN_DIR%/*}
+case $parent in gs:/ | s3:/) parent=$RUN_DIR ;; esac # a bucket itself
+if [ -n "$parent" ]; then check+=(--writable "$parent"); fi
 if [ -n "$DATA_PATH" ]; then check+=(--data "$DATA_PATH"); fi
 on_workers all "cd lm && $(quote_all "${check[@]}" ${fix[@]+"${fix[@]}"})"
 if [ ${#precision[@]} -gt 0 ]; then on_workers all "cd lm && $(quote_all "${precision[@]}")"; fi

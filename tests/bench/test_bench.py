@@ -426,6 +426,11 @@ def test_wrong_arguments_of_checkpoint_are_refused_in_one_line(tmp_path, capsys,
     flags = ['bench', 'checkpoint', '--gin_file', str(tmp_path / 'x.gin')]
     assert 'would run code' in error_of(flags, capsys)
     assert 'No module' in error_of([*flags, '--allow_gin_imports'], capsys)
+
+
+def test_an_error_of_the_measuring_process_is_one_line(capsys, monkeypatch):
+    """The command itself starts no JAX before: the devices belong to one process at a time."""
+    monkeypatch.setattr(checkpoint.jax, 'devices', lambda: pytest.fail('devices were taken'))
     flags = ['bench', 'checkpoint', '--gin_file', 'configs/models/tiny.gin', '--set', 'mesh.fsdp=3']
     assert 'mesh.fsdp = 3: must divide the number of devices' in error_of(flags, capsys)
 

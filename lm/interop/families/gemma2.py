@@ -52,10 +52,11 @@ class Gemma2(Gemma):
 
     def describe(self, model: ModelConfig) -> dict[str, Any]:
         scale, cap = (getattr(model.pattern[0], name, None) for name in ('scale', 'score_cap'))
-        return super().describe(model) | {
+        shared = super().describe(model)
+        return shared | {
             'hidden_activation': 'gelu_pytorch_tanh',
             'query_pre_attn_scalar': model.head_dim if scale is None else round(scale**-2),
             'attn_logit_softcapping': cap if self.has_score_cap else None,
-            'sliding_window': super().describe(model)['sliding_window'] or 4096,  # read even where no layer has one
+            'sliding_window': shared['sliding_window'] or 4096,  # read even where no layer has one
             'final_logit_softcapping': model.logit_cap,
         }
