@@ -3,6 +3,7 @@
 import math
 import re
 
+import grids
 import jax
 import jax.numpy as jnp
 import mechanisms
@@ -110,7 +111,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize('name', OPTIONS)
+@pytest.mark.parametrize('name', grids.draw(OPTIONS, 3))
 def test_options_of_far_weights(name):
     module = mechanisms.build(OPTIONS[name])
     mechanisms.check_values(module, reference, mechanisms.draw())

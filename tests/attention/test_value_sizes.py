@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import grids
 import jax
 import jax.numpy as jnp
 import mechanisms
@@ -38,7 +39,10 @@ def mix(module, q, k, v, *others):
     return run(state, q, k, v, *others)
 
 
-@pytest.mark.parametrize('config', [one for one in QUICK_FIRST if not isinstance(one.values[0], tuple)])
+CONFIGS = grids.draw((one for one in QUICK_FIRST if not isinstance(one.values[0], tuple)), 4)
+
+
+@pytest.mark.parametrize('config', CONFIGS)
 def test_each_channel_of_a_value_is_mixed_alone(config):
     """A mechanism computes wide values as their parts, side by side, which have the size of keys or half of it.
 
@@ -58,7 +62,7 @@ def test_each_channel_of_a_value_is_mixed_alone(config):
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize('config', [one for one in QUICK_FIRST if not isinstance(one.values[0], tuple)])
+@pytest.mark.parametrize('config', CONFIGS)
 def test_wide_values_are_decoded_and_do_not_leak(config):
     module, inputs = mechanisms.build(config, WIDE), inputs_of(config, WIDE)
     mechanisms.check_steps(module, inputs, 2e-5)

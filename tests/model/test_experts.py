@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,7 +135,7 @@ def test_a_gin_file_lists_kinds_of_layers():
     assert 'feed_forward' not in dump(Experiment())
 
 
-@pytest.mark.parametrize('layers', [3, 6, 7])
+@pytest.mark.parametrize('layers', grids.draw([3, 6, 7], 1))
 def test_two_lists_repeat_together_and_the_last_repeat_may_be_cut(layers):
     pattern = Delta(gate=True), Softmax(), Delta(gate=True)
     functions = functions_of((DenseLayer(), Experts(n_experts=4)), attention=pattern, n_layers=layers)

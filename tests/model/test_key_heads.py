@@ -1,5 +1,6 @@
 """Models whose query heads share key heads compute the same with a key head for each query head."""
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def draw(functions: ModelFunctions):
     return given | {'params': params}
 
 
-@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('form', grids.draw(FORMS, 6))
 def test_copies_compute_what_shared_heads_do(form):
     attention, options = FORMS[form]
     shared = make(attention, **options)

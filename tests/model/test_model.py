@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +129,7 @@ OLMO = dict(norm='rms', norm_placement='after', qk_norm=True, qk_norm_span='proj
 OPTIONS = [BLOCK, HEADS, BLOCK | HEADS, HEADS | dict(rotary_base=None), GEMMA, OLMO]
 
 
-@pytest.mark.parametrize('options', OPTIONS, ids=str)
+@pytest.mark.parametrize('options', grids.draw((pytest.param(one, id=str(one)) for one in OPTIONS), 2))
 def test_block_options_decode_and_do_not_look_ahead(options):
     model = tiny((Polysketch(gate=True, sketch_size=8, block=8), Softmax()), n_kv_heads=2, **options)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 20))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,14 +114,19 @@ EXACT, WINDOW, SKETCH, HYBRID = Softmax(), Softmax(window=5), Polysketch(sketch_
 @pytest.mark.parametrize(
     ('attention', 'axis', 'documents'),
     [
-        (EXACT, 'fsdp', None),
-        (WINDOW, 'data', Documents(EOD)),
-        (SKETCH, 'fsdp', None),
-        (HYBRID, 'fsdp', Documents(EOD)),
-        (OWN_OPTIONS, 'data', Documents(EOD)),
-        (OWN_OPTIONS, 'alone', Documents(EOD)),
-        (WIDE, 'data', Documents(EOD)),
-        (WIDE, 'alone', None),
+        *grids.draw(
+            [
+                (EXACT, 'fsdp', None),
+                (WINDOW, 'data', Documents(EOD)),
+                (SKETCH, 'fsdp', None),
+                (HYBRID, 'fsdp', Documents(EOD)),
+                (OWN_OPTIONS, 'data', Documents(EOD)),
+                (OWN_OPTIONS, 'alone', Documents(EOD)),
+                (WIDE, 'data', Documents(EOD)),
+                (WIDE, 'alone', None),
+            ],
+            3,
+        ),
         *(
             pytest.param(*rest, None, marks=pytest.mark.slow)
             for rest in ((EXACT, 'data'), (WINDOW, 'fsdp'), (WINDOW, 'data'), (SKETCH, 'data'), (HYBRID, 'fsdp'))

@@ -61,8 +61,13 @@ def find_unread(kernel):
     return [number for number, variable in enumerate(inputs) if not is_used(variable, jaxpr)]
 
 
+QUICK = [name for name in cases() if 'block=' not in name or name.endswith(('block=256', 'block=256 gate'))]
+
+
 @needs_libtpu
-@pytest.mark.parametrize('name', cases())
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in cases()]
+)
 def test_kernels_read_every_operand(name):
     devices = describe_devices(parse('v5e:2x2'))
     with jax.set_mesh(jax.sharding.Mesh(np.array(devices[:1]), ('data',))):
