@@ -28,6 +28,7 @@ if 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
     os.environ['XLA_FLAGS'] += f' {tiny.COMPILE_QUICKLY}'
 
 import hypothesis
+import interpreter
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -64,21 +65,36 @@ def pytest_collection_finish():
     gc.freeze()  # imported modules stay: the collector need not visit them
 
 
-MOST_MAPS = 15_000
+class _CompiledPrograms:
+    """JAX's compiled programs, dropped when this process has grown by `MORE_BYTES`.
 
-
-@pytest.fixture(scope='module', autouse=True)
-def _bounded_maps():
-    """Clears JAX's caches before the process runs out of memory mappings.
-
-    Each compiled program takes a few mappings, and Linux gives a process 65,530. A process that ran all tests would end
-    with a segmentation fault.
+    A process that kept the programs of all tests would grow to 5 GB. Then it would end with a segmentation fault: a
+    program takes a few memory mappings, of which Linux gives a process 65,530.
     """
-    yield
-    maps = pathlib.Path('/proc/self/maps')
-    if maps.exists() and maps.read_bytes().count(b'\n') > MOST_MAPS:
-        jax.clear_caches()
-        gc.collect()
+
+    MORE_BYTES = 1_000_000_000
+
+    def __init__(self):
+        self.most = self.measure() + self.MORE_BYTES
+
+    @staticmethod
+    def measure() -> int:
+        resident = pathlib.Path('/proc/self/statm')
+        return int(resident.read_text().split()[1]) * os.sysconf('SC_PAGESIZE') if resident.exists() else 0
+
+    def bound(self) -> None:
+        if self.measure() > self.most:
+            jax.clear_caches()
+            gc.collect()
+            self.most = self.measure() + self.MORE_BYTES  # not all memory goes back to the system
+
+
+_compiled = _CompiledPrograms()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    _compiled.bound()
 
 
 @pytest.fixture(scope='session')
@@ -128,7 +144,9 @@ def kept_programs():
 
 
 @pytest.fixture
-def no_races(capfd):
+def no_races(request, capfd):
     """Fails a test in which the interpreter of TPU kernels has found a race; the interpreter only prints races."""
+    interpreter.cores = interpreter.draw_cores(request.node.nodeid)
     yield
+    interpreter.cores = 1
     assert 'RACE DETECTED' not in ''.join(capfd.readouterr())

@@ -2,6 +2,7 @@
 
 import functools
 
+import interpreter
 import jax
 import jax.numpy as jnp
 import nearness
@@ -61,6 +62,7 @@ def test_any_order_of_heads_on_two_cores(monkeypatch):
     """Each head is a grid step of its own; the interpreter shuffles them, and spreads them over two cores."""
     arrays = draw(130)
     monkeypatch.setattr(chunks, 'MOST_HEADS', 1)
+    monkeypatch.setattr(interpreter, 'cores', 2)
     with interpret_kernels():
         got = jax.jit(functools.partial(both, attention))(*arrays)
     assert_near(got, recurrence(*arrays), 1e-5)

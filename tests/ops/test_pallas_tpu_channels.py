@@ -2,6 +2,8 @@
 
 import functools
 
+import grids
+import interpreter
 import jax
 import jax.numpy as jnp
 import nearness
@@ -30,8 +32,17 @@ def by_kernels(arrays, by_products=False):
         return kernels[by_products](*arrays)
 
 
-@pytest.mark.parametrize('by_products', [False, True])
-@pytest.mark.parametrize(('length', 'dtype', 'tolerance'), [(150, jnp.float32, 3e-5), (128, jnp.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ('length', 'dtype', 'tolerance', 'by_products'),
+    grids.draw(
+        [
+            (length, dtype, tolerance, by_products)
+            for length, dtype, tolerance in ((150, jnp.float32, 3e-5), (128, jnp.bfloat16, 2e-2))
+            for by_products in (False, True)
+        ],
+        2,
+    ),
+)
 def test_kernels_agree_with_the_recurrence(length, dtype, tolerance, by_products):
     """Two queries per key head, factors of 0 for heads and for channels, β up to 2, an initial state."""
     arrays = draw_channels(length, seed=length, dtype=dtype)
@@ -42,6 +53,7 @@ def test_any_order_of_heads_on_two_cores(monkeypatch):
     """Each head is a grid step of its own; the interpreter shuffles them, and spreads them over two cores."""
     arrays = draw_channels(130)
     monkeypatch.setattr(chunks, 'MOST_HEADS', 1)
+    monkeypatch.setattr(interpreter, 'cores', 2)
     with interpret_kernels():
         got = jax.jit(functools.partial(both, of_arrays(rule)))(*arrays)
     assert_near(got, recurrence(*arrays), 3e-5)
