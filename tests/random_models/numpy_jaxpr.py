@@ -38,6 +38,8 @@ def evaluate(program: core.ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
 def _widen(x: Any) -> np.ndarray:
     """Returns an array, float64 where it has a floating-point type."""
     array = np.asarray(x)
+    if array.dtype.kind == 'V':  # float0, the cotangents of integers
+        return np.zeros(array.shape, bool)
     return array.astype(np.float64) if array.dtype.kind not in 'iub' else array
 
 
@@ -546,6 +548,14 @@ def _round(params: dict, x: np.ndarray) -> np.ndarray:
     return np.copysign(np.floor(np.abs(x) + 0.5), x)
 
 
+def _make_empty(params: dict) -> np.ndarray:
+    """Returns an array of NaN: whoever reads it before it is written is found."""
+    aval = params['aval'] if 'aval' in params else None
+    shape, dtype = (params['shape'], params['dtype']) if aval is None else (aval.shape, aval.dtype)
+    kind = np.dtype(dtype).kind
+    return np.zeros(shape, dtype) if kind in 'iub' else np.full(shape, np.nan)
+
+
 def _same(params: dict, x: Any, *_: Any) -> Any:
     return x
 
@@ -574,7 +584,7 @@ OPERATIONS: dict[str, Callable] = {
     'dot_general': _dot,
     'dynamic_slice': _dynamic_slice,
     'dynamic_update_slice': _dynamic_update,
-    'empty2': lambda params: np.full(params['shape'], np.nan).astype(_dtype(params)),
+    'empty2': _make_empty,
     'eq': _plain(np.equal),
     'erf': _plain(special.erf),
     'exp': _plain(np.exp),
