@@ -62,7 +62,7 @@ class Comparison:
             found = CHECKS[check](self)
         except NotImplementedError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever the product raises
+        except Exception as error:  # whatever the product raises
             place = traceback.extract_tb(error.__traceback__)[-1]
             found = f'{type(error).__name__}: {error} ({place.filename}:{place.lineno})'
         if found is not None:

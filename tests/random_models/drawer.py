@@ -297,15 +297,16 @@ def _draw_feed_forward(draw: Draw) -> DenseLayer | Experts:
     )
 
 
-def _draw_model(draw: Draw) -> ModelConfig:
+def draw_model(draw: Draw, small: bool) -> ModelConfig:
+    """Draws the configuration of a model. Raises ConfigError if the product refuses it."""
     options = _draw_options(draw)
     if options.get('latent_rank') and 'rotary_latent_keys' in LEFT_OUT:
         options['rotary_base'] = None
     options = {'n_heads': 2, 'head_dim': 4, 'rotary_base': 100.0} | options
-    count = draw.one(1, 1, 2, 2, 3)
+    count = draw.one(1, 1, 2) if small else draw.one(1, 1, 2, 2, 3)
     attention = tuple(draw_mechanism(draw) for _ in range(count))
     kinds = tuple(_draw_feed_forward(draw) for _ in range(draw.one(1, 1, 2)))
-    layers = max(count + draw.one(0, 0, 1, 2), len(kinds))
+    layers = max(count + draw.one(0, 0, 1, *[2] * (not small)), len(kinds))
     gated = draw.often(0.7)
     return ModelConfig(
         vocab_size=draw.one(7, 13),
@@ -336,15 +337,18 @@ def _draw_model(draw: Draw) -> ModelConfig:
     )
 
 
-def draw_case(number: int, tries: int = 200) -> Case:
+MESHES = (Devices(8, 2, 2), Devices(8, 1, 4), Devices(8, 2), Devices(4, 2, 2), Devices(2, 1, 2))
+
+
+def draw_case(number: int, small: bool = False, tries: int = 200) -> Case:
     """Draws the case with this number: the same one each time.
 
-    Configurations that the product refuses are drawn anew.
+    Configurations that the product refuses are drawn anew. With `small` there are few layers, and few devices.
     """
     for attempt in range(tries):
         draw = Draw(np.random.default_rng((number, attempt)))
         try:
-            case = _draw_case(draw, number)
+            case = _draw_case(draw, number, small)
             check_case(case)
         except (ConfigError, OperationError):
             continue
@@ -352,11 +356,9 @@ def draw_case(number: int, tries: int = 200) -> Case:
     raise AssertionError(f'model {number}: {tries} draws were refused')
 
 
-def _draw_case(draw: Draw, number: int) -> Case:
-    model = _draw_model(draw)
-    devices = draw.one(
-        None, None, Devices(8, 2, 2), Devices(8, 1, 4), Devices(8, 2), Devices(4, 2, 2), Devices(2, 1, 2)
-    )
+def _draw_case(draw: Draw, number: int, small: bool) -> Case:
+    model = draw_model(draw, small)
+    devices = draw.rarely(lambda: draw.one(*MESHES)) if small else draw.one(None, None, *MESHES)
     eod = draw.one(None, 3) if not model.looks_ahead else None
     restart = eod is not None and draw.often()
     length = int(draw.rng.integers(1, 30))
@@ -385,9 +387,9 @@ def check_case(case: Case) -> None:
         options = model.resolve(attention)
         if options.latent is not None and options.rotary is not None and 'rotary_latent_keys' in LEFT_OUT:
             raise ConfigError('rotary_latent_keys')
-        if not model.causal and attention.gin_name == 'performer' and 'stops_gradients' in LEFT_OUT:
-            if attention.features in ('positive', 'hyperbolic'):
-                raise ConfigError('stops_gradients')
+        sees_later = not model.causal and attention.gin_name == 'performer'
+        if sees_later and attention.features in ('positive', 'hyperbolic') and 'stops_gradients' in LEFT_OUT:
+            raise ConfigError('stops_gradients')
         if attention.gin_name == 'hybrid' and options.dims.head_dim % attention.parts:
             raise ConfigError('parts')
 

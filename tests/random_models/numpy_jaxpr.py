@@ -550,8 +550,7 @@ def _round(params: dict, x: np.ndarray) -> np.ndarray:
 
 def _make_empty(params: dict) -> np.ndarray:
     """Returns an array of NaN: whoever reads it before it is written is found."""
-    aval = params['aval'] if 'aval' in params else None
-    shape, dtype = (params['shape'], params['dtype']) if aval is None else (aval.shape, aval.dtype)
+    shape, dtype = (params[name] if name in params else getattr(params['aval'], name) for name in ('shape', 'dtype'))
     kind = np.dtype(dtype).kind
     return np.zeros(shape, dtype) if kind in 'iub' else np.full(shape, np.nan)
 

@@ -11,7 +11,7 @@ TEMPERATURE = 16
 
 
 def recur(layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, a: np.ndarray) -> np.ndarray:
-    """Returns S_iᵀ q_i, S_i = diag(a_i) S_{i-1} + k_i v_iᵀ; a document begins with S = 0. a is [B, L, K, E] or 1 long."""
+    """Returns S_iᵀ q_i, S_i = diag(a_i) S_{i-1} + k_i v_iᵀ; documents begin with S = 0. a: [B, L, K, E or 1]."""
     state = np.zeros((*k.shape[:1], *k.shape[2:], v.shape[-1]))
     outputs = []
     for i in range(k.shape[1]):
