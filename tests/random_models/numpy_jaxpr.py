@@ -7,8 +7,8 @@ too: `shard_map` cuts its arguments into lanes, one per device, and collectives 
 partitioner would split stays whole.
 """
 
-import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,9 +107,13 @@ class Lanes:
         return [[lane for _, lane in sorted(group)] for group in found.values()]
 
 
-@functools.lru_cache(maxsize=4096)
+_LAST_USES: weakref.WeakKeyDictionary[Any, list[list[Any]]] = weakref.WeakKeyDictionary()
+
+
 def _find_last_uses(jaxpr: core.Jaxpr) -> list[list[Any]]:
     """Returns the variables that no equation after each one reads."""
+    if (known := _LAST_USES.get(jaxpr)) is not None:
+        return known
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
     last: dict[Any, int] = {}
     for number, equation in enumerate(jaxpr.eqns):
@@ -119,6 +123,7 @@ def _find_last_uses(jaxpr: core.Jaxpr) -> list[list[Any]]:
     for variable, number in last.items():
         if variable not in kept:
             found[number].append(variable)
+    _LAST_USES[jaxpr] = found
     return found
 
 
@@ -550,7 +555,7 @@ def _round(params: dict, x: np.ndarray) -> np.ndarray:
 
 def _make_empty(params: dict) -> np.ndarray:
     """Returns an array of NaN: whoever reads it before it is written is found."""
-    shape, dtype = (params[name] if name in params else getattr(params['aval'], name) for name in ('shape', 'dtype'))
+    shape, dtype = params.get('shape', ()), params['dtype']
     kind = np.dtype(dtype).kind
     return np.zeros(shape, dtype) if kind in 'iub' else np.full(shape, np.nan)
 
@@ -583,7 +588,8 @@ OPERATIONS: dict[str, Callable] = {
     'dot_general': _dot,
     'dynamic_slice': _dynamic_slice,
     'dynamic_update_slice': _dynamic_update,
-    'empty2': _make_empty,
+    'empty': _make_empty,
+    'empty2': _make_empty,  # a scalar
     'eq': _plain(np.equal),
     'erf': _plain(special.erf),
     'exp': _plain(np.exp),
