@@ -51,10 +51,10 @@ def main() -> None:
         if not failures:
             continue
         failed.append(number)
-        check = failures[0].check
+        first = failures[0]
         if not arguments.no_shrink:
-            case = shrink(case, lambda smaller, check=check: bool(compare(smaller, (check,))))
-        for name, found in compare(case, (check,)) or failures:
+            case = shrink(case, lambda smaller, first=first: any(map(first.is_like, compare(smaller, (first.check,)))))
+        for name, found in compare(case, (first.check,)) or failures:
             print(f'        {name}: {found}')
         print(f'        {describe(case)}', flush=True)
     print(f'{arguments.count - len(failed)} of {arguments.count} models agree' + (f'; not {failed}' if failed else ''))

@@ -38,11 +38,22 @@ class Failure(NamedTuple):
     check: str
     found: str
 
+    def is_like(self, other: 'Failure') -> bool:
+        """Returns whether both failed in the same check, by the same kind of error or by wrong numbers."""
+        kinds = [found.partition(':')[0] if 'Error:' in found else '' for found in (self.found, other.found)]
+        return self.check == other.check and kinds[0] == kinds[1]
+
 
 def compare(case: Case, checks: tuple[str, ...] | None = None) -> list[Failure]:
-    """Returns the failures of a case; `checks` are the names of those to make, None: all."""
+    """Returns the failures of a case; `checks` are the names of those to make, None: all.
+
+    A model that cannot be built fails in the check 'build'.
+    """
     with np.errstate(all='ignore'):
-        comparison = Comparison(case)
+        try:
+            comparison = Comparison(case)
+        except Exception as error:  # whatever the product raises
+            return [Failure('build', tell_error(error))]
         return [failure for name in CHECKS if checks is None or name in checks for failure in comparison.make(name)]
 
 
@@ -60,11 +71,8 @@ class Comparison:
         """Makes a check; yields what failed. An error of the product is a failure, too."""
         try:
             found = CHECKS[check](self)
-        except NotImplementedError:
-            raise
         except Exception as error:  # whatever the product raises
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            found = f'{type(error).__name__}: {error} ({place.filename}:{place.lineno})'
+            found = tell_error(error)
         if found is not None:
             yield Failure(check, found)
 
@@ -228,6 +236,12 @@ CHECKS: dict[str, Callable[[Comparison], str | None]] = {
     'loss': Comparison.check_loss,
     'gradient': Comparison.check_gradient,
 }
+
+
+def tell_error(error: Exception) -> str:
+    """Returns the text of an error, and where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f'{type(error).__name__}: {error} ({place.filename}:{place.lineno})'
 
 
 def on_devices(case: Case) -> contextlib.AbstractContextManager:

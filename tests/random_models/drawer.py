@@ -381,10 +381,12 @@ def _draw_case(draw: Draw, number: int, small: bool) -> Case:
 def check_case(case: Case) -> None:
     """Raises ConfigError for a case that the product refuses, or that is left out."""
     model = case.model
-    if case.devices is not None:
-        model.check_parts(case.devices.sequence, case.length)
+    parts = 1 if case.devices is None else case.devices.sequence
+    model.check_parts(parts, case.length)
     for attention in model.pattern:
         options = model.resolve(attention)
+        if case.length % parts == 0 and case.length // parts < (options.convolution or 1):
+            raise ConfigError('a part is shorter than what its convolution sees')
         if options.latent is not None and options.rotary is not None and 'rotary_latent_keys' in LEFT_OUT:
             raise ConfigError('rotary_latent_keys')
         sees_later = not model.causal and attention.gin_name == 'performer'
