@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from lm.check.advice import BUDGET_SECONDS, advise
-from lm.check.tables import print_budget, print_check
+from lm.check.gradients import check_gradients, describe_faults
+from lm.check.tables import print_budget, print_check, print_gradients
 from lm.cost_model.compiled_step import Check, check, compute_budget
 from lm.errors import ConfigError
 from lm.experiment import Experiment
@@ -31,6 +32,7 @@ class CheckOptions:
         best: try changes even if a step fits.
         advice_seconds: no more changes are tried so long after one fitted.
         price_per_chip_hour: in any currency; None: no prices are printed.
+        gradients: compare the gradients of a tiny model with differences of its loss.
         as_json: print JSON instead of tables.
     """
 
@@ -40,13 +42,15 @@ class CheckOptions:
     best: bool = False
     advice_seconds: float = BUDGET_SECONDS
     price_per_chip_hour: float | None = None
+    gradients: bool = False
     as_json: bool = False
 
 
 def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False) -> None:
     """Prints the needs of the run of `experiment`. `begun`: it goes on from a checkpoint of its own.
 
-    Raises the errors of `validate`, and ConfigError, after everything was printed, if the step does not fit.
+    Raises the errors of `validate`, and ConfigError, after everything was printed, if a gradient is wrong or zero, or
+    if the step does not fit.
     """
     # Nothing runs on devices here, and an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
@@ -59,6 +63,12 @@ def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False
     planned = compute_budget(plan)
     if not options.as_json:
         print_budget(planned, plan)
+    gradients = None
+    if options.gradients:
+        note('comparing the gradients of a tiny model with differences of its loss …')
+        gradients = check_gradients(experiment)
+        if not options.as_json:
+            print_gradients(gradients)
     checks = []
     for topology in topologies:
         note(f'compiling the training step for {topology.name} …')
@@ -71,7 +81,10 @@ def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False
         checks.append(found)
     if options.as_json:
         priced = [add_price(dataclasses.asdict(found), price) for found in checks]
-        print(to_json({'plan': dataclasses.asdict(planned), 'checks': priced}))
+        shown = {'gradients': dataclasses.asdict(gradients)} if gradients else {}
+        print(to_json({'plan': dataclasses.asdict(planned), **shown, 'checks': priced}))
+    if gradients and gradients.faults:
+        raise ConfigError(describe_faults(gradients))
     if failed := [found for found in checks if not found.fits]:
         raise ConfigError(failure(failed[0]))
 

@@ -413,7 +413,7 @@ RULES['scatter-max'] = RULES['scatter_max'] = _scatter(np.maximum.at)
 RULES['scatter-min'] = RULES['scatter_min'] = _scatter(np.minimum.at)
 
 
-# ----------------------------------------------------------------------------------------------------- sums and products
+# ---------------------------------------------------------------------------------------------------- sums and products
 
 
 def _reduce(function: Callable[..., np.ndarray]) -> Rule:

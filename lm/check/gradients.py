@@ -11,7 +11,7 @@ The tokens are random, and each array is moved a little from its first value, so
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,9 +20,11 @@ import numpy as np
 
 from lm.check.float64 import evaluate
 from lm.check.tiny import LENGTH, VOCABULARY, shrink
+from lm.config.configurable import Configurable
 from lm.experiment import Experiment
 from lm.model.config import ModelConfig
 from lm.model.functions import ModelFunctions
+from lm.model.layers import BLOCKS
 from lm.ops import platform
 from lm.ops.documents import Documents
 
@@ -65,6 +67,16 @@ class ArrayGradient:
     rounding: float
     verdict: str
 
+    @property
+    def stack(self) -> int:
+        """The place of its layers among the stacks of the model; -1 outside of layers."""
+        return _find_stack(self.name)
+
+
+def _find_stack(name: str) -> int:
+    top, _, rest = name.partition('/')
+    return int(rest.partition('/')[0]) if top == BLOCKS else -1
+
 
 @dataclasses.dataclass(frozen=True)
 class GradientCheck:
@@ -73,7 +85,7 @@ class GradientCheck:
     Attributes:
         loss: the mean loss of random tokens, in nats per token.
         rounding: the change of the logits by rounding all arrays to bfloat16, relative to their root mean square.
-        arrays: the parameters, from the embedding on.
+        arrays: the parameters, by their names.
     """
 
     loss: float
@@ -93,6 +105,27 @@ def check_gradients(experiment: Experiment) -> GradientCheck:
     largest = max(np.linalg.norm(g) * size for g, size in zip(gradients, sizes, strict=True))
     found = [_check_array(tiny, i, gradients[i], float(largest)) for i in range(len(tiny.params))]
     return GradientCheck(tiny.compute_loss(tiny.params), tiny.round_all(), tuple(found))
+
+
+def describe_faults(check: GradientCheck) -> str:
+    """Returns one line about the faults of a check, with the array to look at first.
+
+    A wrong gradient makes those of all layers before it wrong. So the place of a fault is the last layer that has one.
+    """
+    wrong, zero = ([one for one in check.faults if one.verdict == verdict] for verdict in (WRONG, ZERO))
+    if not wrong:
+        names = ', '.join(one.name for one in zero)
+        layers = ', '.join(dict.fromkeys(one.layer for one in zero if one.layer))
+        return f'gradients: {names} cannot learn, for the loss does not depend on them; change the layer {layers}'
+    last = [one for one in wrong if one.stack == max(each.stack for each in wrong)]
+    worst = max(last, key=lambda one: one.error)
+    where = f' in the layer {worst.layer}' if worst.layer else ''
+    before = f'; {len(wrong) - len(last)} arrays before it, too' if len(wrong) > len(last) else ''
+    return (
+        f'gradients: wrong{where}: {", ".join(one.name for one in last)} (of {worst.name} the slope is '
+        f'{worst.claimed:.4g}, measured {worst.measured:.4g}, error {worst.error:.1g}){before}; choose other options '
+        'of this layer, and report it'
+    )
 
 
 class TinyLoss:
@@ -125,9 +158,8 @@ class TinyLoss:
                 jax.make_jaxpr(function)(*given) for function in (compute_loss, compute_logits, jax.grad(compute_loss))
             )
             start = jax.make_jaxpr(functions.init, static_argnums=0)(0)
-        first = evaluate(start)
         tree = jax.tree.structure({'params': given[0], 'buffers': given[1]})
-        weights = jax.tree.unflatten(tree, _in_order(start, tree, first))
+        weights = jax.tree.unflatten(tree, evaluate(start))
         leaves = jax.tree_util.tree_leaves_with_path(weights['params'])
         self.names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
         self.params = [_nudge(x, rng) for _, x in leaves]
@@ -174,12 +206,17 @@ class TinyLoss:
 
     def name_layer(self, name: str) -> str:
         """Returns the kind of the layer of a parameter; empty outside of layers."""
-        parts = name.split('/')
-        if parts[0] != 'blocks':
+        if (stack := _find_stack(name)) < 0:
             return ''
-        stack = int(parts[1])
         kinds = self.config.stacks[stack], self.config.find_feed_forward(self.config.list_layers(stack)[0])
-        return ', '.join(f'@{kind.gin_name}()' for kind in kinds)
+        return ', '.join(map(_name_kind, kinds))
+
+
+def _name_kind(kind: Configurable) -> str:
+    """Returns such a text as '@window_linear(map = @performer())'."""
+    values = ((field.name, getattr(kind, field.name)) for field in dataclasses.fields(kind))
+    parts = [f'{name} = {_name_kind(value)}' for name, value in values if isinstance(value, Configurable)]
+    return f'@{kind.gin_name}({", ".join(parts)})'
 
 
 def _check_array(tiny: TinyLoss, which: int, gradient: np.ndarray, largest: float) -> ArrayGradient:
@@ -212,12 +249,6 @@ def _find_nearest(
     return measured, error
 
 
-def _in_order(traced: Any, tree: Any, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the results of a traced function that returns such a tree, in the order of its leaves."""
-    assert len(traced.out_avals) == tree.num_leaves
-    return arrays
-
-
 def _nudge(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     size = float(np.sqrt(np.mean(np.square(x)))) or 1.0
     return x + NUDGE * size * rng.normal(size=x.shape)
@@ -225,6 +256,3 @@ def _nudge(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def _round(x: np.ndarray) -> np.ndarray:
     return x.astype(jnp.bfloat16).astype(np.float64)
-
-
-Progress = Callable[[str], None]

@@ -1,6 +1,9 @@
 """The tables of `lm check`."""
 
+import collections
+
 from lm.check.advice import Tried
+from lm.check.gradients import GradientCheck
 from lm.cost_model.compiled_step import MARGIN, Budget, Check, Speed
 from lm.cost_model.roofline import Roofline
 from lm.cost_model.step_time import StepTime
@@ -93,6 +96,25 @@ def print_times(check: Check, bound: Roofline, budget: Budget, price: float | No
     for text in bound.notes:
         row('note', text)
     row('note', 'a bound and a model of data-sheet peaks, not measurements: a real step takes longer (docs/check.md)')
+
+
+def print_gradients(found: GradientCheck) -> None:
+    """Prints the gradient of each array beside its differences, layer by layer."""
+    counts = collections.Counter(one.verdict for one in found.arrays)
+    verdicts = ', '.join(f'{count} {verdict}' for verdict, count in counts.items())
+    print()
+    row('gradients', f'{format_count(len(found.arrays), "array")} of a tiny model in float64: {verdicts}')
+    row('rounding to bfloat16', f'of all arrays moves the logits by {found.rounding:.2%}')
+    width = max(len(one.name) for one in found.arrays) + 6
+    print(f'{"  array":<{width}}   slope  measured    error  rounding')
+    layer = ''
+    for one in found.arrays:
+        if one.layer not in ('', layer):
+            print(f'  {one.layer}')
+        layer = one.layer
+        name = f'{"    " if layer else "  "}{one.name}'
+        values = f'{one.claimed:>8.3g}{one.measured:>10.3g}{one.error:>9.0e}{one.rounding:>10.2%}'
+        print(f'{name:<{width}}{values}  {one.verdict}')
 
 
 def unit_of(check: Check) -> str:

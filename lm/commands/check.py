@@ -34,6 +34,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         'and print the fastest as gin',
     )
     parser.add_argument(
+        '--gradients',
+        action='store_true',
+        help='compare the gradient of each array of a tiny model of this configuration with differences in float64; '
+        'name those that are wrong or zero; takes up to a minute, and no device',
+    )
+    parser.add_argument(
         '--price_per_chip_hour', type=float, metavar='X', help='multiplies chip-hours of --topology; in any currency'
     )
     parser.add_argument(
@@ -76,7 +82,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     from lm.check.check import CheckOptions, run_check
     from lm.check.reach import has_begun
 
-    given = pick(arguments, 'if_possible', 'advice', 'best', 'price_per_chip_hour')
+    given = pick(arguments, 'if_possible', 'advice', 'best', 'price_per_chip_hour', 'gradients')
     limit = math.inf if arguments.best else CheckOptions.advice_seconds
     limit = limit if arguments.advice_minutes is None else 60 * arguments.advice_minutes
     options = CheckOptions(tuple(arguments.topology), as_json=arguments.json, advice_seconds=limit, **given)
