@@ -100,7 +100,12 @@ class GradientCheck:
 
 def check_gradients(experiment: Experiment) -> GradientCheck:
     """Compares the gradient of each array with differences of the loss; takes seconds to a minute, and no device."""
-    tiny = TinyLoss(shrink(experiment.model), experiment.data.documents(None), experiment.optimizer.z_loss)
+    return check_loss(shrink(experiment.model), experiment.data.documents(None), experiment.optimizer.z_loss)
+
+
+def check_loss(config: ModelConfig, documents: Documents | None, z_loss: float) -> GradientCheck:
+    """Checks a model of this size (`check_gradients`)."""
+    tiny = TinyLoss(config, documents, z_loss)
     gradients, sizes = tiny.compute_gradients(), [np.linalg.norm(x) for x in tiny.params]
     largest = max(np.linalg.norm(g) * size for g, size in zip(gradients, sizes, strict=True))
     found = [_check_array(tiny, i, gradients[i], float(largest)) for i in range(len(tiny.params))]
