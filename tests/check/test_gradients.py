@@ -122,7 +122,7 @@ def test_rounding_of_weights_moves_logits_by_a_few_thousandths(short):
     assert all(0 < one.rounding < 2 * found.rounding for one in found.arrays)
 
 
-# ----------------------------------------------------------------------------------------------------------- tiny models
+# ---------------------------------------------------------------------------------------------------------- tiny models
 
 
 def test_a_tiny_model_has_every_kind_of_layer_once():
@@ -154,7 +154,7 @@ def test_sizes_that_other_options_forbid_stay():
     assert shrink(ModelConfig(feed_forward=experts)).find_feed_forward(0).n_experts == 72
 
 
-# ------------------------------------------------------------------------------------------------ shipped configurations
+# ----------------------------------------------------------------------------------------------- shipped configurations
 
 
 @functools.cache
