@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from lm.errors import LmError
+
 Rule = Callable[..., Any]
 NORMAL = statistics.NormalDist()
 RULES: dict[str, Rule] = {}
@@ -31,9 +33,10 @@ def evaluate(closed: core.ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
         arguments: its flat arguments; real ones become float64.
 
     Raises:
-        NotImplementedError: the trace has a primitive without a rule here, such as a compiled kernel.
+        LmError: the trace has a primitive without a rule here, such as a compiled kernel.
     """
-    return _run(closed.jaxpr, closed.consts, [_widen(x) for x in arguments])
+    with np.errstate(all='ignore'):  # JAX's numbers are not finite there either, where a choice leaves them out
+        return _run(closed.jaxpr, closed.consts, [_widen(x) for x in arguments])
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -46,7 +49,9 @@ def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[An
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name not in RULES:
-            raise NotImplementedError(f'float64: no rule for the primitive {name}')
+            raise LmError(
+                f'--gradients: {name}: this operation of JAX has no float64 form in lm/check/float64.py; add it'
+            )
         found = RULES[name](equation, *map(read, equation.invars))
         found = found if isinstance(found, list) else [found]
         values.update(zip(equation.outvars, found, strict=True))

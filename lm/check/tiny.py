@@ -26,6 +26,7 @@ SIZES = {
     'sketches': 2,
     'network_width': 2,
     'feature_dim': 4,
+    'parts': 2,
     'n_experts': 8,
     'hidden_dim': 8,
     'shared_dim': 8,
