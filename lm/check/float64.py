@@ -9,6 +9,7 @@ Random numbers are NumPy's, seeded by a key that depends on JAX's only by the or
 
 import math
 import statistics
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ from lm.errors import LmError
 Rule = Callable[..., Any]
 NORMAL = statistics.NormalDist()
 RULES: dict[str, Rule] = {}
-"""Primitive → function of its parameters and arrays; it returns an array, or a list where there are several results."""
+"""Primitive → function of its equation and arrays; it returns an array, or a list where there are several results."""
+PLANS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Trace → what `_plan` returns."""
 
 
 def evaluate(closed: core.ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
@@ -43,19 +46,35 @@ def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[An
     values = dict(zip(jaxpr.constvars, map(_widen, consts), strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
 
-    def read(variable: Any) -> Any:
-        return _widen(variable.val, variable.aval) if isinstance(variable, core.Literal) else values[variable]
+    def read(variable: Any, literal: np.ndarray | None) -> Any:
+        return values[variable] if literal is None else literal
 
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name not in RULES:
-            raise LmError(
-                f'--gradients: {name}: this operation of JAX has no float64 form in lm/check/float64.py; add it'
-            )
-        found = RULES[name](equation, *map(read, equation.invars))
+    steps, results = _plan(jaxpr)
+    for rule, equation, inputs in steps:
+        found = rule(equation, *(read(*each) for each in inputs))
         found = found if isinstance(found, list) else [found]
         values.update(zip(equation.outvars, found, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+    return [read(*each) for each in results]
+
+
+def _plan(jaxpr: Any) -> tuple[list[tuple[Rule, Any, list[Any]]], list[Any]]:
+    """Returns the rules of a trace with the inputs of each, and its results: pairs of a variable and its literal.
+
+    A plan is kept as long as the trace: loops run it again and again.
+    """
+
+    def resolve(variables: Iterable[Any]) -> list[Any]:
+        return [(v, _widen(v.val, v.aval) if isinstance(v, core.Literal) else None) for v in variables]
+
+    if jaxpr not in PLANS:
+        names = (equation.primitive.name for equation in jaxpr.eqns)
+        if unknown := next((name for name in names if name not in RULES), None):
+            raise LmError(
+                f'--gradients: {unknown}: this operation of JAX has no float64 form in lm/check/float64.py; add it'
+            )
+        steps = [(RULES[each.primitive.name], each, resolve(each.invars)) for each in jaxpr.eqns]
+        PLANS[jaxpr] = steps, resolve(jaxpr.outvars)
+    return PLANS[jaxpr]
 
 
 def _run_closed(closed: Any, arguments: Sequence[Any]) -> list[Any]:
