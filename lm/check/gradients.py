@@ -1,7 +1,7 @@
 """`lm check --gradients`: whether the gradient that a configuration's model has is the gradient of its loss.
 
-For each array p of a tiny model (`lm.check.tiny`) with gradient g, two slopes of the loss are compared with differences
-in float64 (`lm.check.float64`), along the unit vectors d = g / |g| and a random one:
+Each array p of a tiny model (`lm.check.tiny`) has a gradient g. Two slopes of the loss are compared with differences in
+float64 (`lm.check.float64`), along the unit vectors d = g / |g| and a random one:
 
     claimed  g·d        measured  (loss(p + h d) - loss(p - h d)) / 2h
 
@@ -115,7 +115,7 @@ def check_loss(config: ModelConfig, documents: Documents | None, z_loss: float) 
 def describe_faults(check: GradientCheck) -> str:
     """Returns one line about the faults of a check, with the array to look at first.
 
-    A wrong gradient makes those of all layers before it wrong. So the place of a fault is the last layer that has one.
+    A wrong gradient makes all gradients before it wrong. So the place of a fault is the last layer that has one.
     """
     wrong, zero = ([one for one in check.faults if one.verdict == verdict] for verdict in (WRONG, ZERO))
     if not wrong:
