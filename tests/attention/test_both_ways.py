@@ -69,7 +69,7 @@ def features(config, arrays, x, query):
         found = np.maximum(wx, 0) + config.kernel_epsilon
     else:
         found = np.exp(wx - norm / 2)
-        found = (found / found.max(-1, keepdims=True) if query else found) + config.stabilizer
+        found = found / found.max(-1, keepdims=True) if query else found + config.stabilizer
     return found / np.sqrt(config.n_features)
 
 

@@ -32,8 +32,8 @@ SMALL = {name: Performer(features=name, n_features=32, block=16) for name in FEA
 def numpy_features(config, arrays, x, query):
     """Computes φ(x) in float64 by the papers' formulas, [..., M].
 
-    Queries are divided by their largest exponential first. The papers add epsilon afterwards; in the other order
-    epsilon would have another meaning.
+    Queries are divided by their largest exponential. The papers' code then adds epsilon to them too; the features of
+    keys have it, and that keeps every denominator from zero.
     """
     x = x * (config.scale or x.shape[-1] ** -0.5) ** 0.5
     wx, norm = x @ arrays['projection'].T, (x**2).sum(-1, keepdims=True)
@@ -45,9 +45,8 @@ def numpy_features(config, arrays, x, query):
         features = math.sqrt(2) * np.exp(norm / 2) * np.cos(wx + arrays['phases'])
     else:
         features = np.exp((np.concatenate([wx, -wx], -1) if config.features == 'hyperbolic' else wx) - norm / 2)
-        if query and config.renormalize:
-            features = features / features.max(-1, keepdims=True)
-        features = features + config.stabilizer
+        divides = query and config.renormalize
+        features = features / features.max(-1, keepdims=True) if divides else features + config.stabilizer
     return features / math.sqrt(config.n_features)
 
 
@@ -88,6 +87,8 @@ def test_features_agree_with_the_formula(name):
     ('name', 'change'),
     [
         ('positive', {}),
+        # With a large stabilizer: a divisor without gradient must be a factor of all that it divides.
+        ('positive', {'causal': False, 'stabilizer': 0.3}),
         ('hyperbolic', {'scale': 0.7, 'causal': False}),
         ('trigonometric', {}),
         ('random_phases', {}),

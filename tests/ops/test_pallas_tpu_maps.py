@@ -135,10 +135,10 @@ def test_series(case):
 
 
 def performer64(scale, epsilon, queries, projection, x):
-    """Computes FAVOR+ by its formula; a query's largest exponent is a constant."""
+    """Computes FAVOR+ by its formula; a query is divided by a constant, its largest exponential, and not raised."""
     exponent = scale**0.5 * jnp.einsum('re,blhe->blhr', projection, x) - scale / 2 * (x**2).sum(-1, keepdims=True)
     if queries:
-        exponent = exponent - jax.lax.stop_gradient(exponent.max(-1, keepdims=True))
+        exponent, epsilon = exponent - jax.lax.stop_gradient(exponent.max(-1, keepdims=True)), 0.0
     return (jnp.exp(exponent) + epsilon) / projection.shape[0] ** 0.5
 
 

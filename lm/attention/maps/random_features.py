@@ -4,7 +4,8 @@ Sources: "seed" is Choromanski et al. 2020 (Masked language modeling for protein
 transformers); "FAVOR+" is its successor (Rethinking attention with Performers, 2021), which PolySketchFormer measures.
 
 What keeps the exponentials in range may use only what a query sees:
-    queries   the largest exponent of a query's own features is subtracted; it divides out of the attention.
+    queries   the largest exponent of a query's own features is subtracted; it divides out of the attention, because
+              nothing is added to the features afterwards. `RandomFeatures.log_factor` returns what was taken out.
     keys      nothing is subtracted. A maximum over keys would have to come from the future, or change from key to
               key, where it does not divide out. It is not needed: ω·k - |k|²/2 = |ω|²/2 - |k - ω|²/2 ≤ |ω|²/2 however
               long k is, and the mean of the features is 1 for every key. Exponents are cut at `LIMIT` all the same.
@@ -40,7 +41,8 @@ class RandomFeatures(ProductFeatures):
 
     Attributes:
         scale: factor of the scores; 1 / sqrt(head size) in softmax attention.
-        epsilon: what positive features are raised by, so that no denominator is zero (seed, appendix B.2).
+        epsilon: what positive features are raised by, so that no denominator is zero (seed, appendix B.2). Rescaled
+            ones are not: the largest of them is 1 / √M, which the features of keys multiply.
         kernel_epsilon: the same for the generalized kernels (appendix B.3).
         rescale: whether a query's features may be divided by a common factor: attention that is normalised.
     """
@@ -93,9 +95,10 @@ class Positive(RandomFeatures):
     def shift(self, x: jax.Array, queries: bool) -> jax.Array | None:
         return None if queries and self.rescale else self.scale / 2 * jnp.sum(jnp.square(x), axis=-1)
 
-    def of_shifted(self, z: jax.Array, features: int) -> jax.Array:
+    def of_shifted(self, z: jax.Array, features: int, queries: bool) -> jax.Array:
         exponent = z - math.log(features) / 2
-        return jnp.exp(jnp.where(exponent > LIMIT, LIMIT, exponent)) + self.epsilon / math.sqrt(features)
+        raised = 0.0 if queries and self.rescale else self.epsilon / math.sqrt(features)
+        return jnp.exp(jnp.where(exponent > LIMIT, LIMIT, exponent)) + raised
 
 
 class Hyperbolic(Positive):
@@ -150,13 +153,15 @@ def generalized(name: str, function: Callable[[jax.Array], jax.Array], signed: b
 def positive(wx: jax.Array, half: jax.Array, epsilon: float, rescale: bool) -> jax.Array:
     """Computes (exp(W x - |x|²/2) + epsilon) / √M; a rescaled token's largest exponent becomes 0, without |x|².
 
-    The root of M goes through the exponent: one subtraction a feature does for all.
+    The root of M goes through the exponent: one subtraction a feature does for all. The divisor of a rescaled token has
+    no gradient. It is a factor of all its features only while no epsilon is added to them.
     """
     shift = lax.stop_gradient(wx.max(0, keepdims=True)) if rescale else half
     exponent = wx - (shift + math.log(len(wx)) / 2)
+    if rescale:
+        return jnp.exp(exponent)
     # This equals minimum, whose gradient at ties costs several times as much.
-    exponent = exponent if rescale else jnp.where(exponent > LIMIT, LIMIT, exponent)
-    return jnp.exp(exponent) + epsilon / math.sqrt(len(wx))
+    return jnp.exp(jnp.where(exponent > LIMIT, LIMIT, exponent)) + epsilon / math.sqrt(len(wx))
 
 
 SOFTMAX_FEATURES: dict[str, type[RandomFeatures]] = {

@@ -61,5 +61,6 @@ class PerformerFormula(Mechanism, name='performer'):
         wx = wx if EXPONENTIAL[self.kind][0] == 1 else torch.cat([wx, -wx], dim=-1)
         shift = wx.amax(-1, keepdim=True) if rescale else half
         exponent = wx - (shift + math.log(wx.shape[-1]) / 2)
-        exponent = exponent if rescale else exponent.clamp(max=LIMIT)
-        return torch.exp(exponent) + self.stabilizer / math.sqrt(wx.shape[-1])
+        if rescale:
+            return torch.exp(exponent)
+        return torch.exp(exponent.clamp(max=LIMIT)) + self.stabilizer / math.sqrt(wx.shape[-1])

@@ -69,10 +69,11 @@ class ElementwiseMap(Protocol):
     def shift(self, x: jax.Array, queries: bool) -> jax.Array | None:
         """Computes s, [..., E] → [...] float32, differentiable in x.
 
-        None: s is the token's largest ⟨w_m, x⟩, and no gradient flows through it.
+        None: s is the token's largest ⟨w_m, x⟩, and no gradient flows through it. Its exponential must then be a factor
+        of all features of the token, which cancels.
         """
 
-    def of_shifted(self, z: jax.Array, features: int) -> jax.Array:
+    def of_shifted(self, z: jax.Array, features: int, queries: bool) -> jax.Array:
         """Computes f, elementwise and differentiable in float32, for M = features."""
         ...
 

@@ -18,6 +18,13 @@ FAST = plgpu.CompilerParams(approx_math=True)
 """Options for the compiler: exponentials are single instructions."""
 
 
+class Side(NamedTuple):
+    """The arrays of queries or of keys in a kernel."""
+
+    arrays: SideArrays[Ref]
+    queries: bool
+
+
 class SideSources(NamedTuple):
     """The arrays from which the tiles of a side are copied, or such a tile in shared memory.
 
@@ -67,23 +74,27 @@ class Features:
     Attributes:
         sources: arrays in memory.
         rows: the slice's rows, high and low parts in shared memory; empty where features are given.
+        queries: True for the side of the queries.
     """
 
-    def __init__(self, plan: RecurrentPlan, sources: SideSources, made: list[Ref], rows: list[list[Ref]]):
+    def __init__(
+        self, plan: RecurrentPlan, sources: SideSources, made: list[Ref], rows: list[list[Ref]], queries: bool
+    ):
         """Stores the arguments; `made` is shared memory for features that are `placed`."""
-        self.plan, self.sources, self.made, self.rows = plan, sources, made, rows
+        self.plan, self.sources, self.made, self.rows, self.queries = plan, sources, made, rows, queries
 
     @staticmethod
     def load_sides(
-        plan: RecurrentPlan, sides: list[SideArrays[Ref]], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
+        plan: RecurrentPlan, sides: list[Side], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
     ) -> list['Features']:
         """Makes the features of each side, once the rows have arrived."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks, first = range(plan.chunks), part * plan.chunks
         if memory is None or rows is None:
-            given = [cast(Ref, side.features) for side in sides]
+            given = [(cast(Ref, side.arrays.features), side.queries) for side in sides]
             return [
-                Features(plan, SideSources([plan.slice_head(x, c) for c in chunks], None, None), [], []) for x in given
+                Features(plan, SideSources([plan.slice_head(x, c) for c in chunks], None, None), [], [], queries)
+                for x, queries in given
             ]
         for array, parts in zip(rows, memory.rows, strict=True):
             for c in chunks:
@@ -92,9 +103,10 @@ class Features:
         return [
             Features(
                 plan,
-                SideSources([], plan.slice_head(side.vectors), cast(Ref, side.shifts).at[head]),
+                SideSources([], plan.slice_head(side.arrays.vectors), cast(Ref, side.arrays.shifts).at[head]),
                 made,
                 memory.rows,
+                side.queries,
             )
             for side, made in zip(sides, memory.made, strict=True)
         ]
@@ -121,7 +133,7 @@ class Features:
 
     def _apply_map(self, z_TxF: jax.Array) -> jax.Array:
         feature_map = cast(ElementwiseMap, self.plan.feature_map)
-        return feature_map.of_shifted(z_TxF, self.plan.slices * self.plan.chunks * CHUNK)
+        return feature_map.of_shifted(z_TxF, self.plan.slices * self.plan.chunks * CHUNK, self.queries)
 
     def _shift(self, tile: SideSources, c: int) -> jax.Array:
         """Computes z."""
