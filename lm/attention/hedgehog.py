@@ -21,6 +21,8 @@ from lm.ops.linear_attention import LinearCall, Options
 class Hedgehog(LinearAttention):
     """Weights ⟨φ(q_i), φ(k_j)⟩ / Σ_j' ⟨φ(q_i), φ(k_j')⟩, with two features for each number of a head."""
 
+    published_beside_window = True
+
     per_head: bool = field(default=True, help='W of each head its own; False: one for all, which TPU kernels compute')
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HedgehogAttention':

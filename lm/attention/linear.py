@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ DEFAULT_BLOCK = 128
 
 class LinearAttention(Attention):
     """A configuration whose module is a `LinearModule`."""
+
+    published_beside_window: ClassVar[bool] = False
+    """A published mechanism puts its weights as they are beside a window of softmax."""
 
     @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'LinearModule':
@@ -50,6 +53,10 @@ class LinearModule(AttentionModule):
     epsilon = 0.0
     implementation: str | None = None
     """The implementation of the operation that training requests; decoding has only one."""
+    log_factor = 0.0
+    """The log of a number that its call leaves out of all weights. It matters where other weights stand beside them."""
+    estimates_softmax = False
+    """Its weights estimate exp(⟨q, k⟩ / √D): a window of softmax has the same unit."""
 
     @abc.abstractmethod
     def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:

@@ -89,6 +89,7 @@ class PerformerAttention(LinearModule):
         self.feature_map = config.feature_map(dims.head_dim)
         self.signed = config.renormalize and self.feature_map.signed
         self.epsilon = config.stabilizer
+        self.estimates_softmax = config.features in SOFTMAX_FEATURES
         projection_RxD, phases_R = self._draw(rngs.projections())
         self.projection = Buffer(projection_RxD)
         self.phases = None if phases_R is None else Buffer(phases_R)

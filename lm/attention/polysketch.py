@@ -157,6 +157,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         self.implementation = config.implementation
         self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
         self.gate = config.build_gate(dims)
+        self.log_factor = -config.degree * math.log(score_scale(config.degree, dims.head_dim))
         n = dims.n_kv_heads if config.per_head else 1
         kind = SKETCHES[config.sketch]
 

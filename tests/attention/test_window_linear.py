@@ -104,7 +104,7 @@ def test_it_starts_with_the_factor_of_the_authors():
 
 
 def test_other_maps_are_not_exported_to_transformers():
-    assert WindowLinear().portable(DIMS).keys() == {'map', 'window', 'mix', 'scale'}
+    assert WindowLinear().portable(DIMS).keys() == {'map', 'window', 'mix', 'scale', 'far_factor'}
     with pytest.raises(ConfigError, match=r'window_linear.map = @hedgehog\(\).*--format safetensors'):
         WindowLinear(map=Hedgehog()).portable(DIMS)
 
@@ -113,7 +113,6 @@ def test_other_maps_are_not_exported_to_transformers():
     ('inner', 'message'),
     [
         (Polysketch(sketch_size=8), 'polysketch.*local = False'),
-        (Taylor(feature_dim=4), 'taylor.*several powers'),
         (Hedgehog(qk_norm=True), 'hedgehog.*set window_linear.qk_norm'),
         (Performer(n_features=16, causal=False), 'performer.*causal = True'),
         (Polysketch(sketch_size=8, local=False, gate=True), 'polysketch.*gate = False'),

@@ -37,10 +37,14 @@ class ProductFeatures(abc.ABC):
 
     def __call__(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
         """Computes […, N, E] → […, N, M]; products and f in float32."""
-        weight, shift = self.products(parameters)
         wide = x.astype(jnp.float32)  # not every backend has a product of bfloat16 into float32
+        features = self.of_products(self.multiply(parameters, wide), jnp.moveaxis(wide, -1, 0), queries)
+        return jnp.moveaxis(features, 0, -1).astype(self.dtype or x.dtype)
+
+    def multiply(self, parameters: Any, wide: jax.Array) -> jax.Array:
+        """Computes W x + b of float32 vectors, […, N, E] → [R, …, N]."""
+        weight, shift = self.products(parameters)
         wx = self.factor * jnp.einsum('nre,...ne->r...n' if weight.ndim == 3 else 're,...ne->r...n', weight, wide)
         if shift is not None:
             wx += jnp.moveaxis(shift, -1, 0).reshape(wx.shape[0], *[1] * (wx.ndim - 2), -1)
-        features = self.of_products(wx, jnp.moveaxis(wide, -1, 0), queries)
-        return jnp.moveaxis(features, 0, -1).astype(self.dtype or x.dtype)
+        return wx

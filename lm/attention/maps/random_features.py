@@ -80,12 +80,25 @@ class RandomFeatures(ProductFeatures):
         """Maps W x [R, …] and |x|²/2 [1, …] to [M, …]; `rescale` where a common factor of a token is free."""
         raise NotImplementedError
 
+    def log_factor(self, parameters: Projection, x: jax.Array) -> jax.Array:
+        """Computes the logs of what rescaled queries were divided by, […, N, E] → […, N] float32 (`RescaledMap`)."""
+        wide = x.astype(jnp.float32)
+        half = self.scale / 2 * jnp.sum(jnp.square(wide), -1)
+        return self.log_divisor(self.multiply(parameters, wide), half)
+
+    def log_divisor(self, wx: jax.Array, half: jax.Array) -> jax.Array:
+        """Computes the log of what `features` of W x [R, …] and |x|²/2 […] are divided by with `rescale`, […]."""
+        return jnp.zeros_like(half)
+
 
 class Positive(RandomFeatures):
     """exp(ω·x - |x|²/2) / √M (FAVOR+, Lemma 1): unbiased and positive."""
 
     def features(self, wx, half, rescale):
         return positive(wx, half, self.epsilon, rescale)
+
+    def log_divisor(self, wx, half):
+        return lax.stop_gradient(wx.max(0)) - half
 
     # The methods of an `ElementwiseMap`: `positive` in parts.
 
@@ -109,6 +122,9 @@ class Hyperbolic(Positive):
     def features(self, wx, half, rescale):
         return super().features(jnp.concatenate([wx, -wx]), half, rescale)
 
+    def log_divisor(self, wx, half):
+        return super().log_divisor(jnp.abs(wx), half)
+
     def rows(self, parameters):
         rows = super().rows(parameters)
         return jnp.concatenate([rows, -rows])
@@ -124,6 +140,9 @@ class Trigonometric(RandomFeatures):
         outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
         return outer * jnp.concatenate([jnp.sin(wx), jnp.cos(wx)]) / math.sqrt(len(wx))
 
+    def log_divisor(self, wx, half):
+        return half
+
 
 class RandomPhases(RandomFeatures):
     """exp(|x|²/2) √(2/M) cos(ω·x + b) with b uniform on [0, 2π): the seed's eq. 10 as it stands."""
@@ -134,6 +153,9 @@ class RandomPhases(RandomFeatures):
     def features(self, wx, half, rescale):
         outer = 1.0 if rescale else jnp.exp(jnp.minimum(half, LIMIT))
         return outer * jnp.cos(wx) * math.sqrt(2 / len(wx))
+
+    def log_divisor(self, wx, half):
+        return half
 
 
 class Generalized(RandomFeatures):

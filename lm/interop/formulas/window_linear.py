@@ -8,18 +8,22 @@ from lm.interop.formulas.tokens import distances
 
 
 class WindowLinearFormula(Mechanism, name='window_linear'):
-    """Weights γ exp(s - c) for the `window` newest keys, c the largest s; ⟨φ(q), φ(k)⟩ for older keys, φ Hedgehog's."""
+    """Weights γ exp(s - c) for the `window` newest keys, c the largest s; f ⟨φ(q), φ(k)⟩ for older keys, φ Hedgehog's."""
 
     folds = True
 
-    def __init__(self, heads, kv_heads, size, *, window, scale, map=None, mix=None):
+    def __init__(self, heads, kv_heads, size, *, window, scale, map=None, mix=None, far_factor=1.0):
         super().__init__()
         self.window, self.scale, self.reach = window, scale or size**-0.5, window - 1
         self.mix_logit = nn.Parameter(torch.zeros(heads))
+        self.far_factor, self.log_far_factor = far_factor, None
+        if isinstance(far_factor, str):
+            self.log_far_factor = nn.Parameter(torch.zeros(heads), requires_grad=False)
         self.q_weight, self.k_weight = (nn.Parameter(torch.zeros(n, size, size)) for n in (heads, kv_heads))
 
     def features(self, q, k):
-        return two_sided(q, self.q_weight), two_sided(k, self.k_weight)
+        factor = self.far_factor if self.log_far_factor is None else self.log_far_factor.exp()[:, None]
+        return factor * two_sided(q, self.q_weight), two_sided(k, self.k_weight)
 
     def decayed(self, q, k, log_decay, seen):
         distance = distances(q, k)

@@ -42,6 +42,7 @@ from lm.ops.linear_attention.types import (
     LocalKernel,
     Options,
     PolynomialKernel,
+    RescaledMap,
     State,
     decay_state,
 )
@@ -163,6 +164,11 @@ def _check(call: LinearCall) -> None:
         raise OperationError('local: needs q_local and k_local, the vectors that the exact kernel compares')
     if options.local is not None and not options.causal:
         raise OperationError('causal = False: the exact kernel `local` needs causal attention; leave it out')
+    if options.lacks_factors and _stands_beside_others(options):
+        raise OperationError(
+            'feature_map: leaves factors out of queries, which do not cancel beside these other terms; '
+            'set denominator_bias = 0 and leave `local` out, or take the map without rescaling'
+        )
     if isinstance(options.local, ExpKernel) and not options.normalize:
         raise OperationError('normalize = False: the weights of this `local` have an unknown common factor')
     check_counts(window=options.window, block=options.block)
@@ -170,6 +176,11 @@ def _check(call: LinearCall) -> None:
         _check_channels(call)
     if call.log_decay_BxLxK is not None and not options.causal:
         raise OperationError('causal = False: decay needs causal attention; leave log_decay out')
+
+
+def _stands_beside_others(options: Options) -> bool:
+    """Returns whether terms stand beside the approximate weights that the factors of queries are not put back for."""
+    return not isinstance(options.local, ExpKernel) and (options.local is not None or options.denominator_bias != 0)
 
 
 def _check_arrays(call: LinearCall) -> None:
@@ -211,6 +222,7 @@ __all__ = [
     'LocalKernel',
     'Options',
     'PolynomialKernel',
+    'RescaledMap',
     'State',
     'compute',
     'decay_state',

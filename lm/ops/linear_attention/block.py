@@ -128,6 +128,13 @@ class Shape:
         x_BxTxHxF = self.options.compute_features(parameters, ungroup(q_BxKxExGxT), True)
         return group(x_BxTxHxF.astype(self.dtype), q_BxKxExGxT.shape[1])
 
+    def find_log_factors(self, parameters: Any, q_BxKxExGxT: jax.Array) -> jax.Array | None:
+        """Computes the logs of the factors that approximate weights lack, [B, K, G, T]; None where they lack none."""
+        log_BxTxH = self.options.find_log_factor(parameters, ungroup(q_BxKxExGxT))
+        if log_BxTxH is None:
+            return None
+        return log_BxTxH.reshape(*log_BxTxH.shape[:2], q_BxKxExGxT.shape[1], -1).transpose(0, 2, 3, 1)
+
 
 def move_tokens_last(x_BxSxKxF: jax.Array) -> jax.Array:
     """Returns [B, K, F, S]."""
@@ -148,9 +155,10 @@ def ungroup(x_BxKxFxGxT: jax.Array) -> jax.Array:
 
 def read(shape: Shape, block: BlockInputs) -> Fraction:
     """Computes the numerators and denominators of a block's queries over all keys."""
-    queries, keys, x, y = block.queries, block.keys, None, None
+    queries, keys, x, y, log_factor = block.queries, block.keys, None, None, None
     if queries.q_BxKxExGxT is not None:
         x = shape.map_queries(block.parameters.queries, queries.q_BxKxExGxT)
+        log_factor = shape.find_log_factors(block.parameters.queries, queries.q_BxKxExGxT)
     if shape.compares and x is not None and keys.k_BxKxExS is not None:
         y = shape.map_keys(block.parameters.keys, keys.k_BxKxExS[..., : x.shape[-1]])
     sums = None if x is None or not shape.reads else _weigh_sums(shape, block.sums, x.shape[2])
@@ -158,10 +166,11 @@ def read(shape: Shape, block: BlockInputs) -> Fraction:
     tops = range(0, count, shape.tile)
     # Split, not sliced: the gradient is then their concatenation, not a sum of padded ones.
     sizes = [min(shape.tile, count - top) for top in tops]
-    xs, qs = (
-        [None] * len(tops) if a is None else lax.split(a, sizes, a.ndim - 1) for a in (x, queries.q_local_BxKxCxGxT)
+    xs, qs, logs = (
+        [None] * len(tops) if a is None else lax.split(a, sizes, a.ndim - 1)
+        for a in (x, queries.q_local_BxKxCxGxT, log_factor)
     )
-    for top, size, x_rows, q_rows in zip(tops, sizes, xs, qs, strict=True):
+    for top, size, x_rows, q_rows, log_rows in zip(tops, sizes, xs, qs, logs, strict=True):
         rows = slice(top, top + size)
         row_decay = None
         if block.decay is not None:
@@ -169,7 +178,7 @@ def read(shape: Shape, block: BlockInputs) -> Fraction:
             newest = decays.entries(block.decay, *((first, last) if shape.lag else (0, 1)))
             row_decay = _RowDecay(block.decay, decays.entries(block.decay, first + shape.lag, last + shape.lag), newest)
         row_T = jnp.arange(rows.start, rows.stop)
-        fractions.append(_read_tile(_Tile(shape, block, rows, row_T, x_rows, q_rows, y, sums, row_decay)))
+        fractions.append(_read_tile(_Tile(shape, block, rows, row_T, x_rows, q_rows, y, sums, row_decay, log_rows)))
     if len(fractions) == 1:
         return fractions[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *fractions)
@@ -178,13 +187,16 @@ def read(shape: Shape, block: BlockInputs) -> Fraction:
 def read_one(shape: Shape, block: BlockInputs, at: jax.Array) -> Fraction:
     """Computes numerator and denominator of one query: token `at` of a block whose keys up to `at` are filled in."""
     queries, count = block.queries, block.keys.v_BxKxDxS.shape[-1]
-    x = shape.map_queries(block.parameters.queries, cast(jax.Array, queries.q_BxKxExGxT))
+    q = cast(jax.Array, queries.q_BxKxExGxT)
+    x = shape.map_queries(block.parameters.queries, q)
+    log_factor = shape.find_log_factors(block.parameters.queries, q)
     sums = _weigh_sums(shape, block.sums, x.shape[2])
     row_decay = None
     if block.decay is not None:
         row_decay = _RowDecay(block.decay, decays.entry(block.decay, at + 1), decays.entries(block.decay, 0, 1))
     rows = slice(count - 1, count)
-    return _read_tile(_Tile(shape, block, rows, at[None], x, queries.q_local_BxKxCxGxT, None, sums, row_decay))
+    tile = _Tile(shape, block, rows, at[None], x, queries.q_local_BxKxCxGxT, None, sums, row_decay, log_factor)
+    return _read_tile(tile)
 
 
 def _count_tokens(queries: BlockQueries) -> int:
@@ -243,6 +255,7 @@ class _Tile:
         y: features of the block's keys; None where no features are compared.
         sums: the sums before the block as operands; None where there are none to read.
         row_decay: the decay of the rows; None without decay.
+        log_factor: logs of the factors that approximate weights lack, [B, K, G, T]; None where they lack none.
     """
 
     shape: Shape
@@ -254,6 +267,7 @@ class _Tile:
     y: jax.Array | None
     sums: Sums | None
     row_decay: _RowDecay | None
+    log_factor: jax.Array | None
 
     def is_visible(self, j: jax.Array, visible: jax.Array) -> jax.Array:
         """Hides keys j that do not exist."""
@@ -271,18 +285,26 @@ class _Part(NamedTuple):
         return self if scale is None else self._replace(weights=self.weights * scale[:, :, None])
 
 
+class _Scales(NamedTuple):
+    """Factors of what stands beside exact weights, [B, K, G, T]: of approximate weights, and of the bias."""
+
+    features: jax.Array
+    bias: jax.Array
+
+
 def _read_tile(tile: _Tile) -> Fraction:
     """Adds the exact part, the approximate part and the part from the sums."""
     options, keys, v = tile.shape.options, tile.block.keys, tile.block.keys.v_BxKxDxS
-    parts, scale_BxKxGxT = [], None
+    parts, scales = [], None
     if options.local is not None and tile.q_local is not None and keys.k_local_BxKxCxS is not None:
-        part, scale_BxKxGxT = weigh_exactly(tile, options.local, tile.q_local, keys.k_local_BxKxCxS)
+        part, scales = weigh_exactly(tile, options.local, tile.q_local, keys.k_local_BxKxCxS)
         parts.append(part)
+    scale_BxKxGxT = None if scales is None else scales.features
     if tile.y is not None and tile.x is not None:
         parts.append(weigh_features(tile, tile.x, tile.y).scaled(scale_BxKxGxT))
     lead = v.shape[:2] + cast(jax.Array, tile.q_local if tile.x is None else tile.x).shape[3:]
     num_BxKxDxGxT, den_BxKxGxT = jnp.float32(0.0), jnp.full(lead, options.denominator_bias, jnp.float32)
-    den_BxKxGxT = den_BxKxGxT if scale_BxKxGxT is None else den_BxKxGxT * scale_BxKxGxT
+    den_BxKxGxT = den_BxKxGxT if scales is None else den_BxKxGxT * scales.bias
     for part in parts:
         num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', part.values, part.weights.astype(v.dtype))
         den_BxKxGxT += part.weights.sum(2)
@@ -295,8 +317,8 @@ def _read_tile(tile: _Tile) -> Fraction:
 
 def weigh_exactly(
     tile: _Tile, local: LocalKernel, q_local: jax.Array, k_local: jax.Array
-) -> tuple[_Part, jax.Array | None]:
-    """Computes the exact weights, and the scale of all other weights [B, K, G, T]; None: 1."""
+) -> tuple[_Part, _Scales | None]:
+    """Computes the exact weights, and the scales of what stands beside them; None: 1."""
     shape, row_T = tile.shape, tile.row_T
     first, last = (tile.rows.start + 1, tile.rows.stop + shape.lag) if shape.lag else (0, tile.rows.stop)
     s_BxKxSxGxT = dot('bkcs,bkcgt->bksgt', k_local[..., first:last], q_local)
@@ -311,14 +333,20 @@ def weigh_exactly(
     s_BxKxSxGxT = jnp.where(visible, s_BxKxSxGxT * local.scale, -jnp.inf)
     s_BxKxSxGxT = s_BxKxSxGxT if log_factors is None else s_BxKxSxGxT + log_factors
     if local.relative:
-        return _Part(jnp.exp(s_BxKxSxGxT - s_BxKxSxGxT.max(2, keepdims=True)), values), None
-    m_BxKxGxT = lax.stop_gradient(s_BxKxSxGxT.max(2))
+        s_BxKxSxGxT -= s_BxKxSxGxT.max(2, keepdims=True)
+        if tile.log_factor is None:
+            return _Part(jnp.exp(s_BxKxSxGxT), values), None
+    log_BxKxGxT = jnp.float32(0.0) if tile.log_factor is None else tile.log_factor
     # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
-    # only the largest exponent itself keeps its weight from underflow.
+    # only the largest exponent itself keeps its weight from underflow. m has no gradient: it is a factor of all terms.
     has_older_T = _has_older(tile)
-    m_BxKxGxT = jnp.maximum(m_BxKxGxT, jnp.where(has_older_T, 0.0, -jnp.inf))
-    scale_BxKxGxT = jnp.where(has_older_T, jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)), 0.0)
-    return _Part(jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None]), values), scale_BxKxGxT
+    m_BxKxGxT = jnp.maximum(s_BxKxSxGxT.max(2), jnp.where(has_older_T, log_BxKxGxT, -jnp.inf))
+    if shape.options.denominator_bias:
+        m_BxKxGxT = jnp.maximum(m_BxKxGxT, 0.0)
+    m_BxKxGxT, unused = lax.stop_gradient((m_BxKxGxT, log_BxKxGxT))
+    others = jnp.exp(log_BxKxGxT - jnp.where(has_older_T, m_BxKxGxT, unused))
+    scales = _Scales(jnp.where(has_older_T, others, 0.0), jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)))
+    return _Part(jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None]), values), scales
 
 
 def _has_older(tile: _Tile) -> jax.Array:

@@ -30,10 +30,11 @@ class LogFactors(NamedTuple):
 
 
 class ExactWeights(NamedTuple):
-    """Exact weights, and the factor of all other terms in a query's numerator and denominator."""
+    """Exact weights, and the factors of approximate weights and of the bias in a query's numerator and denominator."""
 
     weights_BxHxLxM: jax.Array
     scale_BxHxLx1: jax.Array
+    bias_scale_BxHxLx1: jax.Array
 
 
 class VisibleKeys(NamedTuple):
@@ -60,10 +61,10 @@ def linear_attention(call: LinearCall) -> LinearResult:
     decay = None if call.log_decay_BxLxK is None else _expand_decay(call.log_decay_BxLxK, groups)
     if decay is not None:
         w_BxHxLxM *= jnp.exp(decay.pairs_BxHxLxM)
-    scale_BxHxLx1 = jnp.float32(1.0)
+    scale_BxHxLx1 = bias_scale_BxHxLx1 = jnp.float32(1.0)
     if options.local is not None and call.local is not None:
         exact = _weigh_exactly(call, options.local, call.local, decay, visible)
-        scale_BxHxLx1 = exact.scale_BxHxLx1
+        scale_BxHxLx1, bias_scale_BxHxLx1 = exact.scale_BxHxLx1, exact.bias_scale_BxHxLx1
         w_BxHxLxM = jnp.where(visible.nearby_LxM, exact.weights_BxHxLxM, w_BxHxLxM * scale_BxHxLx1)
     o_BxHxLxD = jnp.einsum('bhlm,bmhd->bhld', w_BxHxLxM, repeat(v_BxLxKxD))
     total_BxHxLx1 = w_BxHxLxM.sum(-1, keepdims=True)
@@ -75,7 +76,7 @@ def linear_attention(call: LinearCall) -> LinearResult:
         sums_BxHxR = jnp.repeat(flatten_totals(call.initial_state), groups, axis=1)
         total_BxHxLx1 += factor_BxHxLx1 * jnp.einsum('blhr,bhr->bhl', expand(options, x_BxLxHxF), sums_BxHxR)[..., None]
     if options.normalize:
-        o_BxHxLxD = quotient(o_BxHxLxD, options.denominator_bias * scale_BxHxLx1 + total_BxHxLx1)
+        o_BxHxLxD = quotient(o_BxHxLxD, options.denominator_bias * bias_scale_BxHxLx1 + total_BxHxLx1)
     state = None
     if call.with_state:
         state = summarize(options, y_BxLxKxF, v_BxLxKxD, call.log_decay_BxLxK)
@@ -134,20 +135,26 @@ def _weigh_exactly(
     s_BxHxLxM = jnp.einsum('blhc,bmhc->bhlm', q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
     pairs_BxHxLxM = 0.0 if decay is None else decay.pairs_BxHxLxM
     if not isinstance(local, ExpKernel):
-        return ExactWeights(local.weigh(s_BxHxLxM) * jnp.exp(pairs_BxHxLxM), jnp.float32(1.0))
+        return ExactWeights(local.weigh(s_BxHxLxM) * jnp.exp(pairs_BxHxLxM), jnp.float32(1.0), jnp.float32(1.0))
     start_BxHxLx1 = 0.0 if decay is None else decay.start_BxHxLx1
     s_BxHxLxM = jnp.where(visible.nearby_LxM, s_BxHxLxM * local.scale, -jnp.inf) + pairs_BxHxLxM
     if local.relative:
-        return ExactWeights(jnp.exp(s_BxHxLxM - s_BxHxLxM.max(-1, keepdims=True)), jnp.float32(1.0))
+        s_BxHxLxM -= s_BxHxLxM.max(-1, keepdims=True)
+    log_BxLxH, log_BxHxLx1 = call.options.find_log_factor(call.q_parameters, call.q_BxLxHxE), jnp.float32(0.0)
+    if log_BxLxH is not None:
+        log_BxHxLx1 = log_BxLxH.swapaxes(1, 2)[..., None]
     # Where nothing is older than the window, only the largest exponent itself keeps its weight from underflow.
     has_older_Lx1 = (
         (visible.any_LxM & ~visible.nearby_LxM & (pairs_BxHxLxM > -jnp.inf)).any(-1, keepdims=True)
         | bool(call.options.denominator_bias)
         | ((call.initial_state is not None) & (start_BxHxLx1 > -jnp.inf))
     )
-    m_BxHxLx1 = jnp.maximum(s_BxHxLxM.max(-1, keepdims=True), jnp.where(has_older_Lx1, 0.0, -jnp.inf))
-    scale_BxHxLx1 = jnp.where(has_older_Lx1, jnp.exp(-m_BxHxLx1), 0.0)
-    return ExactWeights(jnp.exp(s_BxHxLxM - m_BxHxLx1), scale_BxHxLx1)
+    m_BxHxLx1 = jnp.maximum(s_BxHxLxM.max(-1, keepdims=True), jnp.where(has_older_Lx1, log_BxHxLx1, -jnp.inf))
+    if call.options.denominator_bias:
+        m_BxHxLx1 = jnp.maximum(m_BxHxLx1, 0.0)
+    others = jnp.exp(log_BxHxLx1 - jnp.where(has_older_Lx1, m_BxHxLx1, log_BxHxLx1))
+    scale_BxHxLx1 = jnp.where(has_older_Lx1, others, 0.0)
+    return ExactWeights(jnp.exp(s_BxHxLxM - m_BxHxLx1), scale_BxHxLx1, jnp.exp(-jnp.maximum(m_BxHxLx1, 0.0)))
 
 
 def list_powers(options: Options, x: jax.Array) -> list[tuple[float, jax.Array]]:

@@ -78,6 +78,28 @@ class ElementwiseMap(Protocol):
         ...
 
 
+@runtime_checkable
+class RescaledMap(Protocol):
+    """A feature map that may leave a factor of each query out of the query's features.
+
+    The factor cancels where it is a factor of all weights of the query. Beside the exact weights of an `ExpKernel` it
+    is not: the operation then puts it back. Beside other weights such a map is refused.
+    """
+
+    @property
+    def rescale(self) -> bool:
+        """True if features of queries lack their factors."""
+        ...
+
+    def log_factor(self, parameters: Any, x: jax.Array) -> jax.Array:
+        """Computes the logs of the factors that weights of queries lack, [B, T, heads, E] → [B, T, heads] float32.
+
+        The factor times the weights is differentiable in x and the parameters. Where the features were divided by a
+        number without gradient, its log has none here either.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class PolynomialKernel:
     """Exact weights (scale ⟨q, k⟩)^degree (PolySketchFormer §3.2)."""
@@ -95,9 +117,10 @@ class ExpKernel:
     """Exact weights exp(scale ⟨q, k⟩).
 
     A query's numerator and denominator, approximate part included, are scaled by exp(-m). m is the largest exponent of
-    the exact part, or 0 where the query has an approximate part (approximate attention, eq. 2.3-2.4).
+    the exact part, or 0 where the query has an approximate part (approximate attention, eq. 2.3-2.4); with a
+    `RescaledMap` the log of its factor in place of 0.
 
-    relative: the exact weights are exp(scale ⟨q, k⟩ - m) with m the largest exponent of the exact part, through which
+    relative: the exact weights are exp(scale ⟨q, k⟩ - c) with c the largest exponent of the exact part, through which
     gradients flow; the approximate weights stay as they are (LoLCATs, Zhang et al. 2024, eq. 7).
     """
 
@@ -154,6 +177,18 @@ class Options:
     def compute_features(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
         """Maps [..., T, heads, E] to features [..., T, heads, F]."""
         return x if self.feature_map is None else self.feature_map(parameters, x, queries)
+
+    @property
+    def lacks_factors(self) -> bool:
+        """True where features of queries lack factors (`RescaledMap`)."""
+        return isinstance(self.feature_map, RescaledMap) and self.feature_map.rescale
+
+    def find_log_factor(self, parameters: Any, q: jax.Array) -> jax.Array | None:
+        """Computes the logs of the factors that weights of queries lack, [B, T, heads]; None where they lack none, or
+        where all weights lack them."""
+        if not isinstance(self.local, ExpKernel) or not self.lacks_factors:
+            return None
+        return cast(RescaledMap, self.feature_map).log_factor(parameters, q)
 
     def weigh(self, s: jax.Array) -> jax.Array:
         """Computes the approximate weights of pairs whose features have inner products s."""
