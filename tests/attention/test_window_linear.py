@@ -8,7 +8,12 @@ import pytest
 from flax import nnx
 
 from lm.attention import HeadDims
+from lm.attention import mechanisms as attention_mechanisms
 from lm.attention.hedgehog import Hedgehog
+from lm.attention.linear import LinearAttention
+from lm.attention.llops import Llops
+from lm.attention.maps.random_features import FEATURES
+from lm.attention.maps.sketches import SKETCHES
 from lm.attention.performer import Performer
 from lm.attention.polysketch import Polysketch
 from lm.attention.softmax import Softmax
@@ -38,6 +43,65 @@ def reference(config, arrays, q, k, v):
     return mechanisms.mix(np.where(inside, gamma * np.exp(s - s.max(-1, keepdims=True)), older), v)
 
 
+def performer_weights(arrays, q, k):
+    """Computes FAVOR+ by its formula, not rescaled; keys alone are raised by the stabilizer."""
+    q, k = (x * x.shape[-1] ** -0.25 for x in (q, k))
+    exponents = (x @ arrays['map/projection'].T - (x**2).sum(-1, keepdims=True) / 2 for x in (q, k))
+    phi_q, phi_k = (np.exp(x) for x in exponents)
+    return mechanisms.scores(phi_q, phi_k + STABILIZER) / phi_q.shape[-1]
+
+
+def normalize(arrays, name, x):
+    """Computes the layer normalization of the map."""
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return x * arrays[f'map/{name}/scale'] + arrays[f'map/{name}/bias']
+
+
+def polysketch_weights(arrays, q, k):
+    """Computes the weights of Gaussian sketches of degree 16: a tree of eight copies of a vector (Algorithm 1)."""
+    sketches = []
+    for name, x in (('q_norm', q), ('k_norm', k)):
+        level, node = [normalize(arrays, name, x)] * 8, 0
+        while len(level) > 1:
+            children, level = level, []
+            for left, right in zip(children[::2], children[1::2], strict=True):
+                first, second = arrays[f'map/sketch/maps/{node}'][:, 0]
+                level.append((left @ first) * (right @ second) * first.shape[-1] ** -0.5)
+                node += 1
+        sketches.append(level[0])
+    return mechanisms.scores(*sketches) ** 2
+
+
+STABILIZER = 1e-2
+MAPS = {
+    'performer': (Performer(n_features=16, stabilizer=STABILIZER), performer_weights, False),
+    'polysketch': (
+        Polysketch(sketch_size=4, sketch='gaussian', degree=16, offset=0.5, local=False),
+        polysketch_weights,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize('name', MAPS)
+def test_a_window_beside_other_maps_is_their_formula(name):
+    """Factors that cancel in a map alone, of its queries or of its scores, stay in the weights and in the gradients."""
+    inner, weigh, relative = MAPS[name]
+
+    def formula(config, arrays, q, k, v):
+        distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+        inside = (distance >= 0) & (distance < config.window)
+        s = np.where(inside, mechanisms.scores(q, k) * q.shape[-1] ** -0.5, -np.inf)
+        s = s - s.max(-1, keepdims=True) if relative else s
+        gamma, far = 1 / (1 + np.exp(-arrays['mix_logit'])), np.exp(arrays['log_far_factor'])
+        older = far[:, None, None] * weigh(arrays, q, k)
+        return mechanisms.mix(np.where(inside, gamma[:, None, None] * np.exp(s), older), v)
+
+    module, inputs = mechanisms.build(WindowLinear(map=inner, window=6), DIMS), mechanisms.draw(dims=DIMS, length=19)
+    mechanisms.check_values(module, formula, inputs, half_tolerance=0.1)
+    mechanisms.check_gradients(module, formula, inputs, tolerance=3e-5)
+
+
 CONFIGS = [WindowLinear(window=8), WindowLinear(window=5, scale=0.7, mix=0.5), WindowLinear(map=Hedgehog(), window=3)]
 
 
@@ -62,6 +126,72 @@ def test_other_maps_decode_and_agree_with_the_operation_as_its_formulas_read(inn
     call = module.make_call(*arrays)
     assert isinstance(call, LinearCall)
     np.testing.assert_allclose(mechanisms.apply(module, *arrays), compute(call, 'reference').o_BxLxHxD, atol=1e-5)
+
+
+UNSIGNED = [name for name, features in FEATURES.items() if not features.signed]
+ALL_MAPS = [
+    *(Performer(n_features=32, features=name) for name in UNSIGNED),
+    *(Polysketch(sketch_size=8, sketch=name, local=False) for name in SKETCHES),
+    *(Polysketch(sketch_size=8, degree=degree, local=False) for degree in (2, 16)),
+    Polysketch(sketch_size=8, sketch='gaussian', degree=16, local=False),
+    Hedgehog(per_head=False),
+    Taylor(feature_dim=4),
+    Llops(n_features=16),
+]
+
+
+def window_share(config):
+    """Returns the share of the weights that the window has at the first parameters, of random vectors."""
+    module, dims = config.build(START_DIMS, nnx.Rngs(params=0, projections=1)), START_DIMS
+    q, k, _ = mechanisms.draw(length=96, dims=dims)
+    w_BxHxLxM = np.asarray(weigh(module, q, k))
+    i, j = np.arange(96)[:, None], np.arange(96)
+    return (w_BxHxLxM * (j > i - config.window))[:, :, 64:].sum(-1).mean()
+
+
+@nnx.jit
+def weigh(module, q, k):
+    return module.weigh(q, k)
+
+
+START_DIMS = HeadDims(n_heads=2, n_kv_heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize('inner', [None, *ALL_MAPS], ids=str)
+def test_window_and_older_keys_begin_balanced(inner):
+    """Of 64 to 96 keys 16 are in the window, a fifth. Hedgehog begins as published, with a smaller share."""
+    least = 0.02 if inner is None or isinstance(inner, Hedgehog) else 0.1
+    assert least < window_share(WindowLinear(window=16, map=inner)) < 0.45
+
+
+def test_every_mechanism_that_fits_is_among_the_balanced_maps():
+    fitting = set()
+    for mechanism in attention_mechanisms().values():
+        options = {'local': False} if mechanism is Polysketch else {}
+        try:
+            if issubclass(mechanism, LinearAttention):
+                jax.eval_shape(lambda m=mechanism, o=options: nnx.split(make(WindowLinear(map=m(**o))))[1])
+                fitting.add(mechanism)
+        except ConfigError:
+            continue
+    assert fitting == {type(inner) for inner in ALL_MAPS}
+
+
+def make(config):
+    return config.build(START_DIMS, nnx.Rngs(params=0, projections=1))
+
+
+def test_a_number_in_place_of_the_mean():
+    """It multiplies the weights of older keys, and no array keeps it."""
+    one, two = (make(WindowLinear(window=16, map=Performer(n_features=32), far_factor=factor)) for factor in (1.0, 2.0))
+    q, k, _ = mechanisms.draw(length=20, dims=START_DIMS)
+    ratios = [w[..., 19, 0] / w[..., 19, 19] for w in (weigh(module, q, k) for module in (one, two))]
+    np.testing.assert_allclose(ratios[1], 2 * ratios[0], rtol=1e-5)
+    assert 'log_far_factor' not in mechanisms.arrays(one)
+    with pytest.raises(ConfigError, match=r'window_linear.far_factor = 0.0: must be above 0'):
+        WindowLinear(far_factor=0.0)
+    with pytest.raises(ConfigError, match=r"window_linear.far_factor = 'median': must be a number above 0, 'mean'"):
+        WindowLinear(far_factor='median')
 
 
 def test_the_factor_multiplies_the_weights_of_the_window_for_every_power():
