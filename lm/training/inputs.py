@@ -3,12 +3,15 @@
 from lm.data.batches import BatchWindows, Windows
 from lm.data.dataset import DataConfig, Store
 from lm.data.mixture import MixedWindows, Mixture
-from lm.errors import MismatchError
+from lm.errors import ConfigError, MismatchError
 from lm.model import ModelConfig
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshShape
 from lm.training.objectives import Unpack, check_objective
 from lm.training.optimizer import OptimizerConfig
+
+ROUTERS = 'glu'
+"""The part of a model that routers belong to (`lm.parameters.PARTS`)."""
 
 
 def check_training(
@@ -22,6 +25,10 @@ def check_training(
     check_objective(config.objective, data, model)
     model.check_parts(mesh.sequence, config.context_length)
     model.check_length(config.context_length)
+    if config.objective.trains_feed_forward and ROUTERS not in optimizer.frozen:
+        reasons = (kind.why_untrained() for kind in model.feed_forwards)
+        if reason := next(filter(None, reasons), None):
+            raise ConfigError(reason)
 
 
 def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None:

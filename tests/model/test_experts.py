@@ -13,6 +13,7 @@ from lm import model as model_lib
 from lm.attention.recurrent.delta import Delta
 from lm.attention.softmax import Softmax
 from lm.config.text import dump
+from lm.data.dataset import DataConfig
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.interop.names import from_tensors, to_tensors
@@ -23,6 +24,12 @@ from lm.model.functions import ModelFunctions, count_parameters
 from lm.ops.documents import Documents
 from lm.ops.experts import apply_experts_one_by_one
 from lm.parameters import declarations
+from lm.plan import plan_step
+from lm.training.config import TrainConfig
+from lm.training.inputs import check_training
+from lm.training.mesh import MeshShape
+from lm.training.objectives.align import Align
+from lm.training.optimizer import OptimizerConfig
 
 TINY = dict(vocab_size=61, n_layers=2, d_model=32, n_heads=4, head_dim=8, hidden_dim=48)
 QWEN = Experts(n_experts=6, top_k=2, hidden_dim=16, shared_dim=24, shared_gate=True)
@@ -30,7 +37,8 @@ KIMI = Experts(
     n_experts=8, top_k=3, hidden_dim=16, shared_dim=16, sigmoid=True, scale=2.5, groups=4, top_groups=2,
     correction=True,
 )  # fmt: skip
-FORMS = {'plain': Experts(n_experts=4), 'Qwen3-Next': QWEN, 'Kimi Linear': KIMI}
+SWITCH = Experts(n_experts=4, top_k=1, hidden_dim=16, normalize=False)
+FORMS = {'plain': Experts(n_experts=4), 'Switch': SWITCH, 'Qwen3-Next': QWEN, 'Kimi Linear': KIMI}
 
 
 def functions_of(feed_forward, **changes) -> ModelFunctions:
@@ -79,7 +87,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(form):
         allowed = np.repeat(np.isin(np.arange(config.groups), best), groups.shape[1])
         chosen.append(np.argsort(-np.where(allowed, one, -np.inf))[: config.top_k])
     weights = np.take_along_axis(scores, np.array(chosen), -1)
-    weights = config.scale * weights / weights.sum(-1, keepdims=True)
+    weights = config.scale * (weights / weights.sum(-1, keepdims=True) if config.normalize else weights)
     matrices = layer.glu_in[...], layer.glu_out[...]
     expected = apply_experts_one_by_one(
         jnp.asarray(x.reshape(-1, 32)), jnp.array(chosen), jnp.asarray(weights), *matrices, layer.shape.activate
@@ -214,6 +222,33 @@ def test_the_balance_loss_makes_the_choices_more_even():
     for _ in range(60):
         state = jax.tree.map(lambda x, d: x - 1.0 * d, state, slope(state))
     assert count(state).std() < 0.5 * before.std(), (before, count(state))
+
+
+def slope_of_router(config: Experts) -> float:
+    """Returns the size of the router's gradient, relative to the gradient of the experts' matrices."""
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 9, 32)), jnp.float32)
+    graph, state = nnx.split(layer_of(config))
+    slope = jax.jit(jax.grad(lambda state: jnp.square(nnx.merge(graph, state)(x, None)).sum()))(state)
+    router, matrices = slope['router']['kernel'], slope['glu_out']
+    return float(jnp.abs(router[...]).max() / jnp.abs(matrices[...]).max())
+
+
+def test_a_router_of_one_expert_learns_where_its_score_is_the_weight():
+    assert slope_of_router(SWITCH) > 1e-2
+    assert slope_of_router(dataclasses.replace(SWITCH, normalize=True)) < 1e-5
+
+
+def test_training_refuses_one_expert_whose_weight_is_always_1():
+    """Models with such layers stay possible, for imports; so does training that leaves their routers as they are."""
+    one = Experts(n_experts=4, top_k=1, balance=0.01)
+    model = ModelConfig(**TINY, feed_forward=(DenseLayer(), one))
+    said = r'experts.normalize = True: .* of experts.top_k = 1 is always 1, .*; set experts.normalize = False \(Switch'
+    with pytest.raises(ConfigError, match=said):
+        plan_step(Experiment(model=model))
+    plan_step(Experiment(model=model, optimizer=OptimizerConfig(frozen=('glu',))))
+    plan_step(Experiment(model=ModelConfig(**TINY, feed_forward=SWITCH)))
+    shape = MeshShape(data=None, fsdp=1, sequence=1, slices=1)
+    check_training(TrainConfig(objective=Align(teacher='run')), OptimizerConfig(), DataConfig(), model, shape)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,10 @@ class FeedForward(Configurable, abc.ABC):
         """Returns its fields as plain values, and `dense_dim`, for programs that do not read gin."""
         return {**dataclasses.asdict(self.settle(shape)), 'dense_dim': self.dense_dim(shape)}
 
+    def why_untrained(self) -> str | None:
+        """Returns why training gives its router no gradient, and the remedy; None: it learns, or there is none."""
+        return None
+
     def count_idle(self, shape: FeedForwardShape) -> int:
         """Returns the number of parameters that a token does not use."""
         return 0

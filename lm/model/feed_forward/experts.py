@@ -4,8 +4,11 @@
     y = c Σ_{e chosen} s_e E_e(x)  [+ E_shared(x), or σ(x w) E_shared(x)]
 
 The `top_k` experts with the largest s_e are chosen (Shazeer et al. 2017, §2.1); with `normalize` their weights are
-divided by their sum. No expert has a limit of tokens, so none are dropped, and a token's output depends on no other
-token. Experts are small and shared experts see all tokens (Dai et al. 2024, DeepSeekMoE, §3.1 and §3.2).
+divided by their sum. The weight of one expert alone is then 1, and its router has no gradient: training refuses it.
+Published models with one expert weigh it with s_e (Fedus et al. 2021, Switch Transformer, §2.1).
+
+No expert has a limit of tokens, so none are dropped, and a token's output depends on no other token. Experts are small
+and shared experts see all tokens (Dai et al. 2024, DeepSeekMoE, §3.1 and §3.2).
 
 With `groups` the experts stand in groups, and only experts in the best `top_groups` can be chosen. With `correction` a
 fixed number per expert is added for the choice alone (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2, eq. 16): training keeps
@@ -96,6 +99,15 @@ class Experts(FeedForward):
 
     def settle(self, shape: FeedForwardShape) -> 'Experts':
         return dataclasses.replace(self, hidden_dim=self.expert_dim(shape), balance=0.0)
+
+    def why_untrained(self) -> str | None:
+        if self.top_k > 1 or not self.normalize:
+            return None
+        return (
+            f'{self.gin_name}.normalize = True: the weight of the one expert of {self.gin_name}.top_k = 1 is always 1, '
+            f'and its router never learns; set {self.gin_name}.normalize = False (Switch Transformer), take more '
+            "experts, or keep an imported router with optimizer.frozen = ['glu']"
+        )
 
     def count_idle(self, shape: FeedForwardShape) -> int:
         return (self.n_experts - self.top_k) * shape.count_products(self.expert_dim(shape))

@@ -31,6 +31,8 @@ TRAINED = ('new', 'attention')
 class Align(Distillation):
     """Trains attention to give the outputs of the teacher's attention, on the teacher's inputs."""
 
+    trains_feed_forward = False
+
     trains: str = field(
         default='attention',
         choices=TRAINED,

@@ -53,6 +53,8 @@ class Objective(Configurable, abc.ABC):
     """True if tokens of the model must see later ones; False if they must not."""
     remedy: ClassVar[str]
     """The remedy for a model of the other kind."""
+    trains_feed_forward: ClassVar[bool] = True
+    """False if feed-forward layers stay as they are, whatever is minimized."""
 
     @abc.abstractmethod
     def unpack(self, store: Store | None, vocab_size: int) -> Unpack | None:
