@@ -388,6 +388,29 @@ def test_a_hybrid_of_our_own_goes_out_as_qwen3_next(tmp_path):
         NativeFormat().check(plain)
 
 
+@pytest.mark.parametrize(('form', 'default'), [('qwen3_next', 0.001), ('kimi_linear', 0.0)])
+def test_the_coefficient_of_the_balance_loss_stays(form, default, tmp_path):
+    """Older files leave it out, and null stands for none."""
+    config = checkpoints.load(form)['config']
+    family, name = FAMILIES[form], 'router_aux_loss_coef'
+    model = family.model(tmp_path, config | {name: 0.02})
+    assert {kind.balance for kind in model.feed_forwards if isinstance(kind, Experts)} == {0.02}
+    assert family.describe(model)[name] == 0.02
+    assert family.model(tmp_path, family.describe(model)).feed_forward == model.feed_forward
+    for others, expected in (({}, default), ({name: None}, 0.0)):
+        read_again = family.model(tmp_path, {key: one for key, one in config.items() if key != name} | others)
+        assert {kind.balance for kind in read_again.feed_forwards if isinstance(kind, Experts)} == {expected}
+
+
+@pytest.mark.parametrize('form', ['qwen3_next', 'kimi_linear'])
+def test_one_expert_with_the_weight_1_is_imported_as_it_is(form, tmp_path):
+    """Published classes divide its score by itself. Training alone refuses it."""
+    one = {'num_experts_per_tok': 1, 'num_experts_per_token': 1}
+    model = FAMILIES[form].model(tmp_path, checkpoints.load(form)['config'] | one)
+    kinds = [kind for kind in model.feed_forwards if isinstance(kind, Experts)]
+    assert {(kind.top_k, kind.normalize) for kind in kinds} == {(1, True)}
+
+
 DELTA, GATED, RETENTION = map(find_layer_type, ('linear_attention', 'gated_linear_attention', 'multi_scale_retention'))
 PLAIN = shapes.LLAMA | {'rotary_base': None, 'n_kv_heads': 4}
 LINEAR = {

@@ -1,11 +1,31 @@
-"""The tensors of experts: their files have three matrices for each expert, ours one array for all of them."""
+"""The tensors of experts, and the coefficient of their balance loss.
 
-from collections.abc import Sequence
+Files have three matrices for each expert, and models here one array for all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
+from lm.model import ModelConfig
+from lm.model.feed_forward.experts import Experts
+
+BALANCE = 'router_aux_loss_coef'
+"""The entry of config.json with the coefficient of the balance loss of each layer."""
+
+
+def read_balance(config: Mapping[str, Any], default: float = 0.0) -> float:
+    """Returns the coefficient of the balance loss in a config.json; null stands for none."""
+    return float(config.get(BALANCE, default) or 0.0)
+
+
+def describe_balance(model: ModelConfig) -> dict[str, float]:
+    """Returns the entry with the coefficient of the first layer that has experts; empty without experts."""
+    found = [kind.balance for kind in model.feed_forwards if isinstance(kind, Experts)]
+    return {BALANCE: found[0]} if found else {}
 
 
 def stack_experts(theirs: LayerTensors, begin: str, names: Sequence[str], count: int) -> Tensors:

@@ -8,7 +8,7 @@ import numpy as np
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import FULL, Decoder, LayerTensors, cut, find_pattern
-from lm.interop.families.expert_tensors import stack_experts, unstack_experts
+from lm.interop.families.expert_tensors import describe_balance, read_balance, stack_experts, unstack_experts
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
@@ -132,6 +132,7 @@ class KimiLinear(Decoder):
             groups=found['num_expert_group'],
             top_groups=found['topk_group'],
             correction=True,
+            balance=read_balance(config),
         )
 
     def attention_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
@@ -192,7 +193,8 @@ class KimiLinear(Decoder):
                 found |= {'num_attention_heads': heads, 'num_key_value_heads': heads, 'qk_rope_head_dim': shared}
                 found |= {'qk_nope_head_dim': size - shared, 'v_head_dim': options.dims.value_size}
                 found['kv_lora_rank'] = options.latent.rank if options.latent else 1
-        return found | _describe_experts(next((one for one in kinds if isinstance(one, Experts)), None))
+        found |= _describe_experts(next((one for one in kinds if isinstance(one, Experts)), None))
+        return found | describe_balance(model)
 
     def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
         one = model.layers[layer]

@@ -8,7 +8,7 @@ import numpy as np
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import FULL, Decoder, LayerTensors, cut, find_pattern
-from lm.interop.families.expert_tensors import stack_experts, unstack_experts
+from lm.interop.families.expert_tensors import BALANCE, describe_balance, read_balance, stack_experts, unstack_experts
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
@@ -45,6 +45,7 @@ class Qwen3Next(Decoder):
         'moe_intermediate_size': 512,
         'shared_expert_intermediate_size': 512,
         'norm_topk_prob': True,
+        BALANCE: 0.001,
     }
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,6 +99,7 @@ class Qwen3Next(Decoder):
             shared_dim=found['shared_expert_intermediate_size'],
             shared_gate=True,
             normalize=found['norm_topk_prob'],
+            balance=read_balance(found),
         )
 
     def attention_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
@@ -156,6 +158,7 @@ class Qwen3Next(Decoder):
             'layer_types': types,
             'mlp_only_layers': [i for i, one in enumerate(kinds) if not isinstance(one, Experts)],
             **_describe_experts(next((one for one in kinds if isinstance(one, Experts)), None)),
+            **describe_balance(model),
         }
         resolved = dict(zip(reversed(types), map(model.resolve, reversed(model.layers)), strict=True))
         if (full := resolved.get(FULL)) is not None:
