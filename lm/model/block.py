@@ -19,7 +19,7 @@ from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ModelConfig
 from lm.model.dense import Dense, LowRank
 from lm.model.feed_forward import FeedForward
-from lm.model.feed_forward.base import ACTIVATIONS, FeedForwardShape
+from lm.model.feed_forward.base import ACTIVATIONS, FeedForwardShape, Routing
 from lm.model.key_offset import offset_keys, select_channels
 from lm.model.latent import LatentKeys
 from lm.ops.rotary import Rotation, rotate
@@ -69,11 +69,14 @@ class FeedForwardUnits(nnx.Module):
         self.glu_out = linear(hidden, (shape.d_model,), 'mlp', 'embed', True) if hidden else None
         self.experts = kind.build(shape, rngs, dtype)
 
-    def transform(self, x_TxD: jax.Array) -> jax.Array:
-        """Computes the feed-forward layer of normalized inputs; the tokens may have any number of axes."""
+    def transform(self, x_TxD: jax.Array) -> tuple[jax.Array, Routing | None]:
+        """Computes the feed-forward layer of normalized inputs, and the choices of its router, if it has one.
+
+        The tokens may have any number of axes.
+        """
         if self.experts is None:
-            return self._transform_all(x_TxD)
-        return self.experts(x_TxD, None if self.glu_in is None else self._transform_all(x_TxD))
+            return self._transform_all(x_TxD), None
+        return self.experts.compute(x_TxD, None if self.glu_in is None else self._transform_all(x_TxD))
 
     def _transform_all(self, x_TxD: jax.Array) -> jax.Array:
         """Computes the linear units that all tokens pass."""
@@ -171,10 +174,16 @@ class Block(FeedForwardUnits):
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
+        return self.compute(x_BxLxD, rotation, starts_BxL)[0]
+
+    def compute(
+        self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """Computes the layer like `__call__`, and the choices of its router, if it has one."""
         with jax.named_scope('norms'):
             x_BxLxD = tokens_on_lanes(x_BxLxD)
             normed_BxLxD = self.normalize(x_BxLxD)
-        return self.finish(x_BxLxD, self.mix(normed_BxLxD, rotation, starts_BxL))
+        return self._finish(x_BxLxD, self.mix(normed_BxLxD, rotation, starts_BxL))
 
     def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
         """Computes the input of attention from the input of the layer."""
@@ -190,9 +199,13 @@ class Block(FeedForwardUnits):
 
     def finish(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> jax.Array:
         """Computes the rest of the layer from its input and the output of attention (`mix`)."""
+        return self._finish(x_BxLxD, mixed_BxLxD)[0]
+
+    def _finish(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, Routing | None]:
         with jax.named_scope('attention_out'):
             x_BxLxD = tokens_on_lanes(x_BxLxD + _apply(self.attention_out_norm, mixed_BxLxD))
-        return self._feed_forward(lone_windows(x_BxLxD)).reshape(x_BxLxD.shape)
+        y_TxD, routing = self._feed_forward(lone_windows(x_BxLxD))
+        return y_TxD.reshape(x_BxLxD.shape), routing
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
@@ -297,12 +310,13 @@ class Block(FeedForwardUnits):
             y_BxLxN *= form(self.output_gate(normed_BxLxD[..., :inputs]))
         return self.attention_out(y_BxLxN)
 
-    def _feed_forward(self, x_TxD: jax.Array) -> jax.Array:
+    def _feed_forward(self, x_TxD: jax.Array) -> tuple[jax.Array, Routing | None]:
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
             normed_TxD = _apply(self.glu_norm, x_TxD)
         with jax.named_scope('glu'):
-            return x_TxD + _apply(self.glu_out_norm, self.transform(normed_TxD))
+            y_TxD, routing = self.transform(normed_TxD)
+            return x_TxD + _apply(self.glu_out_norm, y_TxD), routing
 
 
 def _apply(norm: nnx.Module | None, x_TxD: jax.Array) -> jax.Array:

@@ -90,12 +90,25 @@ class ModelFunctions:
         z_loss: float = 0.0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (sum of the targets' weighted losses with the z-loss, nats of each target without a gradient)."""
+        return self.measured_loss(weights, tokens_BxL, targets_BxL, share_BxL, documents, z_loss)[:2]
 
-        def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    def measured_loss(
+        self,
+        weights: Mapping[str, Any],
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        share_BxL: jax.Array,
+        documents: Documents | None = None,
+        z_loss: float = 0.0,
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns `weighted_loss`, and the measures of routers (`lm.model.routers`); without routers there are none."""
+
+        def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             return model.weighted_loss(*arrays, z_loss=z_loss)
 
-        parts, nats_BxL = over_windows(weighted, [(self, weights)], documents, tokens_BxL, targets_BxL, share_BxL)
-        return parts.sum(), nats_BxL
+        arrays = tokens_BxL, targets_BxL, share_BxL
+        parts, nats_BxL, measures = over_windows(weighted, [(self, weights)], documents, *arrays)
+        return parts.sum(), nats_BxL, jax.tree.map(lambda x: x.sum(axis=(0, 1)), measures)
 
     def score_targets(
         self,
@@ -128,7 +141,8 @@ def over_windows(
     """Calls function(*models, *arrays, positions, starts) on each device's tokens.
 
     Args:
-        function: takes a `Transformer` for each model and the tokens of one part; returns arrays [B, L, …].
+        function: takes a `Transformer` for each model and the tokens of one part; returns arrays [B, L, …], or with 1
+            for B and L: the shares of the parts, to be summed.
         models: the functions of each model, with its weights.
         documents: the documents of a window do not see each other; None: a window is one document.
         arrays_BxL: the tokens, then what belongs to them.

@@ -24,8 +24,10 @@ from lm.attention import AttentionModule
 from lm.errors import ConfigError
 from lm.model.block import Block, stack_blocks, take_apart
 from lm.model.config import REMAT, ModelConfig
+from lm.model.feed_forward.base import Routing
 from lm.model.options import RotaryOptions
 from lm.model.positions import rotary, sinusoids
+from lm.model.routers import join_routings
 from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
 from lm.ops.rotary import Rotation
@@ -90,27 +92,37 @@ class Transformer(nnx.Module):
             starts_BxL: the first token of each token's document, the earliest one that it sees; None: each window is
                 one document (`lm.ops.documents`).
         """
+        return self._compute(tokens_BxL, positions, starts_BxL)[0]
+
+    def _compute(
+        self, tokens_BxL: jax.Array, positions: jax.Array | None, starts_BxL: jax.Array | None
+    ) -> tuple[jax.Array, list[Routing | None]]:
+        """Computes `hidden`, and the choices of the routers of each stack, whose layers are the first axis."""
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
         x_BxLxD, rotations = self._embed(tokens_BxL, positions)
+        routings = []
         for part in self._scans:
-            x_BxLxD = self._compute_layers(part, x_BxLxD, rotations[part], starts_BxL)
+            x_BxLxD, found = self._compute_layers(part, x_BxLxD, rotations[part], starts_BxL)
+            routings += found
         with jax.named_scope('norms'):
-            return self.final_norm(x_BxLxD)
+            return self.final_norm(x_BxLxD), routings
 
     def _compute_layers(
         self, part: slice, x_BxLxD: jax.Array, rotations: Sequence[Rotation | None], starts_BxL: jax.Array | None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, list[Routing | None]]:
         """Computes the layers of some stacks, which have one layer of each in turn."""
         applies, states = zip(*map(take_apart, self.blocks[part]), strict=True)
 
         def layers(x_BxLxD, states):
+            routings = []
             for apply, state, rotation in zip(applies, states, rotations, strict=True):
-                x_BxLxD = apply(state, Block.__call__, x_BxLxD, rotation, starts_BxL)
-            return x_BxLxD, None
+                x_BxLxD, routing = apply(state, Block.compute, x_BxLxD, rotation, starts_BxL)
+                routings.append(routing)
+            return x_BxLxD, routings
 
         if self.config.remat != 'none':
             layers = jax.checkpoint(layers, policy=REMAT[self.config.remat], prevent_cse=False)
-        return jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)[0]
+        return jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
@@ -167,13 +179,18 @@ class Transformer(nnx.Module):
         starts_BxL: jax.Array | None = None,
         *,
         z_loss: float = 0.0,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum of weighted losses to minimize, in parts [P, 1], and `token_losses`
-        (`lm.ops.cross_entropy.weighted_cross_entropy`)."""
-        x_BxLxD = self.hidden(tokens_BxL, positions, starts_BxL)
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns the sum of weighted losses to minimize, in parts [P, 1], `token_losses`, and the measures of routers.
+
+        `lm.ops.cross_entropy.weighted_cross_entropy` describes the first two, and `lm.model.routers` the third, which
+        are the share that these tokens have in them, [1, 1, …].
+        """
+        x_BxLxD, routings = self._compute(tokens_BxL, positions, starts_BxL)
         options = {'cap': self.config.logit_cap, 'z_loss': z_loss}
+        measures = {name: array_N[None, None] for name, array_N in join_routings(routings).items()}
         with jax.named_scope('cross_entropy'):
-            return weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
+            losses = weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
+            return *losses, measures
 
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
         """Returns the decoding state of empty sequences: the states of each stack of layers.

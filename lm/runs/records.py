@@ -37,7 +37,8 @@ NUMBERS = ('train.steps', 'train.context_length', 'train.tokens_per_step', 'trai
 NEEDED = {'train': ('loss', 'grad_norm', 'tokens', 'seconds'), 'eval': ('loss',)}
 """Kind of a record → its numbers that readers count on, besides the step."""
 OPTIONAL = (
-    *('tokens_per_second', 'mfu', 'skipped_steps', 'kept_numbers'),
+    *('tokens_per_second', 'mfu', 'skipped_steps', 'kept_numbers', 'balance_loss', 'expert_load_max'),
+    *('expert_load_layer', 'idle_experts'),
     *('perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy'),
 )
 """More numbers of records, which not every record has."""

@@ -56,6 +56,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         + f', {format_duration(train["seconds"])} of training'
         + (f', {format_count(train["skipped_steps"], "step")} skipped' if train.get('skipped_steps') else '')
         + (f', {format_count(train["kept_numbers"], "number")} not updated' if train.get('kept_numbers') else ''),
+        **({} if train is None else _describe_routers(train)),
         'goodput': describe(found['goodput']) if found['goodput'] else '–',
         'last evaluation': '–'
         if evaluation is None
@@ -140,6 +141,17 @@ def _active(found: dict[str, Any]) -> str:
     """Returns how many parameters a token uses, if it does not use all."""
     idle = found['idle_parameters']
     return f'; {sum(found["parameters"].values()) - idle:,} of them per token' if idle else ''
+
+
+def _describe_routers(train: dict[str, Any]) -> dict[str, str]:
+    """Returns the row of a run with experts."""
+    if not all(name in train for name in ('balance_loss', 'expert_load_max', 'expert_load_layer', 'idle_experts')):
+        return {}
+    return {
+        'experts': f'balance loss {train["balance_loss"]:.3f} (1 is even), the busiest expert gets '
+        f'{train["expert_load_max"]:.0%} of the tokens (layer {train["expert_load_layer"]}), '
+        f'{format_count(train["idle_experts"], "expert")} without a token'
+    }
 
 
 def _branch(branch: Any) -> dict[str, str]:

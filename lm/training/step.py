@@ -24,6 +24,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from lm.checkpoint.checksum import checksum
+from lm.model import routers
 from lm.model.functions import ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import DATA_AXES, SHARED_AXIS, batch_axes
@@ -130,7 +131,8 @@ class TrainStep:
             the new state, and scalars: loss (nats per token), grad_norm, learning_rate, skipped, in_a_row,
                 kept: the parameters that kept their value because their update was not finite (0 in a skipped step),
                 first_bad: the number of the first array that is not finite, for `name_first_bad` (-1: all are finite).
-                The comparison with a teacher adds its own (`Distillation.compare`).
+                The comparison with a teacher adds its own (`Distillation.compare`). Without a teacher, models with
+                experts add the measures of their routers (`lm.model.routers`).
         """
         windows = self._number_windows(state['step'], batch_AxBxL)
         loss, gradients, others = self._gradients(state['params'], state['buffers'], *windows, teacher=teacher)
@@ -168,14 +170,24 @@ class TrainStep:
 
     def weighted_loss(
         self, weights: Weights, tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (the loss to minimize, the nats of each target): see `ModelFunctions.weighted_loss`."""
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns (the loss to minimize, the nats of each target, the measures of routers): see
+        `ModelFunctions.measured_loss`."""
         arrays = tokens_BxL, targets_BxL, share_BxL
-        return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
+        return self.functions.measured_loss(weights, *arrays, self.documents, self.z_loss)
 
-    def read_comparison(self, metrics: Mapping[str, Any]) -> Reading:
-        """Returns what the metrics of a step say about student and teacher, for metrics.jsonl and the progress."""
-        return self.teaching.objective.read_measures(metrics) if self.teaching else Reading({}, None)
+    def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
+        """Returns what the metrics of a step say about routers, or else about student and teacher, for metrics.jsonl
+        and the progress."""
+        if self.teaching:
+            return self.teaching.objective.read_measures(metrics)
+        return Reading(routers.read_measures(self.functions.config, metrics), None)
+
+    def _make_measures(self) -> dict[str, jax.Array]:
+        """Returns zeros with the names and shapes of the further measures of a step."""
+        if self.teaching:
+            return self.teaching.objective.make_measures(self.functions)
+        return routers.make_measures(self.functions.config)
 
     def name_first_bad(self, first_bad: int) -> str:
         """Returns the name of the array that the metric `first_bad` stands for: 'loss', 'gradient of …', 'gradient
@@ -245,11 +257,11 @@ class TrainStep:
     def _compare(
         self, given: '_Given', tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Returns (the loss to minimize, the nats of each target, further measures); with a teacher, of the
-        comparison with it."""
+        """Returns (the loss to minimize, the nats of each target, further measures): of routers, or with a teacher of
+        the comparison with it."""
         weights = {'params': given.params, 'buffers': given.buffers}
         if self.teaching is None:
-            return *self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL), {}
+            return self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL)
         assert given.teacher is not None, 'a step with a teacher needs its weights'
         pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
         found = self.teaching.objective.compare(pair, self.documents, tokens_BxL, targets_BxL)
@@ -315,8 +327,7 @@ class TrainStep:
                 gradients, (means, by_window) = grad(given.params, given, count, *window)
                 return jax.tree.map(jnp.add, total, (means, gradients)), by_window
 
-            measures = self.teaching.objective.make_measures(self.functions) if self.teaching else {}
-            zero = ((jnp.zeros(()), measures), jax.tree.map(jnp.zeros_like, given.params))
+            zero = ((jnp.zeros(()), self._make_measures()), jax.tree.map(jnp.zeros_like, given.params))
             total, by_window = jax.lax.scan(accumulate, zero, windows)
             return (jax.lax.psum(total, axes) if axes else total), by_window
 

@@ -93,11 +93,15 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(form):
         jnp.asarray(x.reshape(-1, 32)), jnp.array(chosen), jnp.asarray(weights), *matrices, layer.shape.activate
     )
     dense = jnp.ones((2, 9, 32)) if config.shared_dim else None
-    found = layer(jnp.asarray(x), dense).reshape(-1, 32)
+    found, routing = layer.compute(jnp.asarray(x), dense)
+    found = found.reshape(-1, 32)
     if dense is not None:
         gate = layer.shared_gate
         expected += 1 if gate is None else jax.nn.sigmoid(x.reshape(-1, 32) @ np.asarray(gate.kernel[...]))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    counts = np.bincount(np.ravel(chosen), minlength=config.n_experts)
+    np.testing.assert_allclose(routing.load_E, counts / 18, rtol=1e-6)
+    np.testing.assert_allclose(routing.score_E, (scores / scores.sum(-1, keepdims=True)).mean(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize('form', FORMS)

@@ -230,7 +230,7 @@ def test_projections_are_redrawn_and_resume_exactly(tokens, tmp_path):
     assert (evaluation['kind'], evaluation['tokens']) == ('eval', 40)
 
 
-def test_a_mixture_of_experts_resumes_exactly(tokens, tmp_path):
+def test_a_mixture_of_experts_resumes_exactly(tokens, tmp_path, capsys):
     """Routers in groups with corrections, a shared expert behind a gate, a balance loss, and a dense layer."""
     bindings = {'model.feed_forward': '[@dense(), @experts()]', 'experts.n_experts': 4, 'experts.hidden_dim': 16}
     bindings |= {'experts.shared_dim': 16, 'experts.shared_gate': True, 'experts.sigmoid': True, 'experts.groups': 2}
@@ -247,6 +247,12 @@ def test_a_mixture_of_experts_resumes_exactly(tokens, tmp_path):
     assert 'resumed from step' in again.stdout
     assert tiny.losses(parts) == tiny.losses(whole)
     assert tiny.losses(parts, 'eval') == tiny.losses(whole, 'eval')
+    record = json.loads((whole / 'metrics.jsonl').read_text().splitlines()[0])
+    assert record['balance_loss'] > 0.9
+    assert (sum(record['expert_load']), record['expert_load_layer']) == (pytest.approx(2), 1)
+    assert record['expert_load_max'] == max(record['expert_load'])
+    assert cli.main(['inspect', str(whole)]) == 0
+    assert 'the busiest expert gets' in capsys.readouterr().out
     first, last = tiny.checksums(whole, 8), tiny.checksums(whole, 10)
     assert tiny.checksums(parts, 10) == last
     moved = {part for name in last if first[name] != last[name] for part in name.split('.')}

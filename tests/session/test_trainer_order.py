@@ -127,7 +127,7 @@ class Session:
             step=named(
                 functions=named(choose_redrawn=lambda done: (1,) if done == 2 else ()),
                 name_first_bad=lambda i: ('loss', 'gradient of x')[i],
-                read_comparison=lambda metrics: Reading({}, None),
+                read_measures=lambda metrics: Reading({}, None),
             ),
             batches=named(prefetch=lambda first, last: iter(range(first, last)), windows=windows),
             advance=self.advance,

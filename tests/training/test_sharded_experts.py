@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import train_step
 
-from lm.model import ModelConfig
+from lm.model import ModelConfig, routers
 from lm.model.feed_forward import DenseLayer
 from lm.model.feed_forward.experts import Experts
 from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
@@ -29,11 +29,11 @@ def batch(microbatches: int) -> jax.Array:
 
 
 def train(step, state, rows):
-    """Returns the state after two steps, as arrays of NumPy, and the losses."""
+    """Returns the state after two steps, as arrays of NumPy, and the losses and measures of routers."""
     run, losses = jax.jit(step.train, out_shardings=(get_shardings(state), None)), []
     for _ in range(2):
         state, metrics = run(state, rows)
-        losses.append(float(metrics['loss']))
+        losses.append((float(metrics['loss']), *np.array(metrics[routers.LOAD]), *np.array(metrics[routers.SCORE])))
     return jax.tree.map(np.asarray, state['params']), losses
 
 

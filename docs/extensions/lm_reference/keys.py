@@ -103,6 +103,11 @@ class TrainRecord(TypedDict):
     skipped_steps: int  #: updates that were skipped because a number was not finite, in the whole run
     kept_numbers: NotRequired[int]  #: how often a parameter kept its value: its update was not finite; absent if never
     data_wait_seconds: float  #: time that steps waited for data since the record before
+    balance_loss: NotRequired[float]  #: balance loss without coefficient, mean over layers; 1 if even; with experts
+    expert_load_max: NotRequired[float]  #: largest share of a step's tokens that one expert of a layer gets
+    expert_load_layer: NotRequired[int]  #: layer of that expert, from 0
+    expert_load: NotRequired[list[float]]  #: share of the tokens for each expert of this layer; the sum is `top_k`
+    idle_experts: NotRequired[int]  #: experts that no token of the step chose, in all layers
 
 
 class PositionLoss(TypedDict):

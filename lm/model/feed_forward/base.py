@@ -7,7 +7,7 @@ Each has a dense part, linear units that all tokens pass, or a routed part, or b
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,33 @@ class FeedForwardShape:
         return values * form(gates)
 
 
+class Routing(NamedTuple):
+    """The choices of a router, each number as the share that these tokens have in it. It has no gradient.
+
+    Where a device is told apart from others, it has a part of the tokens, and the sum over the parts is the whole.
+
+    Attributes:
+        load_E: the share of the tokens that chose each expert, float32. The loads of all experts have the sum `top_k`.
+        score_E: the mean score of each expert, float32. The scores of a token are divided by their sum.
+    """
+
+    load_E: jax.Array
+    score_E: jax.Array
+
+
 class RoutedPart(nnx.Module, abc.ABC):
     """The part of a feed-forward layer whose matrices depend on the token."""
 
-    @abc.abstractmethod
     def __call__(self, x_BxLxD: jax.Array, dense_BxLxD: jax.Array | None) -> jax.Array:
         """Returns the output of the layer from its input, and from the output of the dense part, if there is one.
 
         The tokens may be one axis, [B·L, D].
         """
+        return self.compute(x_BxLxD, dense_BxLxD)[0]
+
+    @abc.abstractmethod
+    def compute(self, x_BxLxD: jax.Array, dense_BxLxD: jax.Array | None) -> tuple[jax.Array, Routing]:
+        """Returns the output like `__call__`, and the choices of the router."""
 
 
 class FeedForward(Configurable, abc.ABC):
@@ -85,6 +103,10 @@ class FeedForward(Configurable, abc.ABC):
     def portable(self, shape: FeedForwardShape) -> dict[str, Any]:
         """Returns its fields as plain values, and `dense_dim`, for programs that do not read gin."""
         return {**dataclasses.asdict(self.settle(shape)), 'dense_dim': self.dense_dim(shape)}
+
+    def count_experts(self) -> int:
+        """Returns the number of experts that its router chooses from; 0: there is no router."""
+        return 0
 
     def why_untrained(self) -> str | None:
         """Returns why training gives its router no gradient, and the remedy; None: it learns, or there is none."""

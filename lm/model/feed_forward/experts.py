@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
 from lm.model.dense import run_on_gathered
-from lm.model.feed_forward.base import FeedForward, FeedForwardShape, RoutedPart
+from lm.model.feed_forward.base import FeedForward, FeedForwardShape, RoutedPart, Routing
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.experts import apply_experts
 from lm.ops.platform import DATA_AXES, SEQUENCE_AXIS
@@ -100,6 +100,9 @@ class Experts(FeedForward):
     def settle(self, shape: FeedForwardShape) -> 'Experts':
         return dataclasses.replace(self, hidden_dim=self.expert_dim(shape), balance=0.0)
 
+    def count_experts(self) -> int:
+        return self.n_experts
+
     def why_untrained(self) -> str | None:
         if self.top_k > 1 or not self.normalize:
             return None
@@ -139,28 +142,42 @@ class RoutedExperts(RoutedPart):
         self.shared_gate = linear(1, 'gate') if config.shared_gate else None
         self.correction = Buffer(jnp.zeros(experts)) if config.correction else None
 
-    def __call__(self, x_BxLxD: jax.Array, dense_BxLxD: jax.Array | None) -> jax.Array:
-        chosen_BxLxN, weights_BxLxN = self.route(x_BxLxD)
+    def compute(self, x_BxLxD: jax.Array, dense_BxLxD: jax.Array | None) -> tuple[jax.Array, Routing]:
+        chosen_BxLxN, weights_BxLxN, routing = self._route(x_BxLxD)
         arrays, matrices = (x_BxLxD.astype(self.dtype), chosen_BxLxN, weights_BxLxN), (self.glu_in, self.glu_out)
         y_BxLxD = run_on_gathered(self._apply, arrays, [each[...].astype(self.dtype) for each in matrices])
         if dense_BxLxD is None:
-            return y_BxLxD
+            return y_BxLxD, routing
         if self.shared_gate is not None:
             dense_BxLxD *= jax.nn.sigmoid(self.shared_gate(x_BxLxD)).astype(dense_BxLxD.dtype)
-        return y_BxLxD + dense_BxLxD
+        return y_BxLxD + dense_BxLxD, routing
 
     def route(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the experts of each token, [B, L, N] int32, and their weights, float32."""
+        return self._route(x_BxLxD)[:2]
+
+    def _route(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array, Routing]:
+        """Routes like `route`, and counts the choices."""
         config = self.config
         form = jax.nn.sigmoid if config.sigmoid else jax.nn.softmax
         scores_BxLxE = form(self.router(x_BxLxD.astype(jnp.float32)))
         chosen_BxLxN = lax.top_k(self._compare(lax.stop_gradient(scores_BxLxE)), config.top_k)[1]
+        counts_E = jnp.bincount(chosen_BxLxN.reshape(-1), length=config.n_experts)
+        mean_E = _average_scores(scores_BxLxE)
+        axes, parts = _find_parts()
+        load_E = counts_E * (config.top_k / (chosen_BxLxN.size * parts))
+        routing = Routing(load_E, lax.stop_gradient(mean_E) / parts)
         if config.balance:
-            scores_BxLxE = attach_loss(scores_BxLxE, config.balance * self._weigh_choices(scores_BxLxE, chosen_BxLxN))
+            share_E = counts_E * (config.n_experts / chosen_BxLxN.size)
+            if axes:
+                share_E = lax.pmean(share_E, axes)
+            # The share that these tokens have in Σ_e f_e P_e over all devices.
+            loss = config.balance * ((share_E * mean_E).sum() / parts)
+            scores_BxLxE = attach_loss(scores_BxLxE, loss)
         weights_BxLxN = jnp.take_along_axis(scores_BxLxE, chosen_BxLxN, axis=-1)
         if config.normalize:
             weights_BxLxN /= weights_BxLxN.sum(axis=-1, keepdims=True) + 1e-20
-        return chosen_BxLxN, weights_BxLxN * config.scale
+        return chosen_BxLxN, weights_BxLxN * config.scale, routing
 
     def _compare(self, scores_BxLxE: jax.Array) -> jax.Array:
         """Returns the numbers whose largest ones are chosen."""
@@ -176,25 +193,25 @@ class RoutedExperts(RoutedPart):
         is_open_BxLxG = jax.nn.one_hot(chosen, config.groups).sum(axis=-2) > 0
         return jnp.where(is_open_BxLxG[..., None], grouped_BxLxGxM, -jnp.inf).reshape(scores_BxLxE.shape)
 
-    def _weigh_choices(self, scores_BxLxE: jax.Array, chosen_BxLxN: jax.Array) -> jax.Array:
-        """Returns Σ_e f_e P_e over all devices, as the share that these tokens have in it.
-
-        Where a device is told apart from others, it has a part of the tokens, and gradients are added over the parts.
-        """
-        experts, mesh = self.config.n_experts, jax.sharding.get_abstract_mesh()
-        share_E = jnp.bincount(chosen_BxLxN.reshape(-1), length=experts) * (experts / chosen_BxLxN.size)
-        shares_BxLxE = scores_BxLxE / scores_BxLxE.sum(axis=-1, keepdims=True)
-        mean_E = shares_BxLxE.reshape(-1, experts).mean(axis=0)
-        axes = tuple(name for name in (*DATA_AXES, SEQUENCE_AXIS) if name in mesh.manual_axes)
-        if axes:
-            share_E = lax.pmean(share_E, axes)
-        return (share_E * mean_E).sum() / math.prod(mesh.shape[name] for name in axes)
-
     def _apply(self, x_BxLxD, chosen, weights, into_ExDxG, out_ExFxD):
         """Applies the experts to the tokens of a device."""
         x_TxD, chosen_TxN, weights_TxN = (each.reshape(-1, each.shape[-1]) for each in (x_BxLxD, chosen, weights))
         y_TxD = apply_experts(x_TxD, chosen_TxN, weights_TxN, into_ExDxG, out_ExFxD, self.shape.activate)
         return y_TxD.reshape(x_BxLxD.shape)
+
+
+def _average_scores(scores_BxLxE: jax.Array) -> jax.Array:
+    """Returns the mean over the tokens of the scores of each expert, which are divided by their sum, [E] float32."""
+    shares_BxLxE = scores_BxLxE / scores_BxLxE.sum(axis=-1, keepdims=True)
+    return shares_BxLxE.reshape(-1, shares_BxLxE.shape[-1]).mean(axis=0)
+
+
+def _find_parts() -> tuple[tuple[str, ...], int]:
+    """Returns the axes of the mesh whose devices are told apart, so that each has a part of the tokens, and the number
+    of these parts."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(name for name in (*DATA_AXES, SEQUENCE_AXIS) if name in mesh.manual_axes)
+    return axes, math.prod(mesh.shape[name] for name in axes)
 
 
 @custom_vjp()
