@@ -87,6 +87,12 @@ class Attention(Configurable, abc.ABC):
     shared_key_dim: int | Literal['model'] = _option(
         minimum=0, help='channels of a key, the last ones, that all heads share; needs latent_rank'
     )
+    latent_query_rank: int | Literal['model'] | None = _option(
+        minimum=1, help='rank of queries, which are made of so many numbers per token; None: they have a matrix'
+    )
+    rotary_decoupled: bool | Literal['model'] = _option(
+        help='rotary positions turn the shared channels of keys alone, and the same channels of queries'
+    )
     rotary_base: float | Literal['model'] | None = _option(
         above=1, help='of the wavelengths of rotary positions; None: no such'
     )
@@ -286,6 +292,14 @@ class AttentionModule(nnx.Module):
         The tokens follow the tokens of earlier calls. The outputs equal `__call__` on the whole sequence. `starts_BxT`
         are the `starts_BxL` of these tokens, counted from the first of them: negative before it.
         """
+
+    def over_latent(self, rank: int, shared: int) -> 'AttentionModule | None':
+        """Returns the module whose keys are `rank` numbers, which are the values too, and `shared` channels, the same
+        for all heads; it weighs equal products of queries and keys like this one.
+
+        None: the weights depend on more than the products, or the state does not grow with the tokens.
+        """
+        return None
 
     def redraw(self, key: jax.Array) -> None:
         """Draws its random projections anew from `key` alone; called every `redraw_every` steps."""

@@ -10,6 +10,7 @@ With `log_base` layers without positions attend as sharply in longer contexts (C
 2025, SWAN-GPT). Models train without it; a is chosen on training text for the evaluation.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -116,6 +117,9 @@ class SoftmaxAttention(ExactModule):
         q_BxTxHxD = self._sharpen(q_BxTxHxD, state.position if starts_BxT is None else 0, starts_BxT)
         return super().decode_step(state, q_BxTxHxD, k_BxTxKxD, v_BxTxKxD, gate_BxLxK, starts_BxT=starts_BxT)
 
+    def over_latent(self, rank: int, shared: int) -> 'LatentSoftmax | None':
+        return None if self.gate is not None else LatentSoftmax(self, rank, shared)
+
     def _sharpen(self, q_BxLxHxD: jax.Array, position: jax.Array | int, starts_BxL: jax.Array | None) -> jax.Array:
         """Multiplies queries, from this position on, by log_a(t + a) for t tokens before them in their documents."""
         base = self.config.log_base
@@ -124,3 +128,17 @@ class SoftmaxAttention(ExactModule):
         before = (position + jnp.arange(q_BxLxHxD.shape[1]))[None] - (0 if starts_BxL is None else starts_BxL)
         factor = jnp.log(before.astype(jnp.float32) + base) / math.log(base)
         return (q_BxLxHxD.astype(jnp.float32) * factor[..., None, None]).astype(q_BxLxHxD.dtype)
+
+
+class LatentSoftmax(SoftmaxAttention):
+    """Softmax over keys that all heads share, and whose first channels are the values: its cache holds nothing else
+    (DeepSeek-AI 2024, DeepSeek-V2, §2.1.2 and §2.1.4)."""
+
+    def __init__(self, whole: SoftmaxAttention, rank: int, shared: int):
+        scale = whole.config.scale or whole.dims.head_dim**-0.5
+        dims = HeadDims(whole.dims.n_heads, 1, rank + shared, whole.dims.causal, value_dim=0)
+        super().__init__(dataclasses.replace(whole.config, scale=scale), dims)
+        self.sinks, self.rank = whole.sinks, rank
+
+    def compute(self, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, v_BxMxKxD: jax.Array, **options: Any) -> jax.Array:
+        return super().compute(q_BxLxHxD, k_BxMxKxD, k_BxMxKxD[..., : self.rank], **options)

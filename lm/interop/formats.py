@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lm.attention import Attention
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
@@ -120,6 +121,7 @@ class TransformersFormat(Safetensors):
                     'option; export with --format safetensors'
                 )
         for attention in model.pattern:
+            _check_latent(attention, model)
             attention.portable(model.resolve(attention).dims)  # it refuses options that have no formula
         if unknown := {attention.gin_name for attention in model.pattern} - formulated():
             raise ConfigError(
@@ -195,6 +197,19 @@ def describe_marks(run: LoadedRun) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value is not None}
 
 
+def _check_latent(attention: Attention, model: ModelConfig) -> None:
+    """Raises ConfigError for forms of latent attention that the model for transformers does not have."""
+    latent = model.resolve(attention).latent
+    if latent is None:
+        return
+    for name, value in (('latent_query_rank', latent.query_rank), ('rotary_decoupled', latent.decoupled)):
+        if value:
+            raise ConfigError(
+                f'{attention.gin_name}.{name} = {value}: the model for transformers has no such option; export with '
+                '--format safetensors'
+            )
+
+
 def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
     """Returns what a layer does around its mechanism, for config.json."""
     options = model.resolve(model.layers[layer])
@@ -205,7 +220,7 @@ def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
         'projected_heads': [options.heads.queries, options.heads.keys, options.heads.values],
         'head_dim': dims.head_dim,
         'value_dim': dims.value_size,
-        'latent': None if options.latent is None else dataclasses.asdict(options.latent),
+        'latent': None if options.latent is None else {'rank': options.latent.rank, 'shared': options.latent.shared},
         'rotary': None if options.rotary is None else describe_rotation(options.rotary),
         'key_offset': options.key_offset,
         'convolution': options.convolution,

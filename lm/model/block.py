@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm.attention import Attention
+from lm.attention import Attention, AttentionModule
 from lm.attention.base import GATES
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.config import ModelConfig
@@ -21,7 +21,7 @@ from lm.model.dense import Dense, LowRank
 from lm.model.feed_forward import FeedForward
 from lm.model.feed_forward.base import ACTIVATIONS, FeedForwardShape, Routing
 from lm.model.key_offset import offset_keys, select_channels
-from lm.model.latent import LatentKeys
+from lm.model.latent import LatentKeys, LatentQueries, turn_last
 from lm.ops.rotary import Rotation, rotate
 from lm.ops.tpu import lone_windows, tokens_on_lanes
 from lm.parameters import NORMS, declare, rms_norm, stack
@@ -127,7 +127,8 @@ class Block(FeedForwardUnits):
         is_before, is_after = config.norm_placement != 'after', config.norm_placement != 'before'
         self.attention_norm = norm(is_before)
         biased = config.biases or config.qkv_biases
-        self.qkv = linear(config.d_model, own.projected_sizes, 'embed', 'all_heads', part='attention', biased=biased)
+        rows, axis = (config.d_model, 'embed') if own.query_rank is None else (own.query_rank, 'logits')
+        self.qkv = linear(rows, own.projected_sizes, axis, 'all_heads', part='attention', biased=biased)
         self.attention = attention.build(dims, rngs)
         width = (config.d_model,)
         self.attention_out = linear(own.width, width, 'all_heads', 'embed', part='attention', init=residual_init)
@@ -139,6 +140,7 @@ class Block(FeedForwardUnits):
         self.make_units(feed_forward, config.feed_forward_shape, unit, rngs, dtype)
         # Parameters that only some models have come last. So the random draws of all others stay as they were.
         self.latent = None if own.latent is None else self._make_latent(config, linear, rngs)
+        self.latent_queries = None if own.query_rank is None else self._make_latent_queries(config, linear, rngs)
         if own.projections:
             self.mechanism_in = linear(config.d_model, own.widths, 'embed', 'all_heads', part='mechanism')
         reach = own.convolution  # assigned once: an attribute that began as None could hold no module
@@ -171,6 +173,13 @@ class Block(FeedForwardUnits):
         down = linear(config.d_model, own.latent.down_sizes, 'embed', 'logits', part='attention')
         up = linear(own.latent.rank, own.latent_sizes, 'logits', 'all_heads', part='attention')
         return LatentKeys(own, down, up, rngs)
+
+    def _make_latent_queries(self, config: ModelConfig, linear: Callable, rngs: nnx.Rngs) -> LatentQueries:
+        """Makes the map to the numbers that queries are made of; `qkv` maps them to queries."""
+        rank = self.options.query_rank
+        assert rank is not None
+        down = linear(config.d_model, (rank,), 'embed', 'logits', part='attention')
+        return LatentQueries(rank, down, rngs)
 
     def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the layer; `starts_BxL` is the first token of each token's document, if documents are separate."""
@@ -209,7 +218,7 @@ class Block(FeedForwardUnits):
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
-        state = self.attention.init_state(batch, max_length, dtype, documents)
+        state = (self._find_over_latent() or self.attention).init_state(batch, max_length, dtype, documents)
         convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
         own = self.options
         key = jnp.zeros((batch, 1, own.heads.keys, own.dims.head_dim), dtype) if own.key_offset else None
@@ -222,10 +231,42 @@ class Block(FeedForwardUnits):
         tokens."""
         normed_BxTxD = _apply(self.attention_norm, x_BxTxD)
         state, kept = state
-        *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
-        inputs = self._project_for_mechanism(normed_BxTxD)
-        state, y_BxTxHxV = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
+        if (over := self._find_over_latent()) is not None:
+            state, y_BxTxHxV = self._decode_over_latent(over, state, normed_BxTxD, rotation, starts_BxT)
+        else:
+            *qkv, kept = self._project(normed_BxTxD, rotation, self._rotate, starts_BxT, kept)
+            inputs = self._project_for_mechanism(normed_BxTxD)
+            state, y_BxTxHxV = self.attention.decode_step(state, *qkv, starts_BxT=starts_BxT, **inputs)
         return (state, kept), self.finish(x_BxTxD, self._project_out(normed_BxTxD, y_BxTxHxV))
+
+    def _find_over_latent(self) -> AttentionModule | None:
+        """Returns the module that decodes over latent keys; None: decoding keeps whole keys and values."""
+        own = self.options
+        if own.latent is None or not own.latent.decoupled or own.convolution or own.qk_norm:
+            return None
+        return self.attention.over_latent(own.latent.rank, own.latent.shared)
+
+    def _decode_over_latent(
+        self,
+        over: AttentionModule,
+        state: Any,
+        normed_BxTxD: jax.Array,
+        rotation: Rotation | None,
+        starts_BxT: jax.Array | None,
+    ) -> tuple[Any, jax.Array]:
+        """Computes state and output of the mechanism like its `decode_step`, over latent keys."""
+        assert self.latent is not None
+        products = self.qkv(self._find_query_inputs(normed_BxTxD))
+        q_BxTxHxC = products.reshape(*products.shape[:2], self.options.heads.queries, -1)
+        q_BxTxHxN = self.latent.absorb(turn_last(q_BxTxHxC, rotation))
+        k_BxTx1xN = self.latent.make_shared(normed_BxTxD, rotation)
+        nothing = k_BxTx1xN[..., :0]  # the keys are the values
+        state, o_BxTxHxR = over.decode_step(state, q_BxTxHxN, k_BxTx1xN, nothing, starts_BxT=starts_BxT)
+        return state, self.latent.read(o_BxTxHxR)
+
+    def _find_query_inputs(self, normed_BxLxD: jax.Array) -> jax.Array:
+        """Returns what the matrix of queries maps."""
+        return normed_BxLxD if self.latent_queries is None else self.latent_queries(normed_BxLxD)
 
     def project(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> Projections:
         """Computes queries, keys and values; queries and keys are rotated, if there is a rotation."""
@@ -252,12 +293,14 @@ class Block(FeedForwardUnits):
         to both at once, queries and keys are separate products.
         """
         own, C = self.options, self.options.dims.head_dim
+        if own.latent is not None and own.latent.decoupled:
+            prepare = _turn_before(prepare)
         queries, keys, values = own.qkv_sizes
         is_joined = rotation is not None or self.attention.norms is not None
         if self.latent is None:
             products = self.qkv.pieces(normed_BxLxD, [queries + keys, values] if is_joined else [queries, keys, values])
         else:
-            products = [self.qkv(normed_BxLxD), *self.latent(normed_BxLxD)]
+            products = [self.qkv(self._find_query_inputs(normed_BxLxD)), *self.latent(normed_BxLxD)]
             if is_joined:
                 products = [jnp.concatenate(products[:2], axis=-1), products[2]]
         convolved, key = kept
@@ -317,6 +360,11 @@ class Block(FeedForwardUnits):
         with jax.named_scope('glu'):
             y_TxD, routing = self.transform(normed_TxD)
             return x_TxD + _apply(self.glu_out_norm, y_TxD), routing
+
+
+def _turn_before(prepare: Callable) -> Callable:
+    """Returns `prepare` for positions that turn the last channels alone: they are turned first."""
+    return lambda qk_BxLxNxC, rotation: prepare(turn_last(qk_BxLxNxC, rotation), None)
 
 
 def _apply(norm: nnx.Module | None, x_TxD: jax.Array) -> jax.Array:

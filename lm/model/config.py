@@ -87,6 +87,19 @@ class ModelConfig(Configurable):
         omit_default=True,
         help='channels of a key, the last ones, that all heads share; needs latent_rank',
     )
+    latent_query_rank: int | None = field(
+        default=None,
+        minimum=1,
+        omit_default=True,
+        help='rank of queries, which are made of so many numbers per token, normalized (q_lora_rank of DeepSeek-V2); '
+        'needs latent_rank; None: queries have a matrix of their own',
+    )
+    rotary_decoupled: bool = field(
+        default=False,
+        omit_default=True,
+        help='rotary positions turn the shared channels of keys alone, and the same channels of queries (DeepSeek-V2); '
+        'needs shared_key_dim',
+    )
     hidden_dim: int | None = field(
         default=None,
         minimum=1,
@@ -272,6 +285,8 @@ class ModelConfig(Configurable):
         head_dim, value_dim = self._choose(attention, 'head_dim'), self._choose(attention, 'value_dim')
         share, rank = (self._choose(attention, f'output_gate_{name}') for name in ('inputs', 'rank'))
         base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
+        latent = self._choose_latent(attention)
+        turned = latent.shared if latent is not None and latent.decoupled else head_dim
         form = attention.output_gate
         if form == MODEL:
             form = self.output_gate_form if self.output_gate else None
@@ -285,8 +300,8 @@ class ModelConfig(Configurable):
         return LayerOptions(
             dims=dims,
             heads=heads,
-            latent=self._choose_latent(attention),
-            rotary=None if base is None else RotaryOptions(head_dim, base, *rest),
+            latent=latent,
+            rotary=None if base is None else RotaryOptions(turned, base, *rest),
             key_offset=self._choose(attention, 'key_offset'),
             convolution=self._choose(attention, 'convolution'),
             qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
@@ -301,7 +316,8 @@ class ModelConfig(Configurable):
 
     def _choose_latent(self, attention: Attention) -> LatentOptions | None:
         rank = self._choose(attention, 'latent_rank')
-        return None if rank is None else LatentOptions(rank, self._choose(attention, 'shared_key_dim'))
+        names = 'shared_key_dim', 'latent_query_rank', 'rotary_decoupled'
+        return None if rank is None else LatentOptions(rank, *(self._choose(attention, name) for name in names))
 
     def _count_heads(self, attention: Attention) -> ProjectedHeads:
         queries = self._choose(attention, 'n_heads')
@@ -331,8 +347,12 @@ class ModelConfig(Configurable):
         shared, size = self._choose(attention, 'shared_key_dim'), self._choose(attention, 'head_dim')
         if shared and latent is None:
             raise ConfigError(f'{named("shared_key_dim", shared)}: keys are not latent; set latent_rank')
+        for name in ('latent_query_rank', 'rotary_decoupled'):
+            if latent is None and (value := self._choose(attention, name)):
+                raise ConfigError(f'{named(name, value)}: keys are not latent; set latent_rank')
         if latent is None:
             return
+        self._check_decoupled(attention, latent, named)
         if shared >= size:
             raise ConfigError(f'{named("shared_key_dim", shared)}: must be less than {named("head_dim", size)}')
         if not heads.queries == heads.keys == heads.values:
@@ -342,6 +362,25 @@ class ModelConfig(Configurable):
             )
         if self.biases or self.qkv_biases:
             raise ConfigError(f'{named("latent_rank", latent.rank)}: latent keys have no biases; set them to False')
+
+    def _check_decoupled(self, attention: Attention, latent: LatentOptions, named: Callable[[str, Any], str]) -> None:
+        setting = named('rotary_decoupled', True)
+        if not latent.decoupled:
+            return
+        if not latent.shared:
+            raise ConfigError(f'{setting}: no channels are shared that positions could turn; set shared_key_dim')
+        if latent.shared % 2:
+            raise ConfigError(
+                f'{named("shared_key_dim", latent.shared)}: positions turn pairs of channels; make it even'
+            )
+        if self._choose(attention, 'rotary_base') is None:
+            raise ConfigError(
+                f'{setting}: there are no rotary positions; set rotary_base, or rotary_decoupled to False'
+            )
+        if self._choose(attention, 'key_offset'):
+            raise ConfigError(
+                f'{setting}: keys that come from the token before have no published form; set key_offset to 0'
+            )
 
     @property
     def looks_ahead(self) -> str | None:

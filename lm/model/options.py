@@ -8,7 +8,10 @@ from lm.attention.rotary_scaling import RotaryScaling
 
 @dataclasses.dataclass(frozen=True)
 class RotaryOptions:
-    """The rotary positions of a layer: the arguments of `lm.model.positions.rotary` besides the positions."""
+    """The rotary positions of a layer: the arguments of `lm.model.positions.rotary` besides the positions.
+
+    `head_dim` is the number of channels that are turned: all of a head, or those that all heads share.
+    """
 
     head_dim: int
     base: float
@@ -44,15 +47,23 @@ class ProjectedHeads:
 
 @dataclasses.dataclass(frozen=True)
 class LatentOptions:
-    """The numbers per token that keys and values are made of (`lm.model.latent`), and the channels of a key that all
-    heads share."""
+    """The numbers per token that keys and values are made of (`lm.model.latent`).
+
+    Attributes:
+        rank: how many they are.
+        shared: the channels of a key, the last ones, that all heads share.
+        query_rank: the numbers per token that queries are made of; None: queries have a whole matrix.
+        decoupled: rotary positions turn the shared channels alone, and the same channels of queries.
+    """
 
     rank: int
     shared: int = 0
+    query_rank: int | None = None
+    decoupled: bool = False
 
     @property
     def down_sizes(self) -> tuple[int, ...]:
-        """The columns of the matrix that makes these numbers."""
+        """The columns of the matrix that makes the numbers of keys and values."""
         return (self.rank, self.shared) if self.shared else (self.rank,)
 
 
@@ -101,6 +112,11 @@ class LayerOptions:
         return self.qkv_sizes if self.latent is None else self.qkv_sizes[:1]
 
     @property
+    def query_rank(self) -> int | None:
+        """The numbers per token that queries are made of; None: queries have a whole matrix."""
+        return None if self.latent is None else self.latent.query_rank
+
+    @property
     def latent_sizes(self) -> tuple[int, int]:
         """The columns of the matrix that makes keys and values of the latent numbers."""
         _, keys, values = self.qkv_sizes
@@ -119,7 +135,8 @@ class LayerOptions:
     def count_products(self, d_model: int) -> int:
         """Returns the sizes of the layer's matrices around the mechanism, together."""
         gate = self.gate.count_products(self.width) if self.gate else 0
-        latent = 0
+        latent, rank = 0, self.query_rank
         if self.latent is not None:
             latent = d_model * sum(self.latent.down_sizes) + self.latent.rank * sum(self.latent_sizes)
-        return d_model * (sum(self.projected_sizes) + self.width + sum(self.widths)) + gate + latent
+        projected = sum(self.projected_sizes) * (rank or d_model) + d_model * (rank or 0)
+        return projected + d_model * (self.width + sum(self.widths)) + gate + latent
