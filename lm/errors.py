@@ -53,10 +53,10 @@ class Preempted(LmError):
 
 
 class Diverged(LmError):
-    """Too many non-finite steps in a row; the last good checkpoint is kept."""
+    """Too many non-finite steps in a row, where the last good checkpoint is kept; or figures that are not finite."""
 
     exit_code = 43
-    meaning = 'diverged: change something before running it again'
+    meaning = 'diverged, or activations overflow: change something before running it again'
 
 
 class MismatchError(LmError):

@@ -30,8 +30,8 @@ def escape_markdown(text: str) -> str:
 
 
 def perplexity(nats: float) -> float:
-    """Returns exp(nats), without an overflow error."""
-    return math.exp(nats) if nats < 700 else math.inf
+    """Returns exp(nats): infinity where it would overflow, and NaN for NaN."""
+    return math.inf if nats >= 700 else math.exp(nats)
 
 
 def format_si(value: float) -> str:

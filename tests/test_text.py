@@ -43,6 +43,10 @@ def test_numbers(write, value, expected):
     assert write(value) == expected
 
 
+def test_the_perplexity_of_no_number_is_none():
+    assert math.isnan(text.perplexity(math.nan))
+
+
 def test_a_markdown_table():
     rows = [['a|b', '1', 'x'], ['c\nd', '2', '']]
     assert text.make_markdown_table(rows, ['name', 'n', 'm'], left=1).splitlines() == [

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.clock import SaveClock
 from lm.checkpoint.config import CheckpointConfig
+from lm.checkpoint.finite import describe_not_finite, find_not_finite
 from lm.checkpoint.folder import agree_on_steps, remove_failed, remove_unfinished, set_aside
 from lm.checkpoint.log_filter import WriteErrorFilter
 from lm.checkpoint.losses import Losses
@@ -275,12 +276,19 @@ class Checkpointer:
         self._tidy()
 
     def verify(self, step: int) -> None:
-        """Reads everything of one step, one array at a time, and raises MismatchError if anything is damaged."""
+        """Reads everything of one step, one array at a time.
+
+        Raises MismatchError if anything is damaged or not finite.
+        """
+        not_finite = None
         with _refuse_damage(step):
             snapshot = Snapshot(self.directory, step)
             record = snapshot.record()
             for name, leaf in record['leaves'].items():
-                snapshot.read({name: jax.ShapeDtypeStruct(leaf['shape'], jax.numpy.dtype(leaf['dtype']))}, record)
+                target = jax.ShapeDtypeStruct(leaf['shape'], jax.numpy.dtype(leaf['dtype']))
+                not_finite = not_finite or find_not_finite(snapshot.read({name: target}, record))
+        if not_finite:
+            raise MismatchError(f'checkpoint step {step}: {describe_not_finite(not_finite)}; choose another step')
 
     def all_steps(self) -> list[int]:
         """Returns the steps that are complete on disk, ascending. They may still turn out to be damaged."""

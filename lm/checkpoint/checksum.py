@@ -5,7 +5,8 @@ a given index the mixing is a bijection, so a change confined to one element alw
 change escapes with probability 2⁻³². Integer addition has no rounding and no order: every sharding gives one result.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,19 @@ TOGETHER, TOGETHER_AT_LEAST = 1 / 8, 2**26
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """Returns the checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
+    return {name: int(c) for name, c in reduce_each(_traced_once, arrays).items()}
+
+
+def reduce_each(function: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, np.generic]:
+    """Returns `function` of each array, a scalar. All processes that hold the arrays must call it together."""
     if not arrays:
         return {}
     shardings = [getattr(x, 'sharding', None) for x in arrays.values()]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    sums = np.concatenate([np.asarray(_compiled(replicated)(group)) for group in group_arrays(list(arrays.values()))])
-    return {name: int(c) for name, c in zip(arrays, sums, strict=True)}
+    groups = group_arrays(list(arrays.values()))
+    found = np.concatenate([np.asarray(_compiled(function, replicated)(group)) for group in groups])
+    return dict(zip(arrays, found, strict=True))
 
 
 def group_arrays(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
@@ -42,17 +49,10 @@ def group_arrays(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
         yield group
 
 
-_COMPILED: dict[NamedSharding | None, jax.stages.Wrapped] = {}
-
-
-def _compiled(out_sharding: NamedSharding | None):
-    if out_sharding not in _COMPILED:
-        _COMPILED[out_sharding] = jax.jit(
-            # One jaxpr for all arrays of a shape: there are few shapes, and tracing is a part of every restart.
-            lambda leaves: jnp.stack([_traced_once(x) for x in leaves]),
-            out_shardings=out_sharding,
-        )
-    return _COMPILED[out_sharding]
+@functools.cache
+def _compiled(function: Callable[[jax.Array], jax.Array], out_sharding: NamedSharding | None) -> jax.stages.Wrapped:
+    # One jaxpr for all arrays of a shape: there are few shapes, and tracing is a part of every restart.
+    return jax.jit(lambda leaves: jnp.stack([function(x) for x in leaves]), out_shardings=out_sharding)
 
 
 def checksum(x: jax.Array) -> jax.Array:

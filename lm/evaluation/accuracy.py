@@ -45,7 +45,11 @@ class TaskEvaluator:
     An answer is right if no other token is more probable. The model sees the right answers before it.
     """
 
-    def __init__(self, functions: ModelFunctions, mesh: Mesh, plan: TaskPlan):
+    def __init__(
+        self, functions: ModelFunctions, mesh: Mesh, plan: TaskPlan, refuse: Callable[..., None] | None = None
+    ):
+        """`refuse` raises an error for losses that are not finite (`lm.evaluation.finite`); None: they are reported."""
+        self.refuse = refuse
         self.task, self.split, self.context_length = plan.task, plan.split, plan.context_length
         self.mesh, self.batch_size = mesh, round_up_rows(plan.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
@@ -101,6 +105,9 @@ class TaskEvaluator:
             with jax.set_mesh(self.mesh):
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
                 nats_B, right_B, scored_B = (np.asarray(x)[:real] for x in self._score(weights, array))
+            if self.refuse and not np.isfinite(nats_B).all():
+                inputs_BxL = np.asarray(self.task.unpack(tokens)[0])
+                self.refuse(inputs_BxL[np.isfinite(nats_B).argmin()], f'the loss of {self.split!r}')
             whole = int((right_B == scored_B).sum())
             total += Tally(real, int(scored_B.sum()), int(right_B.sum()), whole, float(nats_B.astype(np.float64).sum()))
             if should_stop():

@@ -37,7 +37,11 @@ class MaskedEvaluator(Evaluator):
     """Scores the hidden tokens of a split, and reports the figures of the frequency baseline."""
 
     def dispatch(self, weights: Weights, tokens: jax.Array, first: int) -> Scored:
-        return self.program(weights, tokens, np.arange(first, first + len(tokens), dtype=np.uint32))
+        return self.program(weights, tokens, _number(tokens, first))
+
+    def inputs(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        assert self.text.hiding is not None
+        return np.asarray(self.text.hiding.hide(tokens, _number(tokens, first))[0])
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
@@ -49,3 +53,8 @@ class MaskedEvaluator(Evaluator):
                 'longer split (evaluate.split), or more of it (train.eval_tokens)'
             )
         return super().compute_figures(sums, store)
+
+
+def _number(tokens: Any, first: int) -> np.ndarray:
+    """Returns the numbers of the windows of a batch, [B]."""
+    return np.arange(first, first + len(tokens), dtype=np.uint32)

@@ -80,11 +80,15 @@ class ScoredBatch(NamedTuple):
         scored: of all targets of the batch, on the devices.
         counted: bool [B, L], the targets that no other window scores.
         targets: token ids [B, L].
+        tokens: token ids of the windows.
+        first: the number of the first window.
     """
 
     scored: Scored
     counted: np.ndarray
     targets: np.ndarray
+    tokens: np.ndarray
+    first: int
 
     def sum(self, store: TokenStore) -> ScoredSums:
         """Fetches the scores and sums them over the windows, which are of `store`."""
@@ -96,6 +100,12 @@ class ScoredBatch(NamedTuple):
         asked_V = np.bincount(self.targets[counted_BxL], minlength=store.vocab_size)
         return ScoredSums(nats_L, counted_BxL.sum(axis=0), (scored.correct & counted_BxL).sum(axis=0), asked_V)
 
+    def find_not_finite(self) -> int:
+        """Returns the first row with a target that counts and has nats that are not finite."""
+        scored = jax.device_get(self.scored)
+        counted_BxL = self.counted if scored.counted is None else self.counted & scored.counted
+        return int((counted_BxL & ~np.isfinite(scored.nats)).any(axis=1).argmax())
+
 
 class Evaluator:
     """Scores a split with the weights of a model, at every evaluation of a training run.
@@ -103,8 +113,23 @@ class Evaluator:
     Evaluators share the compiled program.
     """
 
-    def __init__(self, program: Callable[..., Scored], mesh: Mesh, text: ScoredText, plan: TextPlan):
-        """`program` comes from `make_scoring_program`; it computes the accuracy too if the text has a baseline."""
+    def __init__(
+        self,
+        program: Callable[..., Scored],
+        mesh: Mesh,
+        text: ScoredText,
+        plan: TextPlan,
+        refuse: Callable[..., None] | None = None,
+    ):
+        """
+        Args:
+            program: from `make_scoring_program`; it computes the accuracy too if the text has a baseline.
+            mesh: the devices.
+            text: the split.
+            plan: of the evaluation.
+            refuse: raises an error for losses that are not finite (`lm.evaluation.finite`); None: they are reported.
+        """
+        self.refuse = refuse
         self.program, self.mesh, self.text, self.plan = program, mesh, text, plan
         self.store, self.split, self.windows = text.store, text.split, text.windows
         self.batch_size = round_up_rows(plan.settings.config.batch_size, mesh)
@@ -126,6 +151,9 @@ class Evaluator:
         total = None
         for batch in self._score_batches(weights):
             sums = batch.sum(self.store)
+            if self.refuse and not np.isfinite(sums.nats_L).all():
+                inputs_L = self.inputs(batch.tokens, batch.first)[batch.find_not_finite()]
+                self.refuse(inputs_L, f'the loss of {self.split!r}', self.plan.documents)
             total = sums if total is None else total + sums
             if should_stop():
                 return None
@@ -170,7 +198,8 @@ class Evaluator:
             for first in range(0, len(self.windows), self.batch_size):
                 tokens, counted = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
-                pending.append(ScoredBatch(self.dispatch(weights, array, first), counted, self.targets(tokens)))
+                scored = self.dispatch(weights, array, first)
+                pending.append(ScoredBatch(scored, counted, self.targets(tokens), tokens, first))
                 if len(pending) > 1:
                     yield pending.pop(0)
         yield from pending
@@ -178,6 +207,10 @@ class Evaluator:
     def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
         """Scores a batch whose first window is `first`."""
         return self.program(weights, tokens)
+
+    def inputs(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        """Returns what the model reads of a batch whose first window is `first`, [B, L]."""
+        return tokens[:, :-1]
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the targets of a batch, [B, L]."""

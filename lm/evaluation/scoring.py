@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
+from lm.evaluation.finite import refuse_not_finite
 from lm.evaluation.perplexity import make_scoring_program
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.platform import SEQUENCE_AXIS
@@ -61,7 +62,7 @@ class Scorer:
                 'lm evaluate'
             )
         self.mesh, self.weights, self.context_length = mesh, weights, context_length
-        self._model, self._parts = functions.config, mesh.shape.get(SEQUENCE_AXIS, 1)
+        self._functions, self._parts = functions, mesh.shape.get(SEQUENCE_AXIS, 1)
         self.batch_size = round_up_rows(batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
@@ -73,6 +74,8 @@ class Scorer:
         """Scores all tokens of each row [N + 1] but its first; N is at most `context_length`.
 
         Returns nats [N] float64, and with `accuracy` whether each token is the most probable one.
+
+        Raises Diverged, which names the first layer, if a score is not finite.
         """
         found: dict[int, Scored] = {}
         padded: dict[int, list[int]] = {}
@@ -95,12 +98,15 @@ class Scorer:
                     n = len(rows[i]) - 1
                     correct = None if batch.correct is None else batch.correct[at, :n]
                     found[i] = Scored(batch.nats[at, :n].astype(np.float64), correct)
+                    if not np.isfinite(found[i].nats).all():
+                        refuse_not_finite(self._functions.merge(self.weights), rows[i][:-1], 'the score of a text')
         return [found[i] for i in range(len(rows))]
 
     def _choose_length(self, length: int) -> int:
         """Returns the length to which a row is padded. Devices that cannot share it compute it whole."""
         padded = min(pad_length(length), self.context_length)
-        return padded + 1 if self._model.why_parts(self._parts, padded) else padded  # parts > 1 do not divide it then
+        is_shared = self._functions.config.why_parts(self._parts, padded) is None
+        return padded if is_shared else padded + 1  # parts > 1 do not divide it then
 
     def score_text(self, tokenizer: Tokenizer, text: str, begin_id: int | None = None) -> Scores:
         """Scores a text as a document: an end-of-document token (or `begin_id`) stands before it, and the one after it

@@ -1,6 +1,7 @@
 """The perplexity of a run on a split: `lm evaluate`, and `lm.evaluate` in Python."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from typing import Any
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from lm.config.configurable import check_kind
 from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
+from lm.evaluation.finite import refuse_not_finite
 from lm.evaluation.perplexity import format_word_perplexity
 from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
@@ -61,7 +63,7 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
         settings: values that replace the run's own, such as split = 'test' or context_length = 4096
             (`lm.evaluation.config.EvaluateConfig`).
 
-    Raises ConfigError if they do not fit the split.
+    Raises ConfigError if they do not fit the split, and Diverged, which names the first layer, if a loss is not finite.
     """
     return evaluate_whole(make_run_evaluator(run, **settings), run)
 
@@ -83,7 +85,7 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     settled = settle_evaluation(config, data, train, model)
     model.check_parts(run.mesh.shape.get(SEQUENCE_AXIS, 1), settled.context_length, 'evaluate.context_length')
     plan = plan_evaluation(settled, run.splits)
-    return make_evaluator(plan, run.functions, run.mesh)
+    return make_evaluator(plan, run.functions, run.mesh, functools.partial(refuse_not_finite, run.model))
 
 
 def print_table(result: dict) -> None:

@@ -23,6 +23,7 @@ from flax import nnx
 from lm.config.configurable import check_kind
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
+from lm.evaluation.finite import refuse_not_finite
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
@@ -46,6 +47,8 @@ PROMPTS = 'must be text, or a list whose members are texts or arrays of token id
 """The prompts that `generate` takes, for error messages."""
 LEAST_TEMPERATURE = 1e-6
 """A lower one takes the most probable token, as 0 does; its quotients would leave float32."""
+NOT_FINITE = -1
+"""Stands for a token whose logits are not finite."""
 END = 1000
 """Tokens at either end of a long text over which its speed is reported."""
 
@@ -99,7 +102,23 @@ def generate_tokens(
     Yields:
         [B, t] token ids that follow one another on the time axis, from the second token of the prompts on. Prompt
             tokens come back as they are. Then `max_tokens` or more new ones follow (the longest prompt sets the end).
+
+    Raises Diverged, which names the first layer, if logits are not finite.
     """
+    made = [np.array([prompt[:1] for prompt in prompts])]
+    for new_BxT in _draw_tokens(model, prompts, max_tokens, sampling, seed, pieces):
+        made.append(new_BxT)
+        if (new_BxT == NOT_FINITE).any():
+            tokens_BxL = np.concatenate(made, axis=1)
+            row, end = np.argwhere(tokens_BxL == NOT_FINITE)[0]
+            refuse_not_finite(model, tokens_BxL[row, :end], 'what predicts the next token')
+        yield new_BxT
+
+
+def _draw_tokens(
+    model: Transformer, prompts: list[np.ndarray], max_tokens: int, sampling: Sampling, seed: int, pieces: int | None
+) -> Iterator[np.ndarray]:
+    """Yields tokens like `generate_tokens`, and NOT_FINITE where logits are not finite."""
     lengths = np.array([len(p) for p in prompts])
     total = int(lengths.max()) + max_tokens
     model.config.check_length(total - 1)  # no token follows the last one
@@ -112,6 +131,7 @@ def generate_tokens(
         """Chooses the token at `position`: the prompt's own, or a sampled one after its end."""
         forced_BxL, lengths_B = given
         sampled = sampling(logits_BxV[:, :pieces], jax.random.fold_in(key, position))
+        sampled = jnp.where(jnp.isfinite(logits_BxV).all(-1), sampled, NOT_FINITE)
         return jnp.where(position < lengths_B, forced_BxL[:, position], sampled)
 
     chunk = choose_chunk(model)

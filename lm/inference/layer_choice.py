@@ -20,7 +20,8 @@ from lm.attention.base import MODEL, Attention
 from lm.config.text import dump
 from lm.data.dataset import Store
 from lm.data.mixture import Mixture
-from lm.errors import ConfigError, writing
+from lm.errors import ConfigError, Diverged, writing
+from lm.evaluation.finite import REMEDY
 from lm.inference.loaded_run import LoadedRun, open_run
 from lm.model.distillation import score_swapped
 from lm.model.functions import over_windows
@@ -85,7 +86,8 @@ def plant_passages(tokens_BxL: np.ndarray, seed: int = 0) -> tuple[np.ndarray, n
 def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     """Measures the effect of the student's attention in each layer where it differs from the teacher's.
 
-    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data.
+    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data, and
+    Diverged if a loss is not finite.
     """
     experiment, store = student.experiment, student.splits
     length = experiment.train.context_length
@@ -114,6 +116,9 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
             )
             for windows_BxL in (tokens_BxL, planted_BxL)
         )
+        if not (np.isfinite(plain).all() and np.isfinite(recalled).all()):
+            which = f'student in layer {swapped_N.argmax()}' if swapped_N.any() else 'teacher alone'
+            raise Diverged(f'the loss with attention of the {which} is not finite: {REMEDY}')
         return float(plain.mean()), float(recalled[told_BxL[:, 1:]].mean())
 
     config = student.functions.config

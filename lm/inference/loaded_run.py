@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.finite import refuse_not_finite
 from lm.config.text import dump
 from lm.data.dataset import Store
 from lm.data.tokenizers import Tokenizer
@@ -106,7 +107,8 @@ def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = No
 def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
     """Loads the weights of the run in `run_dir` at `step` (None: the newest), laid out on all present devices.
 
-    Raises MismatchError if the checkpoint does not fit the model or was trained with another tokenizer.
+    Raises MismatchError if the checkpoint does not fit the model, was trained with another tokenizer, or has weights
+    that are not finite.
     """
     if step is not None and not isinstance(step, numbers.Integral):
         raise ConfigError(f'step = {step!r}: must be an int')
@@ -127,4 +129,5 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     if restored is None:
         raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')
     weights = {'params': restored[0][name], 'buffers': restored[0]['buffers']}
+    refuse_not_finite(weights, f'--run_dir {run_dir}, step {restored.step}', 'choose another step or run')
     return LoadedRun(experiment, directory, store, mesh, functions, weights, restored[1])

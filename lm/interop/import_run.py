@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.finite import describe_not_finite, find_not_finite
 from lm.config.read import read
 from lm.config.text import dump
 from lm.data import tokenizers
@@ -169,7 +170,8 @@ def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool =
 def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctions) -> dict[str, Any]:
     """Returns the weights of a checkpoint, for a model whose functions are given.
 
-    Raises MismatchError if tensors are missing or have other shapes, and ConfigError if some are left over.
+    Raises MismatchError if tensors are missing, have other shapes or are not finite, and ConfigError if some are left
+    over.
     """
     theirs, path = checkpoint.read_tensors(), checkpoint.path
     try:
@@ -178,6 +180,9 @@ def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctio
         raise MismatchError(f'{path}: lacks the tensor {error}; fetch it again') from None
     if theirs:
         raise ConfigError(f'{path}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
+    if name := find_not_finite(tensors):
+        name = find_not_finite(checkpoint.read_tensors()) or name
+        raise MismatchError(f'{path}: {describe_not_finite(name)}; fetch it again, or take another checkpoint')
     return from_tensors(tensors, functions.abstract, str(path))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.finite import refuse_not_finite
 from lm.checkpoint.snapshot import flatten
 from lm.errors import AbsentError, MismatchError
 from lm.runs.config_diff import parse_bindings
@@ -44,8 +45,8 @@ class InitialParameters:
 
         Raises:
             AbsentError: the other run has no checkpoint.
-            MismatchError: its tokenizer is another one, an array of the same name has another shape, or it has none of
-                these arrays.
+            MismatchError: its tokenizer is another one, an array of the same name has another shape, it has none of
+                these arrays, or one of them is not finite.
         """
         with self._open() as other:
             saved = self._check(other, abstract['params'])
@@ -57,6 +58,7 @@ class InitialParameters:
             {'params': restored.state.get(part, {}), 'buffers': restored.state.get('buffers', {})},
             restored.step,
         )
+        refuse_not_finite(taken, f'{self._setting}, step {restored.step}', 'name another run')
         names = flatten(taken)
         left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
         mean = '' if part == 'params' else ', the mean of its last weights'

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.finite import refuse_not_finite
 from lm.errors import AbsentError
 from lm.parameters import AVERAGE
 from lm.runs.run_dir import RunDir
@@ -37,13 +38,16 @@ class SavedWeights:
     def read(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the weights; `abstract` has their shapes, types and shardings.
 
-        Raises MismatchError if the checkpoint was trained with another tokenizer or does not fit the model.
+        Raises MismatchError if the checkpoint was trained with another tokenizer, does not fit the model, or is not
+        finite.
         """
         name = find_weights(self._record['leaves'])
         with self._open() as saved:
             restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, self._chosen)
         assert restored is not None, 'there is a record of this step'
-        return {'params': restored[0][name], 'buffers': restored[0]['buffers']}
+        weights = {'params': restored[0][name], 'buffers': restored[0]['buffers']}
+        refuse_not_finite(weights, f'{self.setting} = {self.run_dir!r}, step {restored.step}', 'name another run')
+        return weights
 
     @functools.cached_property
     def _chosen(self) -> int:

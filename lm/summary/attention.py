@@ -17,6 +17,7 @@ from rich.table import Table
 from lm import plots
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
+from lm.evaluation.finite import refuse_not_finite
 from lm.experiment import Experiment
 from lm.inference.loaded_run import LoadedRun, load_run
 from lm.runs.records import to_json
@@ -49,7 +50,8 @@ def show_attention(
         out: the picture, without a suffix.
         as_json: print JSON instead of the table.
 
-    Raises ConfigError for a text that is too long, and for heads that the model does not have.
+    Raises ConfigError for a text that is too long, and for heads that the model does not have. Raises Diverged, which
+    names the first layer, if weights are not finite.
     """
     plots.check_matplotlib()
     jax.config.update('jax_platforms', 'cpu')  # the accelerators of this machine may be busy with this very run
@@ -68,6 +70,8 @@ def show_attention(
     model.check_length(len(ids))
     drawn, measured = [], []
     for layer, weights_HxLxL in enumerate(weigh(run, ids)):
+        if not np.isfinite(weights_HxLxL).all():
+            refuse_not_finite(run.model, ids, f'what layer {layer} weighs')
         for head, weights_LxL in enumerate(weights_HxLxL):
             measured.append({'layer': layer, 'head': head} | describe(weights_LxL))
             if heads is None or (layer, head) in heads:
