@@ -4,9 +4,9 @@ import dataclasses
 import importlib.util
 import inspect
 import pathlib
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import tiny
@@ -282,13 +282,18 @@ def test_help_of_each_verb_shows_an_example_that_parses(verb, capsys):
         assert (PROJECT / path).is_file()
 
 
+def processor_time_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_lists_the_verbs_without_importing_jax():
     code = "import sys, lm.cli; lm.cli.main(['--help']); sys.exit('jax' in sys.modules or 'gin' in sys.modules)"
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = processor_time_of_children()
         done = subprocess.run([sys.executable, '-c', code], cwd=PROJECT, capture_output=True, text=True, timeout=60)
-        times.append(time.perf_counter() - start)
+        times.append(processor_time_of_children() - start)
         assert done.returncode == 0, done.stderr
     assert all(f'  {verb} ' in done.stdout for verb in VERBS)
     assert min(times) < 1.0

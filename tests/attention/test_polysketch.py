@@ -298,9 +298,12 @@ def test_random_sketches_keep_no_products(name, capsys):
         ('u16', 2 * 45 * 3 * 8),
     )  # named values are saved as bits
     assert {pair for pair in large if pair[1] >= 2 * 45 * 3 * 8} == {vectors, sketches}
-    np.testing.assert_array_equal(jax.grad(kept)(x), jax.grad(loss)(x))
-    plain = jax.grad(lambda x: jnp.sin(sketch(x).astype(jnp.float32)).sum())(x)
-    np.testing.assert_array_equal(jax.grad(loss)(x), plain)
+    found, *others = (
+        np.asarray(jax.grad(function)(x), np.float32)
+        for function in (loss, kept, lambda x: jnp.sin(sketch(x).astype(jnp.float32)).sum())
+    )
+    for other in others:
+        np.testing.assert_allclose(other, found, rtol=0, atol=1e-2 * np.abs(found).max())
 
 
 def kernels(name, size, r, power, x, y, draws):

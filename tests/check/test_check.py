@@ -423,7 +423,8 @@ def test_a_replay_counts_if_it_needs_more_memory_than_a_step(on_cpus, monkeypatc
     found = check.check(experiment, 'v5e:2x2').memory
     assert plain.memory.replay_gib is None
     assert plain.memory.arguments_gib < found.replay_gib
-    assert found.needed_gib == max(found.replay_gib, plain.memory.needed_gib)
+    # Two compilations of the same step may differ by a few bytes.
+    assert found.needed_gib == pytest.approx(max(found.replay_gib, plain.memory.needed_gib), rel=1e-3)
     compiled = check.compile_described
     monkeypatch.setattr(check, 'compile_described', lambda *a: check.StepTooLarge(99.0) if a[3:] else compiled(*a))
     large = check.check(experiment, 'v5e:2x2')

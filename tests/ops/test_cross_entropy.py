@@ -113,7 +113,7 @@ def test_cap_and_normalizer_agree_with_float64(length, chunk, bias, cap, impleme
     for g, e in zip(got, expected, strict=True):
         if g is not None:
             np.testing.assert_allclose(g, e, rtol=0, atol=2e-5 * np.abs(e).max())
-    np.testing.assert_array_equal(got[0], jax.jit(loss)(*arguments))
+    np.testing.assert_allclose(got[0], jax.jit(loss)(*arguments), rtol=0, atol=1e-5)  # of another program
 
 
 def test_capped_logits_of_any_size_have_finite_gradients():

@@ -127,7 +127,7 @@ def test_muon_leaves_other_parameters_to_another_rule():
         return jax.jit(lambda x: transform.update(x, transform.init(x))[0])(gradients)
 
     ours, theirs = directions(Muon(rest=AdamW(b1=0.5))), directions(AdamW(b1=0.5))
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs)
+    same = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-5)), ours, theirs)
     assert same == jax.tree.map(lambda told: told.kind != 'matrix', step.functions.declared)
 
 
@@ -196,7 +196,7 @@ def test_wsd_takes_the_number_of_steps_of_the_decay():
     """A branch of 5,000 steps at step 50,000, after 10,000 steps of warm-up, needs no share worked out by hand."""
     steps, share = Wsd(decay_steps=5000).build(2.0, 45_000), Wsd(decay_share=5000 / 45_000).build(2.0, 45_000)
     for i in (0, 39_999, 40_000, 40_001, 42_500, 45_000):
-        assert float(steps(i)) == float(share(i))
+        assert float(steps(i)) == pytest.approx(float(share(i)), rel=1e-6)
     with pytest.raises(ConfigError, match=r'wsd.decay_steps = 5 and wsd.decay_share = 0.2: give one of them'):
         Wsd(decay_steps=5, decay_share=0.2)
     with pytest.raises(ConfigError, match=r'wsd.decay_steps = 17: more than the 16 updates after the warm-up'):
