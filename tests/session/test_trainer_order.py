@@ -212,6 +212,19 @@ def test_steps_are_logged_while_the_next_one_runs_and_before_they_are_saved():
     assert session.of('evaluating') == ['evaluating 6']
 
 
+def test_a_save_right_after_a_skipped_range_can_go_on():
+    """Step 3 is the first one behind the batches 2 and 3."""
+    skip = ((2, 4),)
+    session = Session(every=1, skip=skip)
+    session.trainer.run()
+    kept = {step: saved.metadata['skipped_batches'] for step, saved in session.checkpoints.saved.items()}
+    assert kept == {1: [], 2: []} | {step: [(2, 4)] for step in (3, 4, 5, 6)}
+    for step, skipped in kept.items():
+        resumed = Windows(10**6, 1024, 1, seed=0, skip=skip)
+        resumed.resume(step, skipped)
+        assert resumed.batch(step) == (step if step < 2 else step + 2)
+
+
 def test_the_figures_of_a_record():
     session = Session(tokens_per_step=2048)
     before = {'seconds': {'data': 7.0}, 'starts': 1, 'started': time.time() - 60, 'updated': time.time() - 50}
