@@ -27,6 +27,7 @@ import tiny
 if 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
     os.environ['XLA_FLAGS'] += f' {tiny.COMPILE_QUICKLY}'
 
+import compile_cache
 import hypothesis
 import interpreter
 import jax
@@ -46,7 +47,8 @@ gc.set_threshold(10_000, 20, 20)
 assert jax.devices()
 # The flags have been read. libtpu, which some tests load, would end the process at a flag that it does not know.
 os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace(tiny.COMPILE_QUICKLY, '')
-os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(tiny.ROOT, '.pytest_cache', 'xla')))
+compile_cache.choose_folders(pathlib.Path(tiny.ROOT, '.pytest_cache', 'xla'))
+compile_cache.share()
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 if sys.platform == 'linux':
@@ -134,7 +136,7 @@ def kept_programs():
         compilation_cache.reset_cache()  # the first program has made it settle on a folder, or on none
 
     ours = {
-        'jax_compilation_cache_dir': os.environ['JAX_COMPILATION_CACHE_DIR'],
+        'jax_compilation_cache_dir': compile_cache.find_shared(),
         'jax_persistent_cache_min_compile_time_secs': 0.1,
     }
     before = {name: getattr(jax.config, name) for name in ours}

@@ -109,21 +109,20 @@ class CompileCache:
                     os.chmod(place, 0o755)  # the default may let a group write
         for path in new:
             data = path.read_bytes()
-            target = folder / f'{path.name}.{_digest(data)}'
-            # The checksum in the name makes a half-written file harmless.
-            target.write_bytes(data)
-            if not is_remote(target):
-                os.chmod(target, 0o644)
+            _write(folder / f'{path.name}.{_digest(data)}', data)
             self._known.add(path.name)
-        files = sorted(_programs(folder), key=lambda path: path.stat().mtime)
+        files = sorted(_programs(folder), key=_read_time)
         for path in files[:-MOST_PROGRAMS]:
             path.unlink(missing_ok=True)
 
     def _fetch(self, folder: epath.Path, private: Path) -> None:
         for path in _programs(folder):
             name, _, digest = path.name.rpartition('.')
-            _check_owner(path)
-            data = path.read_bytes()
+            try:
+                _check_owner(path)
+                data = path.read_bytes()
+            except FileNotFoundError:  # another process has deleted it meanwhile
+                continue
             if _digest(data) != digest:
                 log.warning('%s is damaged and not used: its program is compiled again', path)
                 self._damaged.append(path)
@@ -141,6 +140,32 @@ def _programs(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.rpartition('.')[0].endswith(SUFFIX):
             yield path
+
+
+def _read_time(path: epath.Path) -> float:
+    """Returns when a file was written; 0 if another process has deleted it meanwhile."""
+    try:
+        return path.stat().mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _write(path: epath.Path, data: bytes) -> None:
+    """Writes a program. Other processes find it whole or not at all.
+
+    Its checksum finds what a crash of the machine cuts off.
+    """
+    if is_remote(path):
+        path.write_bytes(data)
+        return
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        temporary.write_bytes(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _check_owner(path: epath.Path) -> None:

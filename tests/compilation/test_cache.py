@@ -1,12 +1,20 @@
 """Compiled programs survive the process; damaged ones are compiled again."""
 
 import json
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
 
+import compile_cache
 import pytest
 import tiny
+from etils import epath
+from jax._src.lru_cache import LRUCache
+
+from lm.compilation import cache as cache_module
+from lm.compilation.cache import MOST_PROGRAMS, CompileCache
 
 PROGRAM = """
 import logging, sys
@@ -89,6 +97,72 @@ def test_the_second_process_compiles_nothing_unless_the_file_is_damaged(tmp_path
         assert 'is damaged and not used' in messages
         hits, result, messages = compute(tmp_path)  # the file was written anew
         assert (hits > 0, result, messages) == (True, expected, ''), name
+
+
+def test_another_process_never_finds_half_a_program(tmp_path, monkeypatch, caplog):
+    """It would delete the half that the first process goes on to write."""
+    private, folder, plain, found = tmp_path / 'private', epath.Path(tmp_path / 'folder'), os.replace, []
+    private.mkdir()
+    (private / 'jit_f-cache').write_bytes(bytes(1000))
+
+    def read() -> list[str]:
+        reader, place = CompileCache(None), tmp_path / f'reader-{len(found)}'
+        place.mkdir()
+        reader._fetch(folder, place)
+        assert not reader._damaged
+        return [path.name for path in place.iterdir()]
+
+    monkeypatch.setattr(os, 'replace', lambda *paths: found.append(read()) or plain(*paths))
+    CompileCache(None)._publish(private, folder)
+    assert [*found, read()] == [[], ['jit_f-cache']]
+    assert not caplog.text
+
+    def refuse(*paths):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'replace', refuse)
+    (private / 'jit_g-cache').write_bytes(b'g')
+    with pytest.raises(OSError, match='space'):
+        CompileCache(None)._publish(private, folder)
+    assert [path.name.partition('.')[0] for path in folder.iterdir()] == ['jit_f-cache']
+
+
+def test_programs_that_another_process_deletes_meanwhile_are_no_failure(tmp_path, monkeypatch):
+    private, folder, reader = (epath.Path(tmp_path / name) for name in ('private', 'folder', 'reader'))
+    for place in (private, folder, reader):
+        place.mkdir()
+    for i in range(MOST_PROGRAMS + 2):
+        (private / f'jit_{i}-cache').write_bytes(bytes([i]))
+    plain = cache_module._programs
+    monkeypatch.setattr(cache_module, '_programs', lambda folder: [*plain(folder), folder / 'jit_gone-cache.0'])
+    CompileCache(None)._publish(private, folder)
+    CompileCache(None)._fetch(folder, reader)
+    assert len(list(folder.iterdir())) == len(list(reader.iterdir())) == MOST_PROGRAMS
+
+
+def test_tests_write_entries_of_jax_whole(tmp_path, monkeypatch):
+    compile_cache.share()
+    cache, plain, found = LRUCache(str(tmp_path), max_size=-1), os.replace, []
+    monkeypatch.setattr(os, 'replace', lambda *paths: found.append(cache.get('key')) or plain(*paths))
+    cache.put('key', b'a program')
+    assert (found, cache.get('key')) == ([None], b'a program')
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_processes_that_share_no_folder_have_their_own(tmp_path, monkeypatch):
+    monkeypatch.delenv(compile_cache.ROOT)
+    monkeypatch.setenv('PYTEST_XDIST_WORKER', 'gw1')
+    for given, root in ((None, 'default'), ('given', 'given')):
+        monkeypatch.delenv(compile_cache.ROOT, raising=False)
+        monkeypatch.delenv(compile_cache.OWN, raising=False)
+        if given:
+            monkeypatch.setenv(compile_cache.OWN, given)
+        compile_cache.choose_folders(pathlib.Path('default'))
+        assert (os.environ[compile_cache.OWN], compile_cache.find_shared()) == (f'{root}/gw1', root)
+        compile_cache.choose_folders(pathlib.Path('default'))  # as in a process that inherits both
+        assert os.environ[compile_cache.OWN] == f'{root}/gw1'
+    monkeypatch.setenv(compile_cache.OWN, 'elsewhere/x')
+    assert compile_cache.find_shared() == 'elsewhere/x'
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path):

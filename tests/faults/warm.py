@@ -166,7 +166,9 @@ def nurse(path: str) -> dict:
 
 if __name__ == '__main__':
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    import compile_cache
     import gin.config_parser  # noqa: F401 (imported for its time)
+    import jax
     import launchers
 
     import lm.checkpoint.writer  # it imports Orbax, a third of the processor time of a warm restart
@@ -175,6 +177,9 @@ if __name__ == '__main__':
     from lm.attention import mechanisms
 
     mechanisms()
+    compile_cache.share()
+    if compile_cache.OWN in os.environ:
+        jax.config.update('jax_compilation_cache_dir', compile_cache.find_shared())
     gc.freeze()  # imported modules stay in all forked processes
     request = nurse(sys.argv[1])
     lm.cli.end_on_signals('lm')  # as at the beginning of the program
