@@ -14,6 +14,7 @@ from lm.errors import ConfigError
 from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.evaluator import make_evaluator
+from lm.evaluation.masked import MaskedEvaluator
 from lm.evaluation.perplexity import Evaluator, make_scoring_program, summarize
 from lm.evaluation.plan import EvaluationPlan, ScoredText, TaskPlan, TextPlan, plan_evaluation, settle_evaluation
 from lm.evaluation.windows import EvaluationWindows
@@ -291,3 +292,42 @@ def test_scoring_a_task_stops_on_request(answering):
     asked = []
     assert answering(batch_size=2)(WEIGHTS, 3, lambda: asked.append(True) or len(asked) == 2) is None
     assert len(asked) == 2
+
+
+class Refusal(Exception):
+    """Keeps what an evaluator tells of figures that are not finite."""
+
+    def __init__(self, inputs_L, what, documents=None):
+        self.inputs_L, self.what = np.asarray(inputs_L).tolist(), what
+
+
+def refuse(*told):
+    raise Refusal(*told)
+
+
+def test_the_first_window_that_is_not_finite_is_told():
+    factors = np.ones((2, 8), np.float32)
+    factors[1, 2] = np.nan
+    reports, refuses = evaluator(), evaluator()
+    refuses.refuse = refuse
+    assert math.isnan(reports(factors, 3)['perplexity'])
+    with pytest.raises(Refusal) as error:
+        refuses(factors, 3)
+    assert (error.value.inputs_L, error.value.what) == ([*range(8, 16)], "the loss of 'test'")
+
+
+def test_the_first_example_that_is_not_finite_is_told(answering):
+    found = answering()
+    score, found.refuse = found._score, refuse
+    rows = np.array([1, 1, np.inf, np.nan])
+    found._score = lambda *given: [part * factor for part, factor in zip(score(*given), (rows, 1, 1), strict=True)]
+    with pytest.raises(Refusal) as error:
+        found(WEIGHTS, 3)
+    assert error.value.inputs_L == found.task.examples('validation', range(5), 12)[2, :-1].tolist()
+
+
+def test_the_inputs_of_hidden_tokens_are_told():
+    found = object.__new__(MaskedEvaluator)
+    hiding = types.SimpleNamespace(hide=lambda tokens, numbers: (tokens + numbers[:, None], None))
+    found.text = types.SimpleNamespace(hiding=hiding)
+    np.testing.assert_array_equal(found.inputs(np.zeros((2, 3), int), 5), [[5] * 3, [6] * 3])
