@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from lm.errors import Diverged
 from lm.model import Transformer
 from lm.ops.documents import Documents
+from lm.ops.errors import OperationError
 from lm.ops.sequence import over_tokens
 from lm.training.mesh import replicated, round_up_rows
 
@@ -40,8 +41,8 @@ def refuse_not_finite(
 def find_layer(model: Transformer, inputs_L: np.ndarray, documents: Documents | None = None) -> str | None:
     """Returns the first place of the model whose output for any token is not finite.
 
-    Returns None if there is none, as where only logits or decoding states overflow, or if the window does not fit in
-    memory.
+    Returns None if there is none, as where only logits or decoding states overflow, or if devices cannot compute the
+    window as a whole.
     """
     graph, weights = nnx.split(model)
     shardings = (leaf.sharding for leaf in jax.tree.leaves(weights))
@@ -64,7 +65,7 @@ def find_layer(model: Transformer, inputs_L: np.ndarray, documents: Documents | 
         try:
             program = jax.jit(watch, out_shardings=replicated(mesh) if mesh else None)
             finite_N = np.asarray(program(weights, tokens_BxL))[0].all(axis=0)
-        except jax.errors.JaxRuntimeError:  # evaluations in chunks and decoding need less memory
+        except (jax.errors.JaxRuntimeError, OperationError):  # chunks and decoding need less memory, and no whole parts
             return None
     return None if finite_N.all() else name_places(model)[int(finite_N.argmin())]
 
