@@ -16,6 +16,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.errors import ConfigError
 from lm.evaluation.config import EvaluateConfig
 from lm.model import ModelConfig
+from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig
@@ -81,6 +82,15 @@ def load_of_run(
         base=str(config),
         leave_out=OF_THE_JOB,
     )
+
+
+def find_begin_id(experiment: Experiment, directory: RunDir) -> int | None:
+    """Returns the token that a run has before each text: as its configuration says, or the checkpoint of its import.
+
+    None: the end-of-document token. `experiment` is the configuration of the run in `directory`.
+    """
+    stated = experiment.data.begin_id
+    return read_raw(directory.info).get('begin_id') if stated is None else stated
 
 
 def check_experiment(given: Any) -> None:

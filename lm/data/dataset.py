@@ -7,7 +7,7 @@ from lm.data.mixture import Mixture, check_mixture
 from lm.data.store import TokenStore
 from lm.data.tokenizers import token_dtype
 from lm.errors import ConfigError
-from lm.ops.documents import Documents
+from lm.ops.documents import Documents, TextBegin
 from lm.tasks import Task, TaskStore
 
 Store = TokenStore | Mixture | TaskStore
@@ -29,6 +29,17 @@ class DataConfig(Configurable):
     task: Task | None = field(default=None, help='a synthetic task in place of a token store')
     mask_documents: bool = field(default=False, help='no token sees another document; False: a window is one text')
     restart_positions: bool = field(default=False, help='positions count from the beginning of each masked document')
+    begin_id: int | None = field(
+        default=None,
+        minimum=0,
+        help='the token before each text, as an input in place of the end-of-document token; None: as the run of '
+        'train.init_from or the teacher has it, else the end-of-document token',
+    )
+    begin_windows: bool | None = field(
+        default=None,
+        help='windows that start inside a text begin with that token too; None: where it is not the end-of-document '
+        'token',
+    )
 
     def __post_init__(self):
         if self.restart_positions and not self.mask_documents:
@@ -39,8 +50,9 @@ class DataConfig(Configurable):
         for name, given in (('mixture', list(self.mixture)), ('path', self.path)):
             if self.task and given:
                 raise ConfigError(f'data.{name} = {given!r}: a task needs no token store; delete this or data.task')
-        if self.task and self.mask_documents:
-            raise ConfigError('data.mask_documents = True: the examples of a task are no documents; delete this')
+        for name, given in (('mask_documents', self.mask_documents), ('begin_id', self.begin_id)):
+            if self.task and given not in (False, None):
+                raise ConfigError(f'data.{name} = {given}: the examples of a task are no documents; delete this')
 
     def documents(self, store: Store | None, mask: bool | None = None) -> Documents | None:
         """Returns how the documents of a window are separated; None: they are not.
@@ -51,7 +63,25 @@ class DataConfig(Configurable):
         """
         if not (self.mask_documents if mask is None else mask):
             return None
-        return Documents(0 if store is None else store.tokenizer().eod_id, self.restart_positions)
+        opening = self.begin_id
+        if opening is None:
+            opening = 0 if store is None else store.tokenizer().eod_id
+        return Documents(opening, self.restart_positions)
+
+    def text_begin(self, store: Store | None, windows: bool | None = None) -> TextBegin | None:
+        """Returns the token that stands before the texts of a window; None: the tokens of the store say it all.
+
+        Args:
+            store: as in `documents`.
+            windows: whether it stands before every window; None: as `begin_windows` is set.
+        """
+        windows = self.begin_windows if windows is None else windows
+        if self.task or (self.begin_id is None and not windows):
+            return None
+        eod = 0 if store is None else store.tokenizer().eod_id
+        begin = eod if self.begin_id is None else self.begin_id
+        windows = begin != eod if windows is None else windows
+        return TextBegin(begin, eod, windows) if windows or begin != eod else None
 
     def guess_dtype(self, vocab_size: int) -> np.dtype:
         """Returns the type of tokens for a tokenizer with so many pieces; the data stay closed."""

@@ -13,14 +13,12 @@ from lm.ops.documents import Documents
 
 
 def compute_losses_in_chunks(
-    model: Transformer, tokens_BxL: jax.Array, chunk: int, documents: Documents | None = None
+    model: Transformer, inputs_BxL: jax.Array, targets_BxL: jax.Array, chunk: int, documents: Documents | None = None
 ) -> jax.Array:
-    """Computes the negative log-likelihoods [B, L - 1] float32 of all tokens but the first, in nats, like
-    `Transformer.token_losses`.
+    """Computes the negative log-likelihoods [B, L] float32 of the targets, in nats, like `Transformer.token_losses`.
 
     The remainder of the length comes first. With `documents` the tokens of a window do not see other documents.
     """
-    inputs_BxL, targets_BxL = tokens_BxL[:, :-1], tokens_BxL[:, 1:]
     batch, length = inputs_BxL.shape
     model.config.check_length(length)
     positions, starts_BxL = jnp.arange(length, dtype=jnp.int32), None

@@ -32,6 +32,10 @@ class EvaluateConfig(Configurable):
     context_length: int | None = field(default=None, minimum=1, help='None: train.context_length')
     window: str = field(default='disjoint', check=_check_window, help="'disjoint' or 'sliding:STRIDE'")
     mask_documents: bool | None = field(default=None, help='no token sees another document; None: data.mask_documents')
+    begin_windows: bool | None = field(
+        default=None,
+        help='the token before each text stands before every window too (data.begin_id); None: data.begin_windows',
+    )
     accuracy: bool = field(
         default=False,
         help='how often no token is more probable, too, and what frequencies alone give; @masked(): always',

@@ -25,7 +25,7 @@ def make_evaluator(
     if isinstance(plan, TaskPlan):
         return TaskEvaluator(functions, mesh, plan, refuse)
     config = plan.settings.config
-    program = make_scoring_program(functions, mesh, plan.documents, config.chunk, config.accuracy)
+    program = make_scoring_program(functions, mesh, plan.documents, config.chunk, config.accuracy, plan.begin)
     make_hidden = functools.cache(lambda hiding: make_hidden_scoring_program(functions, mesh, hiding))
 
     def evaluate(text: ScoredText) -> Evaluator:

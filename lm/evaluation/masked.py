@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lm.errors import ConfigError
+from lm.evaluation.conditioning import UNCONDITIONED, Conditioning
 from lm.evaluation.perplexity import Evaluator, ScoredSums
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.training.mesh import replicated
@@ -35,6 +36,10 @@ def make_hidden_scoring_program(
 
 class MaskedEvaluator(Evaluator):
     """Scores the hidden tokens of a split, and reports the figures of the frequency baseline."""
+
+    @property
+    def conditioning(self) -> Conditioning:
+        return UNCONDITIONED
 
     def dispatch(self, weights: Weights, tokens: jax.Array, first: int) -> Scored:
         return self.program(weights, tokens, _number(tokens, first))

@@ -1,7 +1,9 @@
 """Perplexity of a split: every token counts once, padding never; sums are float64 on the host.
 
 The stream of a split is its documents with their end-of-document tokens. One more end-of-document token stands before
-the first token, so that every token of the split is predicted. Results do not depend on batch size, devices or hosts.
+the first token, so that every token of the split is predicted. Where a model has a token of its own before each text,
+that one is the input in place of the end-of-document token (`lm.evaluation.conditioning`). Results do not depend on
+batch size, devices or hosts.
 """
 
 import dataclasses
@@ -15,9 +17,11 @@ from jax.sharding import Mesh
 
 from lm.data.store import TokenStore
 from lm.evaluation.chunks import compute_losses_in_chunks
+from lm.evaluation.conditioning import FIELD as CONDITIONING
+from lm.evaluation.conditioning import Conditioning
 from lm.evaluation.plan import ScoredText, TextPlan
 from lm.model.functions import ModelFunctions, Scored, Weights
-from lm.ops.documents import Documents
+from lm.ops.documents import Documents, TextBegin
 from lm.text import perplexity
 from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
@@ -31,6 +35,7 @@ def make_scoring_program(
     documents: Documents | None = None,
     chunk: int | None = None,
     accuracy: bool = False,
+    begin: TextBegin | None = None,
 ) -> Callable[[Weights, jax.Array], Scored]:
     """Makes the program (weights, tokens [B, L + 1]) → scores of the targets on all devices, compiled once per shape.
 
@@ -38,12 +43,14 @@ def make_scoring_program(
         documents: the documents of a window do not see each other; None: a window is one document.
         chunk: a longer window is computed in parts of so many tokens (`lm.evaluation.chunks`).
         accuracy: also compute whether each target is the most probable token.
+        begin: the token before a text; None: the tokens are the inputs as they are.
     """
 
     def score(weights: Weights, tokens_BxN: jax.Array) -> Scored:
-        inputs_BxL, targets_BxL = tokens_BxN[:, :-1], tokens_BxN[:, 1:]
+        inputs_BxL = tokens_BxN[:, :-1] if begin is None else begin.make_inputs(tokens_BxN)
+        targets_BxL = tokens_BxN[:, 1:]
         if chunk is not None and targets_BxL.shape[1] > chunk:
-            return Scored(compute_losses_in_chunks(functions.merge(weights), tokens_BxN, chunk, documents))
+            return Scored(compute_losses_in_chunks(functions.merge(weights), inputs_BxL, targets_BxL, chunk, documents))
         return functions.score_targets(weights, inputs_BxL, targets_BxL, documents, accuracy)
 
     return jax.jit(score, out_shardings=replicated(mesh))
@@ -139,7 +146,15 @@ class Evaluator:
     def measure(self) -> str:
         """The name of the loss: losses of the same data are comparable if this name is the same."""
         windows, masked = self.windows, ' of single documents' if self.plan.documents else ''
-        return f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{masked}'
+        begin = f' ({self.conditioning})' if self.plan.begin else ''
+        return (
+            f'{windows.n_tokens} tokens of {self.split}, {windows.context_length} every {windows.stride}{masked}{begin}'
+        )
+
+    @property
+    def conditioning(self) -> Conditioning:
+        """What the scored tokens are conditioned on."""
+        return Conditioning.of_windows(self.windows, self.plan.begin)
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """Returns the result as a dict of plain numbers (see `summarize`), or None when `should_stop` returned True."""
@@ -166,6 +181,7 @@ class Evaluator:
             'split': self.split,
             'context_length': self.windows.context_length,
             'window': self.plan.settings.config.window,
+            CONDITIONING: self.conditioning.state(self.store.tokenizer(), self.plan.begin),
             **masked,
             'step': step,
         }

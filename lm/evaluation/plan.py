@@ -14,7 +14,7 @@ from lm.evaluation.baseline import EmpiricalBaseline
 from lm.evaluation.config import EvaluateConfig
 from lm.evaluation.windows import EvaluationWindows, WholeWindows
 from lm.model import ModelConfig
-from lm.ops.documents import Documents
+from lm.ops.documents import Documents, TextBegin
 from lm.tasks import Task, TaskStore
 from lm.training.config import TrainConfig
 from lm.training.objectives import Hiding, Objective
@@ -79,6 +79,7 @@ class TextPlan:
     Attributes:
         store: the data of the run.
         documents: how the documents of a window are separated; None: they are not.
+        begin: the token before a text; None: the end-of-document token before it stays.
         parts: name → text of the data of the run; a single store has the name ''.
         others: name → text of `evaluate.sets`.
     """
@@ -88,6 +89,7 @@ class TextPlan:
     documents: Documents | None
     parts: dict[str, ScoredText]
     others: dict[str, ScoredText]
+    begin: TextBegin | None = None
 
 
 EvaluationPlan = TaskPlan | TextPlan
@@ -149,6 +151,7 @@ def plan_evaluation(
         documents=documents,
         parts={name: plan_text(name, part, split) for name, part in parts.items()},
         others={name: plan_text(name, found.store, found.split or split) for name, found in sets.items()},
+        begin=settings.data.text_begin(store, config.begin_windows),
     )
 
 
@@ -182,8 +185,9 @@ def _check_task(
 ) -> None:
     """Raises ConfigError for settings that task examples lack, for lengths that the model or the task lacks, and the
     errors of `Task.examples`."""
-    if config.mask_documents:
-        raise ConfigError('evaluate.mask_documents = True: the examples of a task are no documents; delete this')
+    for name, given in (('mask_documents', config.mask_documents), ('begin_windows', config.begin_windows)):
+        if given:
+            raise ConfigError(f'evaluate.{name} = True: the examples of a task are no documents; delete this')
     if config.chunk:
         raise ConfigError(f'evaluate.chunk = {config.chunk}: the examples of a task are computed whole; delete this')
     if eval_tokens:
@@ -219,5 +223,6 @@ def _check_masked(config: EvaluateConfig) -> None:
         raise ConfigError(
             f'evaluate.chunk = {config.chunk}: where tokens see later ones a window is computed whole; delete this'
         )
-    if config.mask_documents:
-        raise ConfigError('evaluate.mask_documents = True: is for tokens that see earlier ones alone; delete this')
+    for name, given in (('mask_documents', config.mask_documents), ('begin_windows', config.begin_windows)):
+        if given:
+            raise ConfigError(f'evaluate.{name} = True: is for tokens that see earlier ones alone; delete this')

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.config.configurable import check_kind
+from lm.evaluation.conditioning import FIELD as CONDITIONING
 from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
 from lm.evaluation.finite import refuse_not_finite
 from lm.evaluation.perplexity import format_word_perplexity
@@ -19,7 +20,7 @@ from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.ops.platform import SEQUENCE_AXIS
 from lm.runs.records import to_json
-from lm.text import perplexity
+from lm.text import make_visible, perplexity
 from lm.training.mesh import JobAddress, initialize_distributed
 from lm.training.objectives import check_objective
 
@@ -80,7 +81,7 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment
     config = dataclasses.replace(experiment.evaluate, **settings)
-    data, train, model = experiment.data, experiment.train, experiment.model
+    data, train, model = run.data, experiment.train, experiment.model
     check_objective(train.objective, data, model)
     settled = settle_evaluation(config, data, train, model)
     model.check_parts(run.mesh.shape.get(SEQUENCE_AXIS, 1), settled.context_length, 'evaluate.context_length')
@@ -99,6 +100,7 @@ def print_table(result: dict) -> None:
         'nats in total': f'{result["sum_nats"]:.3f}',
         'tokens scored': f'{result["tokens"]:,}',
         'context / window': f'{result["context_length"]} / {result["window"]}',
+        'before texts / windows': describe_conditioning(result[CONDITIONING]),
         'tokenizer': result['tokenizer_sha256'][:16],
     }
     for name, value in rows.items():
@@ -115,6 +117,12 @@ def print_table(result: dict) -> None:
     if result.get('sets'):
         console.print(make_sets_table(result['sets']))
     console.print(by_position)
+
+
+def describe_conditioning(stated: dict[str, Any]) -> str:
+    """Describes what stands before texts and windows, with the token where there is one."""
+    token = f' ({make_visible(stated["token"] or str(stated["token_id"]))})' if 'token_id' in stated else ''
+    return f'{stated["before_texts"]}{token} / {stated["before_windows"]}'
 
 
 def make_sets_table(sets: dict[str, dict]) -> Table:

@@ -16,18 +16,17 @@ from jax.sharding import Mesh
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.finite import refuse_not_finite
 from lm.config.text import dump
-from lm.data.dataset import Store
+from lm.data.dataset import DataConfig, Store
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError, MismatchError
 from lm.evaluation.scoring import Scorer, Scores
-from lm.experiment import Experiment, load_of_run
+from lm.experiment import Experiment, find_begin_id, load_of_run
 from lm.hardware import Target
 from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
 from lm.parameters import AVERAGE
 from lm.runs.config_diff import compare_texts
-from lm.runs.info import read_raw
 from lm.runs.run_dir import RunDir
 from lm.training.mesh import place
 
@@ -70,11 +69,17 @@ class LoadedRun:
 
     @functools.cached_property
     def begin_id(self) -> int:
-        """The token that stands before every text: the end-of-document token, as in training here.
+        """The token that stands before every text: the end-of-document token, unless the model was trained with
+        another one (`lm.experiment.find_begin_id`)."""
+        stated = find_begin_id(self.experiment, self.directory)
+        return self.tokenizer.eod_id if stated is None else stated
 
-        Some checkpoints of other programs have another one, which their imports keep.
-        """
-        return read_raw(self.directory.info).get('begin_id', self.tokenizer.eod_id)
+    @property
+    def data(self) -> DataConfig:
+        """The section `data` of the configuration, with the token before every text."""
+        data = self.experiment.data
+        stated = None if data.task else find_begin_id(self.experiment, self.directory)
+        return data if stated is None else dataclasses.replace(data, begin_id=stated)
 
     @functools.cached_property
     def model(self) -> Transformer:

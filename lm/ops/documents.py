@@ -1,8 +1,8 @@
-"""The places where the documents of a window begin, so that no document sees another.
+"""The places where the documents of a window begin: what stands there, and that no document sees another.
 
 Token stores hold documents one after another, each ended by the end-of-document token. As an input that token opens
 the document that follows: a model predicts a first token from it alone, whether the document stands by itself or in
-the middle of a window.
+the middle of a window. Some models have a token of their own there (`TextBegin`).
 """
 
 import dataclasses
@@ -15,11 +15,41 @@ from lm.ops import sequence
 
 
 @dataclasses.dataclass(frozen=True)
+class TextBegin:
+    """The token that a model has before each text, in place of the end-of-document token before it.
+
+    Only inputs change. The targets, their number and the places of windows are the ones of other models.
+
+    Attributes:
+        begin_id: the token before a text.
+        eod_id: the end-of-document token.
+        windows: the first input of each window is `begin_id` too, whether or not a text begins there.
+    """
+
+    begin_id: int
+    eod_id: int
+    windows: bool
+
+    def make_inputs(self, tokens_BxN: jax.Array) -> jax.Array:
+        """Returns the inputs of the model, [B, L], for windows [B, L + 1] of a split.
+
+        An input whose target is `begin_id` stays: there the data have this token themselves.
+        """
+        inputs_BxL, targets_BxL = tokens_BxN[:, :-1], tokens_BxN[:, 1:]
+        opens_BxL = inputs_BxL == self.eod_id
+        if self.windows:
+            opens_BxL |= jnp.arange(inputs_BxL.shape[1], dtype=jnp.int32) == 0
+        if self.begin_id != self.eod_id:
+            opens_BxL &= targets_BxL != self.begin_id
+        return jnp.where(opens_BxL, jnp.asarray(self.begin_id, inputs_BxL.dtype), inputs_BxL)
+
+
+@dataclasses.dataclass(frozen=True)
 class Documents:
     """A window of several documents, none of which sees another.
 
     Attributes:
-        eod_id: the end-of-document token.
+        eod_id: the input that opens a document: the end-of-document token, or the one in its place (`TextBegin`).
         restart: whether the positions of each document begin at 0, or go on through the window.
     """
 

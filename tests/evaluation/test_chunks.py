@@ -47,7 +47,9 @@ def whole(model, tokens, documents=None):
     return model.token_losses(tokens[:, :-1], tokens[:, 1:], *told)
 
 
-walked = nnx.jit(compute_losses_in_chunks, static_argnames=('chunk', 'documents'))
+@nnx.jit(static_argnames=('chunk', 'documents'))
+def walked(model, tokens, chunk, documents=None):
+    return compute_losses_in_chunks(model, tokens[:, :-1], tokens[:, 1:], chunk, documents)
 
 
 @pytest.mark.parametrize('attention', QUICK_FIRST)

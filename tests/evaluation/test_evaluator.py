@@ -62,7 +62,7 @@ class Store:
         return 2
 
     def tokenizer(self):
-        return types.SimpleNamespace(eod_id=EOD)
+        return types.SimpleNamespace(eod_id=EOD, piece='<{}>'.format)
 
 
 def score_targets(weights, tokens_BxL, targets_BxL, documents, accuracy):

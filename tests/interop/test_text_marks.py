@@ -112,6 +112,36 @@ def test_data_are_prepared_with_the_end_of_the_checkpoint(name, place, tmp_path)
     assert load(tmp_path / place, TokenizerConfig(end_of_document='a')).piece(tokenizer.eod_id) != 'a'
 
 
+def write_texts(folder, run, *texts) -> str:
+    """Prepares texts as both splits with the tokenizer of a run. Returns the folder of the store."""
+    for split in ('train', 'validation'):
+        (folder / f'{split}.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+    settings = [f"jsonl.path = '{folder}'", f"tokenizer.model_path = '{run}'", f"data.path = '{folder}/data'"]
+    flags = [argument for setting in settings for argument in ('--gin_param', setting)]
+    assert main(['prepare', '--processes', '1', '--gin_file', 'data/jsonl.gin', *flags]) == 0
+    return str(folder / 'data')
+
+
+def test_a_split_is_scored_like_its_texts_and_says_what_stands_before_them(tmp_path):
+    files, config, (begin, _) = CHECKPOINTS['llama3']
+    write_checkpoint(tmp_path / 'checkpoint', files, **config)
+    imported(tmp_path / 'checkpoint')
+    texts = TEXT, 'another text', 'b'
+    data = [f"data.path = '{write_texts(tmp_path, tmp_path / 'run', *texts)}'", 'data.mask_documents = True']
+    run = lm.load(str(tmp_path / 'run'), data)
+    expected = sum(run.score(text).nats.sum() for text in texts)
+    found = lm.evaluate(run, context_length=run.splits.tokens('validation'))
+    assert found['sum_nats'] == pytest.approx(expected, rel=1e-5)
+    stated = found['conditioning']
+    assert (stated['before_texts'], stated['before_windows']) == ('begin', 'begin')
+    assert (stated['token_id'], stated['token']) == (begin, '<|begin_of_text|>')
+    # The end-of-document token in its place gives other losses.
+    without = lm.load(str(tmp_path / 'run'), [*data, f'data.begin_id = {run.tokenizer.eod_id}'])
+    other = lm.evaluate(without, context_length=run.splits.tokens('validation'))
+    assert abs(other['sum_nats'] - expected) > 0.01 * expected
+    assert other['conditioning']['before_texts'] == 'end of document'
+
+
 def test_exports_of_a_run_that_was_trained_here_have_one_token_for_both(reference_run, tmp_path):
     run_dir = str(reference_run[0])
     assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(tmp_path / 'out')]) == 0

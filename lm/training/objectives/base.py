@@ -90,6 +90,11 @@ def check_objective(objective: Objective, data: DataConfig, model: ModelConfig) 
         )
     if bool(setting) != objective.looks_ahead:
         raise ConfigError(f'train.objective = {name}: {objective.remedy.format(setting)}')
+    if setting and data.begin_id is not None:
+        raise ConfigError(
+            f'data.begin_id = {data.begin_id}: {setting}, and the token before a text is of models that see earlier '
+            'tokens alone; delete this'
+        )
     if setting and data.mask_documents:
         raise ConfigError(
             f'data.mask_documents = True: {setting}, and documents are told apart only where tokens see earlier ones '
