@@ -93,6 +93,14 @@ def find_begin_id(experiment: Experiment, directory: RunDir) -> int | None:
     return read_raw(directory.info).get('begin_id') if stated is None else stated
 
 
+def read_begin_id(run_dir: str) -> int | None:
+    """Returns the token that the run in `run_dir` has before each text; None: the end-of-document token, or no run."""
+    directory = RunDir(run_dir)
+    if not directory.config.exists():
+        return None
+    return find_begin_id(load_of_run(run_dir), directory)
+
+
 def check_experiment(given: Any) -> None:
     """Raises ConfigError if a public function gets something other than an experiment, such as a path."""
     check_kind('experiment', given, Experiment, "such as lm.configure(['FILE.gin']) gives")

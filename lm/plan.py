@@ -18,7 +18,7 @@ from lm.data.batches import BatchWindows
 from lm.data.dataset import Store
 from lm.errors import FINAL, AbsentError, ConfigError, LmError, UnnamedError
 from lm.evaluation.plan import EvaluationPlan, open_sets, plan_evaluation, settle_evaluation
-from lm.experiment import Experiment, check_experiment, load, load_of_run
+from lm.experiment import Experiment, check_experiment, load, load_of_run, read_begin_id
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.model.layers import find_misfits
@@ -76,6 +76,7 @@ class StepPlan:
         return {
             'parameters': f'{self.parameters:,} ({layers}, {mechanisms}){active}',
             **self._describe_teacher(),
+            **self._describe_begin(),
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
             'tokens in total': total,
             'FLOPs per token': format_si(self.flops_per_token),
@@ -88,6 +89,10 @@ class StepPlan:
         length = self.experiment.train.context_length
         reasons = dict.fromkeys(attention.why_exact(length) for attention in self.experiment.model.pattern)
         return {'note': '; '.join(found)} if (found := [reason for reason in reasons if reason]) else {}
+
+    def _describe_begin(self) -> dict[str, str]:
+        begin = self.experiment.data.begin_id
+        return {} if begin is None else {'texts begin with': f'token {begin} (data.begin_id)'}
 
     def _describe_teacher(self) -> dict[str, str]:
         teaching = self.program.step.teaching
@@ -238,6 +243,23 @@ def make_plan(
     )
 
 
+def settle_begin(experiment: Experiment, cache: PlanCache | None = None) -> Experiment:
+    """Returns the experiment of a new run with the token before each text (`data.begin_id`) that its model is used to.
+
+    The teacher says it, or else the run of `train.init_from`. A value that is given stays.
+    """
+    check_experiment(experiment)
+    train, data, cache = experiment.train, experiment.data, PlanCache() if cache is None else cache
+    if data.begin_id is not None or data.task or train.objective.looks_ahead:
+        return experiment
+    teacher = train.objective.teacher if isinstance(train.objective, Distillation) else None
+    for run_dir in filter(None, (teacher, train.init_from)):
+        found = cache.get(('begin', run_dir), functools.partial(read_begin_id, run_dir))
+        if found is not None:
+            return dataclasses.replace(experiment, data=dataclasses.replace(data, begin_id=found))
+    return experiment
+
+
 def plan_teaching(objective: Objective, student: ModelFunctions, cache: PlanCache) -> Teaching | None:
     """Returns the teacher of the step, from the configuration of its run; None without a teacher.
 
@@ -315,7 +337,7 @@ def validate(
     """
     target = UNKNOWN if devices is None else Target(slices=(devices,))
     try:
-        plan = make_plan(experiment, target, cache, PATIENCE_SECONDS)
+        plan = make_plan(experiment if begun else settle_begin(experiment, cache), target, cache, PATIENCE_SECONDS)
         if not begun:
             plan.check_initial()
     except (AbsentError, UnnamedError) as error:

@@ -1,14 +1,23 @@
 """The data of a run: prepared tokens, a mixture of them, or the examples of a synthetic task."""
 
+from typing import Protocol
+
 import numpy as np
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.data.mixture import Mixture, check_mixture
 from lm.data.store import TokenStore
-from lm.data.tokenizers import token_dtype
+from lm.data.tokenizers import Tokenizer, token_dtype
 from lm.errors import ConfigError
 from lm.ops.documents import Documents, TextBegin
 from lm.tasks import Task, TaskStore
+
+
+class HasTokenizer(Protocol):
+    """The data of a run, or its tokenizer alone."""
+
+    def tokenizer(self) -> Tokenizer: ...
+
 
 Store = TokenStore | Mixture | TaskStore
 """The data that training and evaluation read."""
@@ -68,11 +77,11 @@ class DataConfig(Configurable):
             opening = 0 if store is None else store.tokenizer().eod_id
         return Documents(opening, self.restart_positions)
 
-    def text_begin(self, store: Store | None, windows: bool | None = None) -> TextBegin | None:
+    def text_begin(self, store: 'HasTokenizer | None', windows: bool | None = None) -> TextBegin | None:
         """Returns the token that stands before the texts of a window; None: the tokens of the store say it all.
 
         Args:
-            store: as in `documents`.
+            store: has the tokenizer; as in `documents`.
             windows: whether it stands before every window; None: as `begin_windows` is set.
         """
         windows = self.begin_windows if windows is None else windows

@@ -108,26 +108,35 @@ class Scorer:
         is_shared = self._functions.config.why_parts(self._parts, padded) is None
         return padded if is_shared else padded + 1  # parts > 1 do not divide it then
 
-    def score_text(self, tokenizer: Tokenizer, text: str, begin_id: int | None = None) -> Scores:
+    def score_text(
+        self, tokenizer: Tokenizer, text: str, begin_id: int | None = None, begins_windows: bool = False
+    ) -> Scores:
         """Scores a text as a document: an end-of-document token (or `begin_id`) stands before it, and the one after it
         is scored too."""
-        (nats,) = self.score_documents(tokenizer, [text], begin_id)
+        (nats,) = self.score_documents(tokenizer, [text], begin_id, begins_windows)
         tokens = np.append(tokenizer.encode(text), tokenizer.eod_id)
         return Scores(tokens, nats, len(text.encode()))
 
     def score_documents(
-        self, tokenizer: Tokenizer, texts: Sequence[str], begin_id: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        texts: Sequence[str],
+        begin_id: int | None = None,
+        begins_windows: bool = False,
     ) -> list[np.ndarray]:
         """Returns the nats of each document's tokens and of the end-of-document token after them, float64.
 
         Documents are cut into windows of `context_length` targets, as `lm evaluate` cuts a split of one document. An
-        end-of-document token, or `begin_id`, opens the first window. The last target of each window opens the next one.
+        end-of-document token, or `begin_id`, opens the first window. With `begins_windows` it opens all of them, else
+        the last target of each window opens the next one.
         """
         rows, owners, L, eod = [], [], self.context_length, tokenizer.eod_id
         begin = eod if begin_id is None else begin_id
         for i, text in enumerate(texts):
             stream = np.concatenate([[begin], tokenizer.encode(text), [eod]]).astype(np.int32)
             cut = [stream[start : start + L + 1] for start in range(0, len(stream) - 1, L)]
+            if begins_windows:
+                cut = [np.concatenate([[begin], row[1:]]).astype(np.int32) for row in cut]
             rows, owners = rows + cut, owners + [i] * len(cut)
         parts: list[list[np.ndarray]] = [[] for _ in texts]
         for owner, scored in zip(owners, self.score_rows(rows), strict=True):

@@ -26,6 +26,7 @@ from lm.inference.loaded_run import LoadedRun, open_run
 from lm.model.distillation import score_swapped
 from lm.model.functions import over_windows
 from lm.model.layers import find_same_layers
+from lm.training.objectives.next_token import next_token
 
 WINDOWS = 64
 """Windows of the evaluation split that both losses are measured on."""
@@ -99,12 +100,14 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
         raise ConfigError(f'evaluate.split = {split!r}: has fewer tokens than one window of {length}')
     tokens_BxL = store.read_many(split, starts, length + 1).astype(np.int32)
     planted_BxL, told_BxL = plant_passages(tokens_BxL)
+    begin = student.data.text_begin(store)
 
     @jax.jit
     def score(ours, theirs, windows_BxL, swapped_N):
         models = [(student.functions, ours), (teacher.functions, theirs)]
         function = functools.partial(score_swapped, swapped_N=swapped_N)
-        return over_windows(function, models, None, windows_BxL[:, :-1], windows_BxL[:, 1:])
+        inputs_BxL, targets_BxL, _ = next_token(windows_BxL, begin)
+        return over_windows(function, models, None, inputs_BxL, targets_BxL)
 
     def measure(swapped_N: np.ndarray) -> tuple[float, float]:
         plain, recalled = (

@@ -98,7 +98,8 @@ class LoadedRun:
 
         Text longer than the context is cut into windows of that length, as `lm evaluate` cuts a split.
         """
-        return self.scorer.score_text(self.tokenizer, text, self.begin_id)
+        begin = self.data.text_begin(self.store, self.experiment.evaluate.begin_windows)
+        return self.scorer.score_text(self.tokenizer, text, self.begin_id, begin is not None and begin.windows)
 
 
 def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = None) -> LoadedRun:

@@ -11,13 +11,16 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
+from lm.experiment import Experiment, check_experiment
 from lm.hardware import describe_libtpu_fault
 from lm.model.functions import ModelFunctions, Weights, select_weights
 from lm.model.layers import copy_layers, find_copied
 from lm.parameters import AVERAGE
-from lm.plan import RunPlan
+from lm.plan import RunPlan, settle_begin
 from lm.runs.branch import Branch, find_branch
+from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import Goodput
+from lm.runs.paths import read_text
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
 from lm.runs.weights import SavedWeights
@@ -77,6 +80,19 @@ def print_plan(plan: RunPlan, mesh: Mesh) -> None:
     fault = describe_libtpu_fault() if jax.default_backend() == 'tpu' else None
     rows |= {'warning': fault} if fault else {}
     print_rows(rows | {'devices': describe_mesh(mesh, plan.mesh.slices, plan.functions.dtype)})
+
+
+def settle_texts(experiment: Experiment, run: RunDir, branch_from: str | None = None) -> Experiment:
+    """Returns the experiment with the token before each text: a run that has begun goes on as it began, and a branch as
+    its parent. A new run takes the token of the model that it starts from (`lm.plan.settle_begin`)."""
+    check_experiment(experiment)
+    for directory in (run, *([RunDir(branch_from)] if branch_from else [])):
+        if known := parse_bindings(read_text(directory.config)):
+            stated = known.get('data.begin_id', 'None')
+            if experiment.data.begin_id is not None or not stated.isdecimal():
+                return experiment
+            return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, begin_id=int(stated)))
+    return settle_begin(experiment)
 
 
 def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:

@@ -35,6 +35,7 @@ from lm.session.start import (
     print_plan,
     read_teacher,
     restore_or_init,
+    settle_texts,
     write_start,
 )
 from lm.session.trainer import Computation, Records, Services, Trainer
@@ -102,6 +103,7 @@ def open_session(
         folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
         programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
         # All errors are found before any file is written: only then does the corrected command work.
+        experiment = settle_texts(experiment, run, request.branch_from)
         plan = make_plan(experiment, Target.of_devices(jax.devices()))
         mesh = plan.mesh.arrange(jax.devices())
         stack.enter_context(jax.set_mesh(mesh))

@@ -1,5 +1,7 @@
 """The inputs of a training step: sections that fit each other, the windows that it sees, and how it unpacks them."""
 
+import functools
+
 from lm.data.batches import BatchWindows, Windows
 from lm.data.dataset import DataConfig, Store
 from lm.data.mixture import MixedWindows, Mixture
@@ -8,6 +10,7 @@ from lm.model import ModelConfig
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshShape
 from lm.training.objectives import Unpack, check_objective
+from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
 ROUTERS = 'glu'
@@ -43,11 +46,14 @@ def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None
 
 def choose_unpacking(data: DataConfig, config: TrainConfig, model: ModelConfig, store: Store | None) -> Unpack | None:
     """Returns the function that unpacks the windows of a step: the task's, or else the objective's
-    (`Objective.unpack`).
+    (`Objective.unpack`). None: each token predicts the next one, and the tokens are the inputs as they are.
 
     `Objective.unpack` describes the last two arguments and the errors.
     """
-    return data.task.unpack if data.task else config.objective.unpack(store, model.vocab_size)
+    if data.task:
+        return data.task.unpack
+    unpack, begin = config.objective.unpack(store, model.vocab_size), data.text_begin(store)
+    return functools.partial(next_token, begin=begin) if unpack is None and begin else unpack
 
 
 def make_windows(data: DataConfig, config: TrainConfig, store: Store) -> BatchWindows:

@@ -90,10 +90,15 @@ def check_objective(objective: Objective, data: DataConfig, model: ModelConfig) 
         )
     if bool(setting) != objective.looks_ahead:
         raise ConfigError(f'train.objective = {name}: {objective.remedy.format(setting)}')
-    if setting and data.begin_id is not None:
+    for field, given in (('begin_id', data.begin_id), ('begin_windows', data.begin_windows)):
+        if setting and given not in (None, False):
+            raise ConfigError(
+                f'data.{field} = {given}: {setting}, and the token before a text is of models that see earlier tokens '
+                'alone; delete this'
+            )
+    if data.begin_id is not None and data.begin_id >= model.vocab_size:
         raise ConfigError(
-            f'data.begin_id = {data.begin_id}: {setting}, and the token before a text is of models that see earlier '
-            'tokens alone; delete this'
+            f'data.begin_id = {data.begin_id}: must be a token of the model, which has {model.vocab_size}'
         )
     if setting and data.mask_documents:
         raise ConfigError(

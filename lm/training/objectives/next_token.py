@@ -4,6 +4,7 @@ import jax
 
 from lm.config.configurable import configurable
 from lm.data.dataset import Store
+from lm.ops.documents import TextBegin
 from lm.training.objectives.base import Objective
 
 
@@ -18,6 +19,10 @@ class NextToken(Objective):
         return None
 
 
-def next_token(tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """Unpacks text: every token predicts the next one, and all of them count."""
-    return tokens_BxL[:, :-1], tokens_BxL[:, 1:], None
+def next_token(tokens_BxL: jax.Array, begin: TextBegin | None = None) -> tuple[jax.Array, jax.Array, None]:
+    """Unpacks text: every token predicts the next one, and all of them count.
+
+    `begin` is the token before a text; None: the tokens are the inputs as they are.
+    """
+    inputs_BxL = tokens_BxL[:, :-1] if begin is None else begin.make_inputs(tokens_BxL)
+    return inputs_BxL, tokens_BxL[:, 1:], None
