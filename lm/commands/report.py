@@ -26,6 +26,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='no PNG and PDF files',
     )
     parser.add_argument(
+        '--any_conditioning',
+        action='store_true',
+        help='compare perplexities whose windows begin after different tokens, too',
+    )
+    parser.add_argument(
         '--watch', action='store_true', help='write it again whenever a run changes, until Ctrl-C; the page reloads'
     )
 
@@ -42,6 +47,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         corpus=arguments.paper,
         ladder=arguments.ladder,
         pictures=arguments.pictures,
+        any_conditioning=arguments.any_conditioning,
     )
 
 

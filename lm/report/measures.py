@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from lm.config.configurable import REGISTRY
 from lm.config.names import may_change
+from lm.errors import ConfigError
+from lm.evaluation.conditioning import Conditioning
 from lm.experiment import load_registry
 from lm.runs import sweep_file
 from lm.runs.records import Run
@@ -16,6 +19,8 @@ OTHERS = {
     *('evaluate.mask_documents', 'train.objective'),
 }
 """Bindings whose change makes an evaluation measure something else."""
+BEGINNING = {'data.begin_id', 'data.begin_windows', 'evaluate.begin_windows'}
+"""Bindings whose change makes an evaluation state another conditioning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,19 +29,36 @@ class Measures:
 
     Attributes:
         split: which evaluations count; None: the split of training.
+        conditioning: which evaluations of perplexity count; None: any (`choose_conditioning`).
     """
 
     split: str | None = None
+    conditioning: Conditioning | None = None
 
     def find_newest(self, run: Run, context: int | None = None) -> dict[str, Any]:
         """Returns the newest evaluation of a run, at its own context length or `context`, windows disjoint; {} if none.
 
         A file of `lm evaluate` counts more than the periodic evaluation of the same step, unless it scored other data,
-        or the weights in another model than the run's own.
+        or the weights in another model than the run's own. Of one step, an evaluation after the run's own tokens before
+        texts counts most.
         """
+        found = self._list_all(run, context)
+        if self.conditioning is not None and is_conditioned(run):
+            found = [r for r in found if 'task' in r or Conditioning.read(r) == self.conditioning]
+        return max(reversed(found), key=_rank, default={})
+
+    def list_conditionings(self, run: Run) -> list[Conditioning]:
+        """Returns what the newest perplexities of a run are conditioned on, the run's own first; [] if it has none."""
+        found = self._list_all(run, None) if is_conditioned(run) else []
+        newest = max((r['step'] for r in found), default=0)
+        texts = [r for r in reversed(found) if r['step'] == newest and 'task' not in r]
+        ranked = sorted(texts, key=_rank, reverse=True)
+        return list(dict.fromkeys(map(Conditioning.read, ranked)))
+
+    def _list_all(self, run: Run, context: int | None) -> list[dict[str, Any]]:
         context = context or run.value('train.context_length')
         split = self.split or (run.last_evaluation or {}).get('split')
-        found = [
+        return [
             r
             for r in [*run.evals, *run.evaluations]
             if r.get('split') == split
@@ -44,7 +66,6 @@ class Measures:
             and r.get('window') in ('disjoint', None)
             and not _measures_something_else(run, r)
         ]
-        return max(reversed(found), key=lambda r: r['step'], default={})
 
     def covers_part_only(self, run: Run) -> bool:
         """Returns whether the newest evaluation is a periodic one of the first train.eval_tokens alone."""
@@ -61,6 +82,35 @@ class Measures:
         """Returns the accuracy in percent."""
         accuracy = _finite(self.find_newest(run).get('accuracy'))
         return None if accuracy is None else 100 * accuracy
+
+
+def choose_conditioning(runs: Sequence[Run], measures: Measures, allows_any: bool = False) -> Conditioning | None:
+    """Returns the conditioning that the newest evaluations of all runs have in common; None: no run has a perplexity,
+    or there is none in common and `allows_any`.
+
+    Raises ConfigError if perplexities would be compared that are conditioned on different tokens.
+    """
+    known = [(run, found) for run in runs if (found := measures.list_conditionings(run))]
+    if not known:
+        return None
+    run, own = known[0]
+    for one in own:
+        if all(one in found for _, found in known):
+            return one
+    if allows_any:
+        return None
+    other, theirs = next(((r, found) for r, found in known if own[0] not in found))
+    raise ConfigError(
+        f'{run.name} ({own[0]}) and {other.name} ({theirs[0]}): their perplexities are conditioned differently; score '
+        'one like the other (lm evaluate with data.begin_id, evaluate.begin_windows), or pass --any_conditioning'
+    )
+
+
+def is_conditioned(run: Run) -> bool:
+    """Returns whether tokens before a token predict it, as in all models but those that see both sides."""
+    load_registry()
+    objective = REGISTRY.get(str(run.value('train.objective', '')).strip('@()').rpartition('/')[2])
+    return not getattr(objective, 'looks_ahead', False)
 
 
 def get_status(run: Run) -> str:
@@ -87,6 +137,10 @@ def name_loss(run: Run) -> str | None:
 
 def measure_microseconds_per_token(run: Run) -> float | None:
     return 1e6 / run.tokens_per_second if run.tokens_per_second else None
+
+
+def _rank(record: dict[str, Any]) -> tuple[int, bool]:
+    return record['step'], BEGINNING.isdisjoint(record.get('overrides') or ())
 
 
 def _finite(value: float | None) -> float | None:

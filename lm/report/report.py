@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm.evaluation.conditioning import Conditioning
 from lm.evaluation.sets import FIGURES, flatten_result
 from lm.files import write_atomically
 from lm.report import paper
 from lm.report.curves import MOST_NAMED, describe_settings, find_differing_bindings, name_bindings
 from lm.report.ladder import Ladder, Speedup, format_power
 from lm.report.ladder_table import format_ladder, make_ladder_table
-from lm.report.measures import Measures, get_status, measure_microseconds_per_token
+from lm.report.measures import Measures, get_status, is_conditioned, measure_microseconds_per_token
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
@@ -64,6 +65,7 @@ class Report:
         absent: rows of sweep.json of points that have no run directory.
         ladder: a baseline that the runs are compared with; None: no comparison.
         searches: searches whose trials are among the runs.
+        conditioning: as in `lm.report.measures.Measures`.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class Report:
         absent: Sequence[dict[str, Any]] = (),
         ladder: Ladder | None = None,
         searches: Sequence[SearchResult] = (),
+        conditioning: Conditioning | None = None,
     ):
         self.runs, self.out, self.corpus, self.absent = list(runs), out, corpus, list(absent)
         self.ladder, self.searches = ladder, list(searches)
-        self.measures = Measures(split)
+        self.measures = Measures(split, conditioning)
         self.swept = [name for name in find_differing_bindings(self.runs) if name not in HAVE_COLUMNS]
         measured = [flatten_result(self.measures.find_newest(run)) for run in self.runs]
         self.of_sets = sorted({name for found in measured for name in found if name.startswith(PREFIXES)})
@@ -172,6 +175,7 @@ class Report:
             'tokens': run.step * run.value('train.tokens_per_step', 0),
             'train_loss': run.train[-1]['loss'] if run.train else None,
             'split': measured.get('split'),
+            'conditioning': str(Conditioning.read(measured)) if self._shows_conditioning(run, measured) else None,
             **{name: measured.get(name) for name in (*MEASURES, *self.of_sets)},
             'evaluated_at': measured.get('step'),
             'tokens_per_second': rate,
@@ -183,6 +187,9 @@ class Report:
             'devices': paper.name_devices(run),
             'path': make_visible(str(run.directory.path)),
         }
+
+    def _shows_conditioning(self, run: Run, measured: dict[str, Any]) -> bool:
+        return 'perplexity' in measured and 'task' not in measured and is_conditioned(run)
 
     def _compare_with_ladder(self, run: Run) -> dict[str, Any]:
         """Returns compute and speed-ups of a run; {} without a ladder."""
@@ -225,6 +232,7 @@ class Report:
             Column('context', 'context', shorten),
             Column('progress', 'steps', sorted_by='step'),
             Column('split', 'split'),
+            Column('conditioning', 'conditioned on'),
             Column('perplexity', 'perplexity per token', lambda v: f'{v:.3f}'),
             Column('word_perplexity', 'per word', lambda v: f'{v:.2f}' if v < 1e5 else f'{v:.2e}'),
             Column('bits_per_byte', 'bits/byte', lambda v: f'{v:.4f}'),
@@ -243,9 +251,11 @@ class Report:
             Column('devices', 'devices'),
         ]
         rows = self.list_rows()
-        all_done = all(row['status'] == 'done' for row in rows)
+        hidden = {'status'} if all(row['status'] == 'done' for row in rows) else set()
+        if len({row['conditioning'] for row in rows} - {None}) < 2:
+            hidden.add('conditioning')
         shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
-        return [column for column in shown if not (column.key == 'status' and all_done)]
+        return [column for column in shown if column.key not in hidden]
 
     def _list_settings(self) -> list[Column]:
         """Returns a column for each setting in which the runs differ; one column in all where these are many."""

@@ -10,6 +10,7 @@ import numpy as np
 from etils import epath
 
 from lm.errors import LmError
+from lm.evaluation.conditioning import Conditioning
 from lm.files import open_path
 from lm.plots import COLOURS, Curve
 from lm.report.measures import Measures, name_loss
@@ -104,6 +105,8 @@ def _scored_the_same(run: Run, one: dict[str, Any], teacher: Run, other: dict[st
     if other.get('overrides') and not set(other['overrides']) <= {'data.path'}:
         return False
     data = [record.get('data_sha256', owner.info.get('data')) for record, owner in ((one, run), (other, teacher))]
+    if Conditioning.read(one) != Conditioning.read(other):
+        return False
     # Evaluations of one token count are of the same first tokens of the split.
     return data[0] == data[1] and all(one.get(name) == other.get(name) for name in ALIKE)
 

@@ -21,7 +21,7 @@ from lm.files import local_path, open_path
 from lm.report import paper
 from lm.report.ladder import make_ladder
 from lm.report.ladder_table import format_ladder
-from lm.report.measures import Measures
+from lm.report.measures import Measures, choose_conditioning
 from lm.report.report import Report
 from lm.report.search import read_searches
 from lm.runs import sweep_file
@@ -38,6 +38,7 @@ def write_report(
     ladder: str | None = None,
     pictures: bool = True,
     refresh: int | None = None,
+    any_conditioning: bool = False,
 ) -> None:
     """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
 
@@ -46,9 +47,11 @@ def write_report(
         split, corpus: as in `lm.report.report.Report`.
         ladder: run directories of a baseline, a sweep, or a glob of them (`lm.report.ladder`); None: no comparison.
         pictures: draw them, too.
+        any_conditioning: compare perplexities that are conditioned on different tokens, too.
         refresh: seconds after which the page reads itself again; None: never.
     """
-    report = write_files(paths, out, split=split, corpus=corpus, ladder=ladder, pictures=pictures, refresh=refresh)
+    options: dict[str, Any] = {'pictures': pictures, 'refresh': refresh, 'any_conditioning': any_conditioning}
+    report = write_files(paths, out, split=split, corpus=corpus, ladder=ladder, **options)
     print(report.format_table())
     if report.ladder:
         print(f'\n{format_ladder(report.ladder)}')
@@ -66,12 +69,14 @@ def write_files(
     ladder: str | None,
     pictures: bool,
     refresh: int | None,
+    any_conditioning: bool = False,
 ) -> Report:
     """Writes the files of `write_report`, whose arguments it has, and prints nothing."""
     baseline = find_runs([ladder]) if ladder else []
     runs = find_runs([*paths, *([ladder] if ladder else [])])
     check_split(runs, split)
-    climbed = make_ladder(ladder, baseline, runs, Measures(split)) if ladder else None
+    conditioning = choose_conditioning(runs, Measures(split), any_conditioning)
+    climbed = make_ladder(ladder, baseline, runs, Measures(split, conditioning)) if ladder else None
     if pictures:
         plots.check_matplotlib(', or pass --no_pictures')
     folder = local_path(out, '--out')
@@ -79,7 +84,8 @@ def write_files(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'--out {out}: {error.strerror}; name a local folder') from None
-    report = Report(runs, folder, split, corpus, find_points_without_runs(paths), climbed, read_searches(paths))
+    absent, searches = find_points_without_runs(paths), read_searches(paths)
+    report = Report(runs, folder, split, corpus, absent, climbed, searches, conditioning)
     report.write(pictures, refresh)
     return report
 
