@@ -8,7 +8,7 @@ from lm.config.configurable import Configurable, configurable, field
 from lm.data.mixture import Mixture, check_mixture
 from lm.data.store import TokenStore
 from lm.data.tokenizers import Tokenizer, token_dtype
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MismatchError
 from lm.ops.documents import Documents, TextBegin
 from lm.tasks import Task, TaskStore
 
@@ -80,6 +80,8 @@ class DataConfig(Configurable):
     def text_begin(self, store: 'HasTokenizer | None', windows: bool | None = None) -> TextBegin | None:
         """Returns the token that stands before the texts of a window; None: the tokens of the store say it all.
 
+        Raises MismatchError if the documents of the store begin with another one.
+
         Args:
             store: has the tokenizer; as in `documents`.
             windows: whether it stands before every window; None: as `begin_windows` is set.
@@ -88,6 +90,12 @@ class DataConfig(Configurable):
         if self.task or (self.begin_id is None and not windows):
             return None
         eod = 0 if store is None else store.tokenizer().eod_id
+        stored = getattr(store, 'begin_id', None)
+        if stored is not None and self.begin_id not in (None, eod, stored):
+            raise MismatchError(
+                f'data.begin_id = {self.begin_id}: the documents of {self.path} begin with token {stored} already; set '
+                f'data.begin_id = {stored}, or prepare them without it'
+            )
         begin = eod if self.begin_id is None else self.begin_id
         windows = begin != eod if windows is None else windows
         return TextBegin(begin, eod, windows) if windows or begin != eod else None

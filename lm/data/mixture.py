@@ -61,6 +61,11 @@ class Mixture:
         """The part of dataset.json that all stores have in common."""
         return {'tokenizer': self._first.info['tokenizer']}
 
+    @property
+    def begin_id(self) -> int | None:
+        """The token that documents of the stores begin with; None: none."""
+        return next((store.begin_id for store in self.stores.values() if store.begin_id is not None), None)
+
     def parts(self, split: str) -> dict[str, TokenStore]:
         """Returns name → store of the sources that have the split. Raises ConfigError if none has it."""
         found = {name: store for name, store in self.stores.items() if split in store.splits}

@@ -93,6 +93,11 @@ class TokenStore:
         """The number of pieces of the tokenizer."""
         return self.info['tokenizer']['vocab_size']
 
+    @property
+    def begin_id(self) -> int | None:
+        """The token that each document of the store begins with; None: none, or the store is of an earlier version."""
+        return self.info['tokenizer'].get('begin_id')
+
     def tokens(self, split: str) -> int:
         """Returns the number of tokens, the end-of-document tokens among them."""
         return self._split(split)['tokens']

@@ -18,6 +18,7 @@ def find_wrong_entries(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields name and value of each entry that has a type, a sign or a size that no store has."""
     tokenizer, splits = _as_dict(info.get('tokenizer')), _as_dict(info.get('splits'))
     dtype, size, eod_id = info.get('dtype'), tokenizer.get('vocab_size'), tokenizer.get('eod_id')
+    begin_id = tokenizer.get('begin_id')
     pieces = size if type(size) is int else 0
     known = isinstance(dtype, str) and dtype in LARGEST_VOCABULARY
     checks = {
@@ -27,6 +28,7 @@ def find_wrong_entries(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         'tokenizer.sha256': (tokenizer.get('sha256'), isinstance(tokenizer.get('sha256'), str)),
         'tokenizer.vocab_size': (size, known and 0 < pieces <= LARGEST_VOCABULARY[str(dtype)]),
         'tokenizer.eod_id': (eod_id, eod_id is None or (is_count(eod_id) and eod_id < pieces)),
+        'tokenizer.begin_id': (begin_id, begin_id is None or (is_count(begin_id) and begin_id < pieces)),
         'tokenizer.file': (tokenizer.get('file'), is_name(tokenizer.get('file', 'tokenizer.model'))),
         'splits': (info.get('splits'), bool(splits)),
     }

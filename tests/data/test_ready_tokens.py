@@ -10,6 +10,7 @@ from corpora import words
 from rich.console import Console
 
 from lm.data import tokenizers
+from lm.data.dataset import DataConfig
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.stages import prepare
 from lm.data.sources.megatron import Megatron
@@ -170,3 +171,24 @@ def test_files_that_do_not_fit_are_refused(documents, model, tmp_path):
     source = Megatron(path=str(tmp_path / 'm.idx'))
     with pytest.raises(MismatchError, match=r'm.bin: cut off in document 119; fetch'):
         [list(source.read(shard, 10**9)) for split in ('train', 'validation') for shard in source.shards(split)]
+
+
+@pytest.mark.parametrize(('first', 'recorded'), [(3, 3), (None, None), (7, None), ('some', None)])
+def test_a_store_says_with_which_token_its_documents_begin(first, recorded, documents, model, tmp_path):
+    """A special token before every document counts, and no other one."""
+    own = [[*([] if first is None or (first == 'some' and i) else [3 if first == 'some' else first]), *ids]
+           for i, ids in enumerate(documents)]  # fmt: skip
+    (tmp_path / 'bin').mkdir()
+    for name in ('train', 'val'):
+        ended(own).astype('<u2').tofile(tmp_path / 'bin' / f'{name}.bin')
+    store, _ = prepared(TokenFiles(path=str(tmp_path / 'bin'), eod=EOD), model, tmp_path / 'store')
+    assert store.info['tokenizer']['begin_id'] == store.begin_id == recorded
+    assert store.documents('train') == len(TEXTS)
+    if recorded is not None:
+        data = DataConfig(path='x', begin_id=3)
+        begin = data.text_begin(store)
+        tokens = np.concatenate([[EOD], all_tokens(store)]).astype(np.int32)
+        np.testing.assert_array_equal(begin.make_inputs(tokens[None])[0], tokens[:-1])
+        with pytest.raises(MismatchError, match=r'data\.begin_id = 2: the documents of x begin with token 3 already'):
+            DataConfig(path='x', begin_id=2).text_begin(store)
+        assert DataConfig(path='x').text_begin(store) is None

@@ -119,6 +119,16 @@ class PositionLoss(TypedDict):
     loss: float  #: mean nats per token
 
 
+class Conditioning(TypedDict):
+    """What stands before the tokens of an evaluation; `lm report` compares figures of one kind."""
+
+    before_texts: str  #: `begin` (the token of the model), `end of document`, or `nothing`
+    before_windows: str  #: the same, or `previous token`: the token before the window in the split
+    first_token_sees: str  #: the token before the window, `N tokens of the window before`, or `nothing`
+    token_id: NotRequired[int]  #: the token before texts
+    token: NotRequired[str]  #: its piece
+
+
 class Evaluation(TypedDict):
     """The result of scoring a split, or the examples of a task."""
 
@@ -130,6 +140,7 @@ class Evaluation(TypedDict):
     sum_nats: float  #: nats of all tokens together
     tokens: NotRequired[int]  #: tokens that were scored
     window: NotRequired[str]  #: `disjoint`, or `sliding:STRIDE`
+    conditioning: NotRequired[Conditioning]  #: what the tokens were predicted from
     mask_documents: NotRequired[bool]  #: `True` where no token saw another document
     bytes: NotRequired[int]  #: UTF-8 bytes of the text, if every token of the split was scored
     words: NotRequired[int]  #: words of the text, on the same condition
@@ -220,6 +231,7 @@ class TokenizerInfo(TypedDict):
     sha256: str  #: fingerprint of that file
     vocab_size: int  #: tokens that it knows
     eod_id: NotRequired[int]  #: the end-of-document token
+    begin_id: NotRequired[int | None]  #: the token that every document of the store begins with; `null`: none
     lossless: bool  #: whether decoding gives every text back
 
 

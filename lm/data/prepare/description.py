@@ -18,6 +18,8 @@ from lm.errors import MismatchError
 from lm.text import format_count, make_visible
 
 FORMAT = 1
+SAMPLED = 64
+"""Documents of a split that show how documents of ready tokens begin."""
 
 
 def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts]) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def finish_store(
 ) -> dict[str, Any]:
     """Writes all files of a store behind its arrays, dataset.json last. Returns the contents of dataset.json."""
     store.write_file(path, tokenizer.file_name, tokenizer.model)
+    begin_id = find_begin_id(path, tokenizer, splits) if config.require_source().holds_tokens else None
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
     info = {
         'format': FORMAT,
@@ -58,6 +61,7 @@ def finish_store(
             'sha256': tokenizer.sha256,
             'vocab_size': tokenizer.vocab_size,
             'eod_id': tokenizer.eod_id,
+            'begin_id': begin_id,
             'lossless': tokenizer.lossless,
             **({} if tokenizer.holds_text else {'holds_text': False}),
         },
@@ -65,6 +69,25 @@ def finish_store(
         'created_with': describe_versions(tokenizer),
     }
     return store.write_info(path, info)
+
+
+def find_begin_id(path: str, tokenizer: Tokenizer, splits: dict[str, dict[str, Any]]) -> int | None:
+    """Returns the special token that each of many documents of ready tokens begins with; None: there is none.
+
+    No text holds a special token, so documents of text begin with none. Of each split SAMPLED documents are read.
+    """
+    described = {'vocab_size': tokenizer.vocab_size, 'eod_id': tokenizer.eod_id}
+    opened = store.TokenStore(path, {'splits': splits, 'tokenizer': described, 'dtype': tokenizer.dtype.name})
+    found: set[int] = set()
+    for name, split in splits.items():
+        count = split['documents']
+        chosen = sorted({i * count // SAMPLED for i in range(SAMPLED)})
+        starts = [0 if i == 0 else int(opened.document_ends(name, i - 1, i)[0]) for i in chosen]
+        found |= set(opened.read_many(name, starts, 1)[:, 0].tolist())
+        if len(found) > 1:
+            return None
+    (begin,) = found
+    return begin if begin in tokenizer.special_ids and begin != tokenizer.eod_id else None
 
 
 def describe_versions(tokenizer: Tokenizer) -> dict[str, str]:
