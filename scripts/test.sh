@@ -5,6 +5,7 @@
 #   scripts/test.sh --all           everything but what the lines below run
 #   scripts/test.sh tests/attention one folder, whole; all other arguments go to pytest, too
 #   scripts/test.sh -m slow         the long tests (kill loops, learning tasks, TPU compilation)
+#   scripts/test.sh -m journey      whole acts of a user (tests/journeys), with the one that takes a quarter of an hour
 #   scripts/test.sh -m gpu          the tests that need an NVIDIA GPU
 #   scripts/test.sh -m interop      against PyTorch, transformers and lm-evaluation-harness (some GB of wheels)
 #   PYTHON=python3.12 scripts/test.sh -m smoke

@@ -21,6 +21,7 @@ if threading.current_thread() is threading.main_thread():
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+import journey
 import short_run
 import tiny
 
@@ -56,6 +57,7 @@ if sys.platform == 'linux':
 
 
 pytest_addoption, pytest_configure = short_run.add_options, short_run.configure
+pytest_collect_file = journey.collect
 
 
 def pytest_collection_modifyitems(config, items):

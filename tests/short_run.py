@@ -7,7 +7,7 @@ that are listed below it. `--record_long` writes the list: after all tests anew,
 The time of a test is its own and that of the processes that it starts, without fixtures that it shares with others. It
 is divided by the pace of the machine, so that a slow machine fails nothing.
 
-Tests with the mark `compiles` are never in the short run.
+Tests with the marks `compiles` and `journey` are never in the short run.
 """
 
 import functools
@@ -31,6 +31,8 @@ LONG = 0.3
 """The processor seconds beyond which a test is listed: no test stands so near to the budget that noise decides."""
 PACE_SECONDS = 0.1
 """The processor seconds of `_work` on two cores of an AMD EPYC (2026)."""
+NEVER = ('compiles', 'journey')
+"""Marks of tests that are never in the short run."""
 HEADER = """\
 # Functions whose tests scripts/test.sh leaves out, and below them the parameters that stay: tests/short_run.py.
 # `scripts/test.sh --all --record_long` writes this file; `scripts/test.sh --short --record_long` adds to it.
@@ -225,6 +227,6 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption('short'):
         return
     long = LongTests.read()
-    left_out = {item for item in items if item.nodeid in long or item.get_closest_marker('compiles')}
+    left_out = {item for item in items if item.nodeid in long or any(map(item.get_closest_marker, NEVER))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

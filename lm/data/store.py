@@ -71,7 +71,10 @@ class TokenStore:
         if info is None:
             is_relative = not is_remote(path) and not os.path.isabs(path)
             where = f' ({os.path.abspath(path)}, from the current folder)' if is_relative else ''
-            raise AbsentError(f'data.path = {path!r}: no finished token store is there{where}; run `lm prepare` first')
+            raise AbsentError(
+                f'data.path = {path!r}: no finished token store is there{where}; run `lm prepare` first, or name the '
+                'folder where it is now: --set data.path=FOLDER'
+            )
         return cls(path, info)
 
     @property

@@ -1,15 +1,17 @@
 """Decides whether a run directory holds the run that a configuration describes, and explains why not."""
 
 import dataclasses
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
+from lm.config.names import may_change
 from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote
-from lm.runs.config_diff import compare_bindings, is_permitted, parse_bindings
+from lm.runs.config_diff import Change, compare_bindings, is_permitted, parse_bindings
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.metrics_file import read_lines
 from lm.runs.paths import SWEEP, RunPaths, read_text
@@ -63,10 +65,10 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
         _check_progress(run, found, steps, old, rewound)
     # A config.gin without bindings cannot be compared: then the checkpoint alone decides.
     if old:
-        _check_changes(run, run.config, old, new, found.notes, rewound)
+        _check_changes(run, run.config, old, new, found, rewound, steps)
     if recorded := _read_configuration_of_checkpoint(run, steps, info):
         step, old = recorded
-        _check_changes(run, run.checkpoints / str(step), old, new, found.notes, rewound)
+        _check_changes(run, run.checkpoints / str(step), old, new, found, rewound, steps)
     found.notes = list(dict.fromkeys(found.notes))
     return found
 
@@ -139,22 +141,46 @@ def _read_configuration_of_checkpoint(
 
 
 def _check_changes(
-    run: RunPaths, source: epath.Path, old: Mapping[str, str], new: Mapping[str, str], notes: list[str], rewound: bool
+    run: RunPaths,
+    source: epath.Path,
+    old: Mapping[str, str],
+    new: Mapping[str, str],
+    found: Contents,
+    rewound: bool,
+    steps: Sequence[int],
 ) -> None:
     """Raises MismatchError where a binding has changed that may not change; notes fields that came or went."""
-    refused = []
+    refused: list[Change] = []
     for change in compare_bindings(old, new):
         if is_permitted(change, old, new, rewound):
             continue
         if change.old is None or change.new is None:
             # Another version of the program added or removed the field, or its mechanism was not used before.
-            notes.append(f'{run.path}: {change.binding} was {change.old or "absent"}, now {change.new or "absent"}')
+            found.notes.append(
+                f'{run.path}: {change.binding} was {change.old or "absent"}, now {change.new or "absent"}'
+            )
         else:
-            refused.append(f'{change.binding} was {change.old}, now {change.new}')
+            refused.append(change)
     if refused:
-        more = f' (and {len(refused) - 1} more)' if len(refused) > 1 else ''
+        first, more = refused[0], f' (and {len(refused) - 1} more)' if len(refused) > 1 else ''
         where = '' if source == run.config else f' (by the record of {source.name} in checkpoints)'
         raise MismatchError(
-            f'--run_dir {run.path} holds a run of another configuration{where}: {refused[0]}{more}; '
-            'give the old value, or a new --run_dir'
+            f'--run_dir {run.path} holds a run of another configuration{where}: {first.binding} was {first.old}, now '
+            f'{first.new}{more}; {_find_remedy(run, refused, steps)}'
         )
+
+
+def _find_remedy(run: RunPaths, refused: Sequence[Change], steps: Sequence[int]) -> str:
+    """Returns what to do about refused changes: checkpoints allow more than a new run."""
+    changed = {change.binding: change.new for change in refused}
+    wanted = changed.get('train.steps')
+    if steps and all(name == 'train.steps' or may_change(name, rewound=True) for name in changed):
+        if wanted is None:
+            return f'give the old value, or go back to a checkpoint: --rewind_to {steps[-1]}; or give a new --run_dir'
+        if earlier := [step for step in steps if step < int(wanted)]:
+            command = ['lm', 'train', '--run_dir', f'{run.path}-{wanted}', '--branch_from', str(run.path)]
+            command += ['--step', str(earlier[-1])]
+            for name, value in changed.items():
+                command += ['--set', f'{name}={value}']
+            return f'give the old value, or train on in a new run: `{shlex.join(command)}`'
+    return 'give the old value, or a new --run_dir'

@@ -107,8 +107,10 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The newest step that was logged."""
-        return max((r['step'] for r in [*self.train, *self.evals]), default=0)
+        """The newest step that was logged or saved: Ctrl-C also saves between two lines of the log."""
+        saved = self.info.get('saved_step') or 0
+        is_there = saved and Snapshot(self.directory.checkpoints, saved).is_committed()
+        return max((saved if is_there else 0, *(r['step'] for r in [*self.train, *self.evals])))
 
     @property
     def branched_at(self) -> int:

@@ -48,7 +48,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         + _counted(info.get('process_count'), 'process', 'processes'),
         'code': f'{info.get("git_commit") or "no git commit"}, lm {info.get("versions", {}).get("lm")}, '
         f'jax {info.get("versions", {}).get("jax")}',
-        'last step': '–'
+        'last line': '–'
         if train is None
         else f'{train["step"]:,}: loss {train["loss"]:.4f}, perplexity {perplexity(train["loss"]):.2f}, '
         f'gradient norm {train["grad_norm"]:.3f}, {format_si(found["tokens_per_second"] or 0)} tokens/s'

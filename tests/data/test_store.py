@@ -167,7 +167,9 @@ def test_arrays_that_differ_from_the_description_are_refused(copy, tokens):
 def test_missing_edited_and_foreign_parts(copy, tmp_path):
     with pytest.raises(ConfigError, match=r'data.path'):
         TokenStore.open(DataConfig().path)
-    with pytest.raises(MismatchError, match=r'no finished token store is there; run `lm prepare` first'):
+    with pytest.raises(
+        MismatchError, match=r'no finished token store is there; run `lm prepare` first, or .* --set data.path=FOLDER'
+    ):
         TokenStore.open(str(tmp_path / 'nothing'))
     for path in ('http://x/y', 'https://x/y', 'ftp://x/y'):
         with pytest.raises(ConfigError, match=rf"data.path = '{path}': .*:// is not supported; use a folder"):

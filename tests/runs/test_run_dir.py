@@ -264,6 +264,27 @@ def test_the_record_of_a_checkpoint_wins_over_config_gin(tmp_path, config):
         assert run.config.read_text() == OLD
 
 
+@pytest.mark.parametrize(
+    ('old', 'new', 'remedy'),
+    [
+        ('steps = 40', 'steps = 80', r'now 80; give the old value, or train on in a new run: `lm train --run_dir '
+         r"'\S+ run-80' --branch_from '\S+ run' --step 30 --set train.steps=80`$"),
+        ('steps = 40', 'steps = 25', r'--step 20 --set train.steps=25`$'),
+        ('steps = 40', 'steps = 20', r'now 20; give the old value, or a new --run_dir$'),
+        ('beta2 = 0.9', 'beta2 = 0.8', r'go back to a checkpoint: --rewind_to 30; or give a new --run_dir$'),
+        ('= 40\noptimizer.beta2 = 0.9', '= 80\noptimizer.beta2 = 0.8', r'--step 30 --set optimizer.beta2=0.8 --set train.steps=80`$'),
+        ('degree = 4', 'degree = 8', r'give the old value, or a new --run_dir$'),
+    ],
+)  # fmt: skip
+def test_a_refused_change_names_what_checkpoints_allow(tmp_path, old, new, remedy):
+    text = OLD + 'train.steps = 40\noptimizer.beta2 = 0.9\n'
+    run = RunDir(tmp_path / 'the run')
+    run.create_or_resume(text, {})
+    write_record(run, 20, text)
+    write_record(run, 30, text)
+    refuse(run, MismatchError, remedy, text.replace(old, new))
+
+
 def test_a_checkpoint_of_an_older_version_still_resumes(tmp_path):
     run = RunDir(tmp_path)
     run.create_or_resume(OLD, {})

@@ -3,9 +3,11 @@
 import json
 import shutil
 
+import made_up_runs
 import pytest
 import tiny
 
+from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Snapshot
 from lm.cli import main
@@ -50,6 +52,20 @@ def test_a_run_is_described(reference_run, capsys):
     shown = capsys.readouterr().out
     for words in ('finished, step 40 of 40', '2 layers of width 32', 'softmax', 'embedding 12,800', 'complete'):
         assert words in shown
+
+
+def test_a_step_that_was_saved_between_two_lines_of_the_log_is_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs, 'DELETION_SECONDS', 0.0)
+    run = made_up_runs.write_run(tmp_path / 'run', Softmax(), steps=100)
+    lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (run / 'metrics.jsonl').write_text(''.join(lines[:4]))  # steps 1, 10, 20 and 30
+    (run / 'run.json').write_text(json.dumps(json.loads((run / 'run.json').read_text()) | {'saved_step': 37}))
+    assert Run.read(run).step == 30, 'the checkpoint is gone'
+    (run / 'checkpoints' / '100').rename(run / 'checkpoints' / '37')
+    assert main(['inspect', str(run)]) == 44, 'the checkpoint holds nothing'
+    assert 'not finished, step 37 of 100' in capsys.readouterr().out
+    assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 0
+    assert '37 of 100' in (tmp_path / 'out' / 'report.md').read_text()
 
 
 def test_parameters_are_counted_before_the_first_checkpoint(run, capsys):
