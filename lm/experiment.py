@@ -17,6 +17,7 @@ from lm.errors import ConfigError
 from lm.evaluation.config import EvaluateConfig
 from lm.model import ModelConfig
 from lm.runs.info import read_raw
+from lm.runs.paths import explain_absence, find_import
 from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
 from lm.training.mesh import MeshConfig
@@ -71,15 +72,15 @@ def load_of_run(
 
     Raises the errors of `load`, and ConfigError if `run_dir` holds no run.
     """
-    config = RunDir(run_dir).config
-    if not config.exists():
-        raise ConfigError(f'--run_dir {run_dir}: holds no config.gin, so it is not a run of lm train')
+    run = RunDir(run_dir, found=True)
+    if not run.config.exists() or find_import(run.path):
+        raise ConfigError(f'--run_dir {run_dir}: {explain_absence(run.path)}')
     return gin.load(
         gin_files,
         gin_params,
         root=Experiment,
         allow_imports=allow_imports,
-        base=str(config),
+        base=str(run.config),
         leave_out=OF_THE_JOB,
     )
 

@@ -78,15 +78,15 @@ def make_call(arguments: argparse.Namespace) -> Call:
         raise ConfigError(f'--rank_by {arguments.rank_by}: is of --choose; add it')
 
     from lm.experiment import load
-    from lm.runs.paths import check_name, check_path
+    from lm.runs.paths import check_name, check_path, explain_absence, find_import
     from lm.runs.run_dir import RunDir
 
     run_dir, teacher = arguments.run_dir, arguments.teacher.rstrip('/')
     check_path(run_dir)
     check_name(run_dir.rstrip('/').rpartition('/')[2])
-    config = RunDir(teacher).config
-    if not config.exists():
-        raise ConfigError(f'--teacher {teacher}: holds no config.gin, so it is not a run of lm train or lm import')
+    run = RunDir(teacher, found=True)
+    if not run.config.exists() or find_import(run.path):
+        raise ConfigError(f'--teacher {teacher}: {explain_absence(run.path)}')
     params = [f'train.objective = @{arguments.stage}()', f'{arguments.stage}.teacher = {teacher!r}']
     if arguments.init_from is not None:
         params.append(f'train.init_from = {arguments.init_from!r}')
@@ -94,7 +94,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         arguments.gin_file,
         [*params, *arguments.gin_param],
         allow_imports=arguments.allow_gin_imports,
-        base=str(config),
+        base=str(run.config),
         leave_out=NOT_INHERITED,
     )
 

@@ -118,7 +118,7 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     """
     if step is not None and not isinstance(step, numbers.Integral):
         raise ConfigError(f'step = {step!r}: must be an int')
-    target, directory = Target.of_devices(jax.devices()), RunDir(run_dir)
+    target, directory = Target.of_devices(jax.devices()), RunDir(run_dir, found=True)
     store = open_data(experiment, directory)
     shape = experiment.mesh.fit(target).plan(target)
     experiment.model.check_parts(shape.sequence)

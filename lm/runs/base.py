@@ -1,6 +1,7 @@
 """The run whose configuration `lm train`, and `lm check` before it, changes."""
 
 from lm.errors import ConfigError
+from lm.runs.paths import explain_absence, find_import
 from lm.runs.run_dir import RunDir
 
 
@@ -22,9 +23,10 @@ def find_base(run_dir: str | None, branch_from: str | None, has_gin_files: bool)
     existing = _find_config(run_dir) if branch_from or not has_gin_files else None
     if branch_from is None or existing:
         return existing
-    if (base := _find_config(branch_from)) is None:
-        raise ConfigError(f'--branch_from {branch_from}: holds no config.gin, so it is not a run of lm train')
-    return base
+    parent = RunDir(branch_from, found=True)
+    if not parent.config.exists() or find_import(parent.path):
+        raise ConfigError(f'--branch_from {branch_from}: {explain_absence(parent.path)}')
+    return str(parent.config)
 
 
 def _find_config(run_dir: str | None) -> str | None:

@@ -103,7 +103,7 @@ def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: in
     recorded = read_raw(run.info).get('branch') or {}
     recorded = recorded if {'from', 'step'} <= recorded.keys() else {}
     if parent is not None:
-        requested = {'from': str(RunDir(parent).path), 'step': step}
+        requested = {'from': str(RunDir(parent, found=True).path), 'step': step}
         if requested['from'] == str(run.path):
             raise ConfigError(f'--branch_from {parent}: is the run itself; name a new --run_dir, or use --rewind_to')
         if run.config.exists() and not (recorded and recorded | requested == recorded):
@@ -115,4 +115,4 @@ def find_branch(run: RunDir, parent: str | None, step: int | None, rewind_to: in
     with Checkpointer(run.checkpoints) as own:
         if not recorded or own.all_steps():
             return None
-    return Branch(run, RunDir(recorded['from']), recorded['step'])
+    return Branch(run, RunDir(recorded['from'], found=True), recorded['step'])

@@ -14,7 +14,7 @@ from lm.files import is_remote
 from lm.runs.config_diff import Change, compare_bindings, is_permitted, parse_bindings
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.metrics_file import read_lines
-from lm.runs.paths import SWEEP, RunPaths, read_text
+from lm.runs.paths import SWEEP, RunPaths, find_import, read_text
 
 TITLE = '# A complete configuration'
 """The beginning of a config.gin that `lm train` has written."""
@@ -48,6 +48,10 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
     check_not_imported(info, '--run_dir', run.path)
     config = read_text(run.config)
     files = [path for path in (run.config, run.info, run.metrics_file) if path.exists()]
+    if not info and (command := find_import(run.path)):
+        raise ConfigError(
+            f'--run_dir {run.path}: holds weights and no run; make a run of them and train from it: `{command}`'
+        )
     if files and not info and not steps and not config.startswith(TITLE):
         raise ConfigError(
             f'--run_dir {run.path}: its {files[0].name} is not of a run of lm train; name another directory'

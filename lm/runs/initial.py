@@ -66,7 +66,7 @@ class InitialParameters:
         return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
 
     def _open(self) -> Checkpointer:
-        return Checkpointer(RunDir(self.run_dir).checkpoints)
+        return Checkpointer(RunDir(self.run_dir, found=True).checkpoints)
 
     def _check(self, other: Checkpointer, params: dict) -> dict[str, dict]:
         """Returns name → shape and type of each array of the checkpoint, after all checks."""

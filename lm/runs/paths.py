@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 
 from etils import epath
 
@@ -49,10 +50,34 @@ def check_path(path: epath.PathLike) -> AnyPath:
     opened = open_path(text, '--run_dir')
     parts = re.split(r'[/\\]', text)
     if '..' in parts:
-        raise ConfigError(f"--run_dir {text!r}: must not contain '..'; write the path without it")
+        raise ConfigError(f"--run_dir {text!r}: must not contain '..'; write {_write_out(text)}")
     if any(ord(character) < 32 or ord(character) == 127 for character in text) or max(map(len, parts)) > 255:
         raise ConfigError(f'--run_dir {text[:150]!r}: must not contain control characters or parts over 255 characters')
     return opened
+
+
+def _write_out(text: str) -> str:
+    """Returns a path without '..', or says so where this is not certain."""
+    is_plain = not is_remote(text) and '\\' not in text and text.isprintable()
+    return repr(os.path.abspath(text)) if is_plain else 'the path without it'
+
+
+def explain_absence(path: AnyPath) -> str:
+    """Returns why `path` is no run, with the remedy."""
+    if command := find_import(path):
+        return f'holds weights and no run; make a run of them: `{command}`'
+    return 'holds no config.gin, so it is not a run of lm train'
+
+
+def find_import(path: AnyPath) -> str | None:
+    """Returns the command that makes a run of an export, or of another program's checkpoint; None: `path` is none."""
+    if is_remote(path):
+        return None
+    is_file = path.suffix == '.gguf' and path.is_file()
+    if not is_file and ((path / 'run.json').exists() or not any(path.glob('*.safetensors'))):
+        return None
+    name = re.sub(r'[^A-Za-z0-9_-]+', '-', path.stem if is_file else path.name).strip('-') or 'imported'
+    return shlex.join(['lm', 'import', str(path), '--run_dir', f'runs/{name}'])
 
 
 def read_text(path: epath.Path) -> str:

@@ -26,7 +26,7 @@ from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
 from lm.runs.metrics_file import read_lines, to_plain
-from lm.runs.paths import read_text
+from lm.runs.paths import explain_absence, find_import, read_text
 from lm.runs.run_dir import RunDir
 from lm.text import make_all_visible, make_visible
 
@@ -68,8 +68,8 @@ class Run:
     def read(cls, path: epath.PathLike) -> 'Run':
         """Raises ConfigError when `path` is no run directory."""
         directory = RunDir(path, found=True)
-        if not is_run(directory.path):
-            raise ConfigError(f'{path}: holds no config.gin, so it is not a run of lm train')
+        if not is_run(directory.path) or find_import(directory.path):
+            raise ConfigError(f'{path}: {explain_absence(directory.path)}')
         bindings = make_all_visible(parse_bindings(read_text(directory.config)))
         config = {name: text for name, text in bindings.items() if not is_omitted(name, text)}
         numbers = [config[name] for name in NUMBERS if name in config]

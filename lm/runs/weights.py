@@ -67,7 +67,7 @@ class SavedWeights:
 
     def _open(self) -> Checkpointer:
         tokenizer = {name: value for name, value in self.fingerprints.items() if name == 'tokenizer'}
-        return Checkpointer(RunDir(self.run_dir).checkpoints, fingerprints=tokenizer)
+        return Checkpointer(RunDir(self.run_dir, found=True).checkpoints, fingerprints=tokenizer)
 
 
 def find_weights(leaves: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.experiment import load_registry
 from lm.files import open_path
 from lm.runs import sweep_file
+from lm.runs.paths import explain_absence, find_import
 from lm.runs.records import is_run, to_json
 from lm.summary.runs import inspect_run
 from lm.summary.stores import inspect_store
@@ -33,6 +34,8 @@ def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allo
     folder = epath.Path(open_path(path))
     if (folder / 'dataset.json').exists():
         found, show = inspect_store(path, verify), print_store
+    elif find_import(folder):
+        raise ConfigError(f'{path}: {explain_absence(folder)}')
     elif is_run(folder):
         found, show = inspect_run(folder, verify, allow_imports), print_run
     elif sweep_file.is_sweep(folder):

@@ -13,16 +13,17 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-import lm.experiment  # noqa: F401 (fills the registry)
 from lm.checkpoint.snapshot import COMMITTED, make_record
+from lm.cli import main
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.experiment import Experiment, load_of_run
 from lm.files import write_atomically
 from lm.runs import info as run_info
 from lm.runs import metrics_file
 from lm.runs.config_diff import compare_texts
 from lm.runs.info import git_commit, read_info
-from lm.runs.paths import check_name, check_path
+from lm.runs.paths import check_name, check_path, find_import
 from lm.runs.records import read_jsonl
 from lm.runs.run_dir import RunDir
 
@@ -272,7 +273,7 @@ def test_the_record_of_a_checkpoint_wins_over_config_gin(tmp_path, config):
         ('steps = 40', 'steps = 25', r'--step 20 --set train.steps=25`$'),
         ('steps = 40', 'steps = 20', r'now 20; give the old value, or a new --run_dir$'),
         ('beta2 = 0.9', 'beta2 = 0.8', r'go back to a checkpoint: --rewind_to 30; or give a new --run_dir$'),
-        ('= 40\noptimizer.beta2 = 0.9', '= 80\noptimizer.beta2 = 0.8', r'--step 30 --set optimizer.beta2=0.8 --set train.steps=80`$'),
+        ('= 40\noptimizer.beta2 = 0.9', '= 80\noptimizer.beta2 = 0.8', r'beta2=0.8 --set train.steps=80`$'),
         ('degree = 4', 'degree = 8', r'give the old value, or a new --run_dir$'),
     ],
 )  # fmt: skip
@@ -283,6 +284,41 @@ def test_a_refused_change_names_what_checkpoints_allow(tmp_path, old, new, remed
     write_record(run, 20, text)
     write_record(run, 30, text)
     refuse(run, MismatchError, remedy, text.replace(old, new))
+
+
+def test_an_export_is_no_run_and_the_way_to_one_is_named(tmp_path, capsys):
+    export = tmp_path / 'the export'
+    export.mkdir()
+    (export / 'config.gin').write_text(OLD)
+    (export / 'model.safetensors').touch()
+    refuse(RunDir(export), ConfigError, r"and train from it: `lm import '\S+/the export' --run_dir runs/the-export`$")
+    file = tmp_path / 'model.gguf'
+    file.touch()
+    for command in (
+        ['train', '--run_dir', str(tmp_path / 'new'), '--branch_from', str(export), '--step', '1'],
+        ['distill', '--run_dir', str(tmp_path / 'new'), '--teacher', str(export), '--stage', 'align'],
+        ['evaluate', '--run_dir', str(export)],
+        ['generate', '--run_dir', str(file)],
+        ['inspect', str(export)],
+        ['report', str(export), '--out', str(tmp_path / 'out')],
+    ):
+        assert main(command) == 2
+        name = 'model.gguf' if str(file) in command else 'the export'
+        assert f"{name}' --run_dir runs/" in capsys.readouterr().err.replace('gguf', "gguf'")
+    (export / 'run.json').write_text('{}')
+    assert find_import(export) is None, 'a run may hold such files too'
+
+
+@pytest.mark.parametrize('run_dir', ['../runs/a', 'x/../../runs/a'])
+def test_a_run_is_read_by_a_path_with_dots(tmp_path, monkeypatch, run_dir, capsys):
+    RunDir(tmp_path / 'runs' / 'a').create_or_resume(Experiment(), {})
+    (tmp_path / 'here' / 'x').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / 'here')
+    assert load_of_run(run_dir) == Experiment()
+    with pytest.raises(ConfigError, match=rf"must not contain '\.\.'; write '{tmp_path}/runs/a'$"):
+        RunDir(run_dir)
+    with pytest.raises(ConfigError, match=r'write the path without it$'):
+        RunDir('gs://bucket/../x')
 
 
 def test_a_checkpoint_of_an_older_version_still_resumes(tmp_path):
