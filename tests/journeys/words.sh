@@ -9,7 +9,10 @@
 #   step TEXT                       names what follows; a failure prints it
 #   expect COMMAND…                 the command ends with 0
 #   refuse CODE COMMAND…            the command ends with CODE and one line on stderr
-#   interrupt SIGNAL RUN STEP COMMAND…   the command gets SIGNAL when RUN has logged STEP; `code` is how it ends
+#   begin COMMAND…                  starts the command in the background, as a terminal would
+#   until_step RUN STEP             waits until the run has logged the step
+#   stop SIGNAL                     sends the signal to that command and waits for its end: `code`, and its output
+#   interrupt SIGNAL RUN STEP COMMAND…   all three
 #   shows TEXT…                     the output of the last command contains each text
 #   hides TEXT…                     … and none of these
 #   is_there PATH…, is_gone PATH…   the files or folders exist, or do not
@@ -85,21 +88,40 @@ refuse() {
   [ "$(wc -l <"$complained")" = 1 ] || fail "one line on stderr was expected: $*"
 }
 
-interrupt() {
-  local signal=$1 metrics=$2/metrics.jsonl at=$3 process
-  shift 3
-  code=0
-  echo "\$ $*   ($signal after step $at)"
+begin() {
+  echo "\$ $* &"
+  begun=$*
   set -m # else the shell would make its background jobs ignore Ctrl-C
-  "$@" >"$printed" 2>"$complained" </dev/null &
-  process=$!
+  "$@" >"$JOURNEY/begun.stdout" 2>"$JOURNEY/begun.stderr" </dev/null &
+  background=$!
   set +m
-  until grep -qs "\"step\": $at," "$metrics"; do
-    kill -0 "$process" 2>/dev/null || fail "it ended before step $at: $*"
+}
+
+until_step() {
+  until grep -qs "\"step\": $2," "$1/metrics.jsonl"; do
+    kill -0 "$background" 2>/dev/null || { take_output && fail "it ended before step $2: $begun"; }
     sleep 0.05
   done
-  kill -s "$signal" "$process" 2>/dev/null || fail "it ended right after step $at: $*"
-  { wait "$process" || code=$?; } 2>/dev/null # the shell would report a kill
+}
+
+stop() {
+  local still=yes
+  code=0
+  kill -s "$1" "$background" 2>/dev/null || still=
+  { wait "$background" || code=$?; } 2>/dev/null # the shell would report a kill
+  take_output
+  [ -n "$still" ] || fail "it ended before the signal: $begun"
+}
+
+take_output() {
+  cat "$JOURNEY/begun.stdout" >"$printed"
+  cat "$JOURNEY/begun.stderr" >"$complained"
+}
+
+interrupt() {
+  begin "${@:4}"
+  until_step "$2" "$3"
+  stop "$1"
 }
 
 shows() {
