@@ -1,6 +1,7 @@
 """The data of a run that has a tokenizer and no tokens, such as an import."""
 
 import hashlib
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,14 @@ def open_data(experiment: Experiment, directory: RunDir) -> Store | NoData:
                 raise
             raise AbsentError(
                 f'data.path = {data.path!r}: counts from {folder}, where the run was started; give this command there, '
-                f'or name the place: --set data.path={path}'
+                f'or name the place: --set {shlex.quote(f"data.path={path}")}'
             ) from error
     tokenizer = read_tokenizer(directory, info)
     if tokenizer is None:
+        command = shlex.join(['lm', 'import', '--run_dir', str(directory.path), '--tokenizer', 'tokenizer.json'])
         raise UnnamedError(
-            f'{directory.path}: this import has no tokenizer; add it: lm import --run_dir {directory.path} --tokenizer '
-            'tokenizer.json, or name data: --set data.path=data/mine'
+            f'{directory.path}: this import has no tokenizer; add it: {command}, or name data: '
+            '--set data.path=data/mine'
         )
     check_pieces(tokenizer, experiment.model.vocab_size, str(directory.path))
     return NoData(tokenizer)

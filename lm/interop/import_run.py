@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from lm.interop.names import from_tensors
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
-from lm.runs.info import read_raw
+from lm.runs.info import read_raw, write_start_from
 from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_vocabulary
@@ -119,12 +120,9 @@ def import_run(
         log.warning(
             '%s: the checkpoint has no tokenizer that can be read here; lm generate and run.score need one. Add it: '
             'lm import --run_dir %s --tokenizer tokenizer.json',
-            *(run.path, run.path),
+            *(run.path, shlex.quote(str(run.path))),
         )
-    print(
-        f'to go on from them, with any mechanism:\n'
-        f'lm train --gin_file {run.path / SHAPE} --gin_param "train.init_from = {str(run.path)!r}" …'
-    )
+    print(f'to go on from them, with any mechanism:\n{write_start_from(run.path)} …')
 
 
 def complete_import(run_dir: str, tokenizer: str) -> None:

@@ -207,5 +207,11 @@ def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
     if 'imported' in info:
         raise ConfigError(
             f'{flag} {path}: was made by lm import and has no optimizer state to go on with; train a new run from it: '
-            f'--run_dir NEW --gin_file {path}/model.gin --gin_param "train.init_from = \'{path}\'"'
+            f'`{write_start_from(path)} …`, with your data'
         )
+
+
+def write_start_from(path: Any) -> str:
+    """Returns the command that trains from the import in `path`, without the data."""
+    command = ['lm', 'train', '--run_dir', 'NEW', '--gin_file', f'{path}/model.gin', '--set', f'train.init_from={path}']
+    return shlex.join(command)

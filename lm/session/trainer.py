@@ -5,6 +5,7 @@ Steps are dispatched ahead of the host: the metrics of step n are fetched after 
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -121,9 +122,10 @@ class Trainer:
             last += 'and changed nothing, or only some arrays'
             how = f'step {config.steps} is saved and has the weights of step {config.steps - bad}'
             raise Diverged(f'{last}; {how}: use these, or train anew with a lower optimizer.peak_learning_rate')
+        path = shlex.quote(str(self.records.run.path))
         note(
             f'done: {format_count(config.steps, "step")} in {format_duration(self.records.throughput.seconds)}, '
-            f'{format_si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {self.records.run.path}'
+            f'{format_si(config.steps * config.tokens_per_step)} tokens; lm evaluate --run_dir {path}'
         )
         note(f'goodput {describe(self.record_goodput(finished=True))}')
         return self.state

@@ -6,6 +6,7 @@ command in a manifest, `lm sweep --run_dir ROOT --index I`, needs nothing but th
 
 import hashlib
 import re
+import shlex
 from pathlib import Path
 
 from lm.errors import ConfigError, writing
@@ -56,7 +57,8 @@ def emit_sweep(
         print(f'without the machines that computed wrongly: {", ".join(jobs[0].excluded)}')
     print(f'{format_count(len(jobs), "point")} of {len(sweep.points)} in {folder}')
     if jobs:
-        print(f'submit: {kind.submit.format(folder=out)}\nwatch:  lm sweep --status --run_dir {sweep.root}')
+        watch = shlex.join(['lm', 'sweep', '--status', '--run_dir', str(sweep.root)])
+        print(f'submit: {kind.submit.format(folder=out)}\nwatch:  {watch}')
 
 
 def make_jobs(sweep: Sweep, points: list[Point]) -> list[ClusterJob]:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from lm.checkpoint.snapshot import COMMITTED, make_record
 from lm.cli import main
 from lm.config.configurable import Configurable, configurable, field
+from lm.config.setting import write_binding
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.experiment import Experiment, load_of_run
 from lm.files import write_atomically
@@ -284,6 +286,17 @@ def test_a_refused_change_names_what_checkpoints_allow(tmp_path, old, new, remed
     write_record(run, 20, text)
     write_record(run, 30, text)
     refuse(run, MismatchError, remedy, text.replace(old, new))
+
+
+def test_an_import_does_not_go_on_and_the_command_can_be_pasted(tmp_path):
+    run = RunDir(tmp_path / "a user's folder" / 'tuned')
+    run.create_or_resume(OLD, {'imported': 'llama'})
+    with pytest.raises(ConfigError, match=r'no optimizer state .* new run from it: `lm train') as refused:
+        run.check_unchanged(OLD)
+    words = shlex.split(str(refused.value).split('`')[1])
+    assert words[2:5] == ['--run_dir', 'NEW', '--gin_file']
+    assert words[5:8] == [f'{run.path}/model.gin', '--set', f'train.init_from={run.path}']
+    assert write_binding(words[7]) == f'train.init_from = {str(run.path)!r}'
 
 
 def test_an_export_is_no_run_and_the_way_to_one_is_named(tmp_path, capsys):
