@@ -61,9 +61,12 @@ def collect(file_path: pathlib.Path, parent: pytest.Collector) -> Script | None:
 def run(script: pathlib.Path, seconds: float = MOST_SECONDS) -> str:
     """Runs a journey in a new folder and returns its output. Raises JourneyFailed where it fails."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        variables = tiny.environment() | {'PYTHON': sys.executable, 'JOURNEY': folder}
         process = subprocess.Popen(
             ['bash', str(script)],
-            env=tiny.environment() | {'PYTHON': sys.executable, 'JOURNEY': folder},
+            env={
+                name: value for name, value in variables.items() if not name.startswith('PYTEST_')
+            },  # it may run pytest
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
