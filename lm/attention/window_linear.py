@@ -32,7 +32,6 @@ from lm.errors import ConfigError
 from lm.ops.linear_attention import ExpKernel, LinearCall, Options, RescaledMap
 from lm.parameters import Buffer, declare
 
-
 BALANCE_TOKENS = 64
 """Random queries, and random keys, over which the factor of older keys is matched."""
 

@@ -84,7 +84,7 @@ def _run_closed(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 
 def _widen(x: Any, aval: Any = None) -> Any:
     """Returns an array whose real numbers are float64; keys become numbers that seed."""
-    if jax.dtypes.issubdtype(getattr(x, 'dtype', np.float64), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(x, 'dtype', np.float64), jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(x)).astype(np.uint64).sum(-1)
     array = np.asarray(x) if aval is None else np.asarray(x, _type_of(aval.dtype))
     return array.astype(_type_of(array.dtype), copy=False)

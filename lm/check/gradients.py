@@ -147,7 +147,7 @@ class TinyLoss:
         # Tokens from 1 on: 0 ends a document, and does so where it is set.
         tokens_BxL, targets_BxL = rng.integers(1, VOCABULARY, (2, WINDOWS, LENGTH)).astype(np.int32)
         tokens_BxL[0, LENGTH // 3] = 0
-        share_BxL = np.full(tokens_BxL.shape, 1 / tokens_BxL.size, np.float32)
+        share_BxL = jnp.full(tokens_BxL.shape, 1 / tokens_BxL.size, jnp.float32)
 
         def compute_loss(params: Any, buffers: Any) -> jax.Array:
             weights = {'params': params, 'buffers': buffers}
@@ -207,7 +207,7 @@ class TinyLoss:
         for share in STEPS:
             step = share * np.linalg.norm(x)
             ahead, behind = (self.compute_loss(self.replace(which, x + sign * step * direction)) for sign in (1, -1))
-            yield (ahead - behind) / (2 * step)
+            yield float((ahead - behind) / (2 * step))
 
     def name_layer(self, name: str) -> str:
         """Returns the kind of the layer of a parameter; empty outside of layers."""

@@ -15,7 +15,7 @@ from lm.checkpoint.snapshot import flatten
 from lm.errors import MismatchError
 
 
-def find_not_finite(arrays: Mapping[str, jax.Array | np.ndarray]) -> str | None:
+def find_not_finite(arrays: Mapping[str, Any]) -> str | None:
     """Returns the name of the first array that holds NaN or an infinity; None: all numbers are finite.
 
     `arrays` are all of JAX or all of NumPy. All processes that hold arrays of JAX must call it together.

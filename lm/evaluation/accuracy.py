@@ -106,7 +106,7 @@ class TaskEvaluator:
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
                 nats_B, right_B, scored_B = (np.asarray(x)[:real] for x in self._score(weights, array))
             if self.refuse and not np.isfinite(nats_B).all():
-                inputs_BxL = np.asarray(self.task.unpack(tokens)[0])
+                inputs_BxL = np.asarray(self.task.unpack(jnp.asarray(tokens))[0])
                 self.refuse(inputs_BxL[np.isfinite(nats_B).argmin()], f'the loss of {self.split!r}')
             whole = int((right_B == scored_B).sum())
             total += Tally(real, int(scored_B.sum()), int(right_B.sum()), whole, float(nats_B.astype(np.float64).sum()))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from lm.errors import Diverged
 from lm.model import Transformer
@@ -46,7 +46,8 @@ def find_layer(model: Transformer, inputs_L: np.ndarray, documents: Documents | 
     """
     graph, weights = nnx.split(model)
     shardings = (leaf.sharding for leaf in jax.tree.leaves(weights))
-    mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
     tokens_BxL = np.repeat(inputs_L[None], round_up_rows(1, mesh) if mesh else 1, axis=0)
 
     def watch(weights: nnx.State, tokens_BxL: jax.Array) -> jax.Array:

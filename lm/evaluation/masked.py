@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -46,7 +47,7 @@ class MaskedEvaluator(Evaluator):
 
     def inputs(self, tokens: np.ndarray, first: int) -> np.ndarray:
         assert self.text.hiding is not None
-        return np.asarray(self.text.hiding.hide(tokens, _number(tokens, first))[0])
+        return np.asarray(self.text.hiding.hide(jnp.asarray(tokens), jnp.asarray(_number(tokens, first)))[0])
 
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         return tokens

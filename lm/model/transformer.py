@@ -189,8 +189,10 @@ class Transformer(nnx.Module):
         options = {'cap': self.config.logit_cap, 'z_loss': z_loss}
         measures = {name: array_N[None, None] for name, array_N in join_routings(routings).items()}
         with jax.named_scope('cross_entropy'):
-            losses = weighted_cross_entropy(x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options)
-            return *losses, measures
+            loss_Px1, losses = weighted_cross_entropy(
+                x_BxLxD, self._output[...], None, targets_BxL, weights_BxL, **options
+            )
+            return loss_Px1, losses, measures
 
     def init_state(self, batch: int, max_length: int, documents: bool = False) -> list[Any]:
         """Returns the decoding state of empty sequences: the states of each stack of layers.

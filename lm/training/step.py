@@ -83,7 +83,8 @@ class TrainStep:
         teaching: Teaching | None = None,
     ):
         """`unpack` None: every token predicts the next one (`Task.unpack` and `Objective.unpack` give others)."""
-        self.functions, self.unpack = functions, unpack or next_token
+        self.functions = functions
+        self.unpack: Unpack = unpack or next_token
         self.by_window, self.documents, self.teaching = by_window, documents, teaching
         self.optimizer, self.schedule, self.z_loss = optimizer, optimizer.build_schedule(steps), optimizer.z_loss
         self.frozen = optimizer.choose_frozen(functions.declared)
