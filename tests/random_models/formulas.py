@@ -1,4 +1,4 @@
-"""What the formulas of all mechanisms share: masks, norms, gates and the registry of formulas.
+"""The shared parts of the formulas of mechanisms: masks, norms, gates and the registry of formulas.
 
 The formulas stand as papers and manuals print them, in NumPy and float64: all weights at once, or token by token. They
 take nothing from `lm` but configurations and the names of arrays.
@@ -22,7 +22,7 @@ FORMULAS: dict[str, Callable] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What the formula of a mechanism reads.
+    """The arrays and settings that the formula of a mechanism reads.
 
     Attributes:
         config: the configuration of the mechanism.
@@ -46,7 +46,7 @@ class Layer:
 
     @property
     def visible(self) -> np.ndarray:
-        """Whether each query sees each key, [B, 1, L, M]."""
+        """The mask of pairs, [B, 1, L, M]: True where a query sees a key."""
         i, j = self.places
         return ((j <= i) | (not self.causal)) & (j >= self.starts[:, None, :, None])
 
