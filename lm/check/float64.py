@@ -312,6 +312,11 @@ def _stack(equation, *arrays):
     return np.stack(arrays, equation.params.get('axis', 0))
 
 
+@rule('tile')
+def _tile(equation, x):
+    return np.tile(x, equation.params['reps'])
+
+
 @rule('split')
 def _split(equation, x):
     return np.split(x, np.cumsum(equation.params['sizes'])[:-1], equation.params['axis'])

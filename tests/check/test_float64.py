@@ -41,6 +41,7 @@ def test_slices_and_indices():
     check(lambda x: lax.dynamic_slice(x, (4, 1), (3, 2)), X[2:, 1:3], X)
     check(lambda x: lax.dynamic_update_slice(x, x[:2, :2] * 0, (9, 0)), np.where(_mask(slice(3, 5), slice(2)), 0, X), X)
     check(lambda x: lax.pad(x, 1.0, [(1, 0, 1), (-1, 0, 0)])[1::2], X[:, 1:], X)
+    check(lambda x: jnp.tile(x, (2, 3)), np.tile(X, (2, 3)), X)
     check(lambda x: lax.top_k(x, 2)[0], np.sort(X, axis=1)[:, :1:-1], X)
 
 
