@@ -104,6 +104,22 @@ def test_agrees_with_the_formula(name, change):
     mechanisms.check_gradients(module, reference, inputs(name))
 
 
+def test_sums_of_signed_weights_near_zero_move_by_twice_the_stabilizer():
+    """About half of the sums are within the stabilizer of zero; the others stay as they are."""
+    inputs, module = mechanisms.draw(length=6), mechanisms.build(Performer(features='tanh', n_features=32))
+    q, k, v = (np.asarray(x, np.float64) for x in inputs)
+    phi = (numpy_features(module.config, mechanisms.arrays(module), x, x is q) for x in (q, k))
+    weights = mechanisms.scores(*phi) * np.tril(np.ones((6, 6)))
+    total = weights.sum(-1).swapaxes(1, 2)[..., None]
+    sizes = np.sort(np.abs(total), axis=None)
+    epsilon = sizes[sizes.size // 2 :][:2].mean()  # between two sums, so that rounding moves none across
+    near = np.abs(total) <= epsilon
+    assert 0 < near.sum() < near.size
+    expected = mechanisms.mix(weights, v, normalize=False) / (total + 2 * epsilon * near)
+    found = mechanisms.build(dataclasses.replace(module.config, stabilizer=epsilon))(*inputs)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize('length', [1, 33])
 def test_the_block_changes_nothing(length):
     qkv = inputs('positive', length=length)

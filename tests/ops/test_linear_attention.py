@@ -1,5 +1,6 @@
 """Linear attention against float64 numpy formulas: outputs, gradients, states, decoding, memory."""
 
+import dataclasses
 import functools
 
 import jax
@@ -153,6 +154,51 @@ def test_no_token_changes_an_earlier_output():
 
 def features(matrix, x, queries):
     return jnp.abs(x @ matrix) + 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedFeatures:
+    """|x W| + 0.1; with `rescale` features of queries are divided by their largest one, which has no gradient."""
+
+    rescale: bool
+
+    def __call__(self, matrix, x, queries):
+        y = features(matrix, x, queries)
+        return y / jax.lax.stop_gradient(y.max(-1, keepdims=True)) if queries and self.rescale else y
+
+    def log_factor(self, matrix, x):
+        return jax.lax.stop_gradient(jnp.log(features(matrix, x, True).max(-1)))
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(local=ExpKernel(0.5, relative=True), window=5, denominator_bias=0.0),
+        dict(local=ExpKernel(0.5), window=5, denominator_bias=0.3),
+        dict(local=ExpKernel(0.5), denominator_bias=0.0),
+    ],
+    ids=str,
+)
+def test_factors_that_queries_lack_are_put_back_beside_exact_weights(options):
+    arrays, matrix = draw(21), jnp.asarray(np.random.default_rng(0).normal(size=(9, 12)), jnp.float32)
+    options = options | dict(block=8, q_parameters=matrix, k_parameters=matrix)
+
+    def compute(rescale, implementation):
+        return values_and_gradients(
+            arrays, feature_map=DividedFeatures(rescale), implementation=implementation, **options
+        )
+
+    expected = compute(False, 'reference')
+    for implementation in ('reference', 'xla'):
+        for got, want in zip(compute(True, implementation), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize('options', [dict(), dict(local=PolynomialKernel(2), denominator_bias=0.0)], ids=str)
+def test_factors_that_queries_lack_are_not_lost_beside_other_terms(options):
+    matrix = jnp.ones((9, 12))
+    with pytest.raises(OperationError, match='feature_map: leaves factors out of queries'):
+        call(*draw(5), feature_map=DividedFeatures(True), q_parameters=matrix, k_parameters=matrix, **options)
 
 
 def test_gradients_flow_through_a_feature_map_inside_the_operation():
