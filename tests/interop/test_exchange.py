@@ -38,6 +38,7 @@ from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
 from lm.interop.import_run import choose_tokenizers, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
+from lm.model import ModelConfig
 from lm.runs.initial import InitialParameters
 from lm.runs.records import Run
 
@@ -118,6 +119,16 @@ def test_options_without_a_formula_are_refused(monkeypatch):
     monkeypatch.delitem(__import__('lm.interop.formats', fromlist=['']).FIELDS, 'norm')
     with pytest.raises(ConfigError, match=r"model.norm = 'rms': the model for transformers has no such option"):
         FORMATS['huggingface'].check(shapes.experiment(Softmax(), norm='rms').model)
+
+
+@pytest.mark.parametrize('changes', [{'rotary_decoupled': True}, {'latent_query_rank': 4}])
+def test_forms_of_latent_attention_without_a_formula_are_refused(changes):
+    """Both by the model's own setting and by the mechanism's."""
+    latent = {'latent_rank': 6, 'shared_key_dim': 2}
+    name = next(iter(changes))
+    for model in (ModelConfig(**latent, **changes), ModelConfig(attention=Softmax(**latent, **changes))):
+        with pytest.raises(ConfigError, match=rf'\.{name} = .*; export with --format safetensors'):
+            FORMATS['huggingface'].check(model)
 
 
 def test_an_exported_run_can_be_imported(reference_run, tmp_path, tokens, capsys):
