@@ -8,7 +8,7 @@ from lm.interop.formulas.tokens import distances
 
 
 class WindowLinearFormula(Mechanism, name='window_linear'):
-    """Weights γ exp(s - c) for the `window` newest keys, c the largest s; f ⟨φ(q), φ(k)⟩ for others, φ Hedgehog's."""
+    """Weights γ exp(s - c) for the `window` newest keys, c the largest, f ⟨φ(q), φ(k)⟩ for older ones, φ Hedgehog's."""
 
     folds = True
 
