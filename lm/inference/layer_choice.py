@@ -87,8 +87,8 @@ def plant_passages(tokens_BxL: np.ndarray, seed: int = 0) -> tuple[np.ndarray, n
 def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     """Measures the effect of the student's attention in each layer where it differs from the teacher's.
 
-    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data, and
-    Diverged if a loss is not finite.
+    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data.
+    Raises Diverged if a loss is not finite.
     """
     experiment, store = student.experiment, student.splits
     length = experiment.train.context_length
