@@ -41,8 +41,8 @@ class DataConfig(Configurable):
     begin_id: int | None = field(
         default=None,
         minimum=0,
-        help='the token before each text, as an input in place of the end-of-document token; None: as the run of '
-        'train.init_from or the teacher has it, else the end-of-document token',
+        help='the token before each text, in place of the end-of-document token; None: as train.init_from or the '
+        'teacher has it',
     )
     begin_windows: bool | None = field(
         default=None,

@@ -1,4 +1,5 @@
-"""What the scored tokens of a window are conditioned on. Perplexities that differ in it measure different things.
+"""The tokens that the scored tokens of a window are conditioned on. Perplexities that differ in them measure
+different things.
 
 A token is predicted from those before it in its window. So the first tokens of a window depend on what stands there:
 the token that a model has before each text, the token before them in the split, or a part of the window before.
@@ -13,7 +14,7 @@ from lm.evaluation.windows import EvaluationWindows
 from lm.ops.documents import TextBegin
 
 BEGIN, END, PREVIOUS, NOTHING = 'begin', 'end of document', 'previous token', 'nothing'
-"""What can stand before a text or a window: the model's own token for it, the end-of-document token, or, before a
+"""The kinds of tokens before a text or a window: the model's own token for it, the end-of-document token, or, before a
 window, the token before it in the split."""
 ONE_TOKEN = 'the token before the window'
 FIELD = 'conditioning'
@@ -22,7 +23,7 @@ FIELD = 'conditioning'
 
 @dataclasses.dataclass(frozen=True)
 class Conditioning:
-    """What the tokens of an evaluation are conditioned on, in words that hold for any tokenizer.
+    """The tokens that an evaluation is conditioned on, in words that hold for any tokenizer.
 
     Attributes:
         before_texts: BEGIN, END or NOTHING.

@@ -153,7 +153,7 @@ class Evaluator:
 
     @property
     def conditioning(self) -> Conditioning:
-        """What the scored tokens are conditioned on."""
+        """The tokens that the scored tokens are conditioned on."""
         return Conditioning.of_windows(self.windows, self.plan.begin)
 
     def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:

@@ -85,8 +85,9 @@ class Measures:
 
 
 def choose_conditioning(runs: Sequence[Run], measures: Measures, allows_any: bool = False) -> Conditioning | None:
-    """Returns the conditioning that the newest evaluations of all runs have in common; None: no run has a perplexity,
-    or there is none in common and `allows_any`.
+    """Returns the conditioning that the newest evaluations of all runs have in common.
+
+    None: no run has a perplexity, or they have none in common and `allows_any`.
 
     Raises ConfigError if perplexities would be compared that are conditioned on different tokens.
     """

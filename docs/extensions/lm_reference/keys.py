@@ -120,7 +120,7 @@ class PositionLoss(TypedDict):
 
 
 class Conditioning(TypedDict):
-    """What stands before the tokens of an evaluation; `lm report` compares figures of one kind."""
+    """The tokens before the scored tokens of an evaluation; `lm report` compares figures of one kind."""
 
     before_texts: str  #: `begin` (the token of the model), `end of document`, or `nothing`
     before_windows: str  #: the same, or `previous token`: the token before the window in the split
