@@ -4,8 +4,8 @@ A test has a budget of processor time. The short run measures it, and fails with
 that the list cannot rot. A listed function is left out with all its parameters, also with later ones, but for those
 that are listed below it. `--record_long` writes the list: after all tests anew, in a short run with what was over.
 
-The time of a test is its own and that of the processes that it starts, without fixtures that it shares with others. It
-is divided by the pace of the machine, so that a slow machine fails nothing.
+The time of a test includes the processes that it starts, and leaves out the fixtures that it shares with others. It is
+divided by the pace of the machine, so that a slow machine fails nothing.
 
 Tests with the marks `compiles` and `journey` are never in the short run.
 """
@@ -132,8 +132,9 @@ class Meter:
         if self.taken > self.again and all(report.passed for report in reports):
             first = self.taken
             jax.clear_caches()
-            reports = self._run(item, nextitem)
-            self.taken = min(self.taken, first)
+            repeated = all(report.passed for report in self._run(item, nextitem))
+            # A test fails at its second run if it changes a fixture that it shares.
+            self.taken = min(self.taken, first) if repeated else first
         for report in reports:
             if report.when == 'teardown':
                 report.user_properties.append(('processor_seconds', self.taken))

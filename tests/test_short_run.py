@@ -1,5 +1,6 @@
 """The short run: the list of long tests, and the budget that keeps it true."""
 
+import os
 import subprocess
 import sys
 
@@ -67,7 +68,8 @@ def test_a_test_over_the_budget_fails_a_short_run_and_is_named(tmp_path):
         'def test_long(): compute(2)\n'
     )
     run = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '--short', str(tmp_path)]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith('PYTEST_')}
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if 'the short run allows' in line] == [
         'test_times.py::test_long'
