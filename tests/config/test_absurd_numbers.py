@@ -18,7 +18,7 @@ ABSURD = {
 }
 ZERO = {
     'the first seed': ('seed',),
-    'the first token, or the initial weights': ('mask_id', 'eod', 'teacher_step'),
+    'the first token, or the initial weights': ('mask_id', 'eod', 'begin_id', 'teacher_step'),
     'none of them': ('keep_best', 'warmup_steps', 'distractors', 'shared_key_dim'),
     'a mean of the newest gradient alone': ('b1', 'b2', 'momentum'),
     'the part is left out': (

@@ -101,9 +101,9 @@ def test_an_infinite_gradient_is_skipped_although_the_loss_is_finite():
     finite = step.weighted_loss
 
     def weighted_loss(weights, *rest):
-        loss, nats_BxL = finite(weights, *rest)
+        loss, *others = finite(weights, *rest)
         # The gradient of sqrt is infinite at zero.
-        return loss + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2)), nats_BxL
+        return loss + jnp.sqrt(jnp.sum(weights['params']['final_norm']['bias'] ** 2)), *others
 
     step.weighted_loss = weighted_loss
     new, metrics = jax.jit(step.train)(state, batch())
@@ -286,7 +286,7 @@ def linear() -> tuple[TrainStep, dict]:
 
     def weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL):
         losses_BxL = weights['params']['w'] * (weights['buffers']['b'] * tokens_BxL + 100.0 * targets_BxL)
-        return (share_BxL * losses_BxL).sum(), losses_BxL
+        return (share_BxL * losses_BxL).sum(), losses_BxL, {}
 
     step.weighted_loss = weighted_loss
     step.transform = optax.sgd(2.0**-10)

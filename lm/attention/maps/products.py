@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class ProductFeatures(abc.ABC):
-    """Base: a `lm.ops.linear_attention.types.ProductMap`, of which a subclass writes `products` and `of_products`.
+    """Base: a `ProductMap` of `lm.ops.linear_attention`, of which a subclass writes `products` and `of_products`.
 
     Subclasses are hashable (frozen dataclasses): operations are compiled for them. R rows of W, E size of the vectors.
     """

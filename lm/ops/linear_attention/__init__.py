@@ -31,18 +31,17 @@ import jax
 from lm.ops import platform
 from lm.ops.arguments import check_counts, check_heads, check_shapes
 from lm.ops.errors import OperationError
+from lm.ops.linear_attention.feature_maps import FeatureMap, RescaledMap
 from lm.ops.linear_attention.types import (
     LOCAL_BLOCK,
     PLAIN,
     SQUARE,
     ExpKernel,
-    FeatureMap,
     LinearCall,
     LinearResult,
     LocalKernel,
     Options,
     PolynomialKernel,
-    RescaledMap,
     State,
     decay_state,
 )

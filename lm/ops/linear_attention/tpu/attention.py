@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import platform
+from lm.ops.linear_attention.feature_maps import ProductMap
 from lm.ops.linear_attention.tpu.backward import backward
 from lm.ops.linear_attention.tpu.channels import attention as channels
 from lm.ops.linear_attention.tpu.fold import sum_before
@@ -37,7 +38,7 @@ from lm.ops.linear_attention.tpu.plan import (
     is_quadratic,
     make_plan,
 )
-from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, LinearCall, LinearResult, PolynomialKernel, ProductMap
+from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, LinearCall, LinearResult, PolynomialKernel
 from lm.ops.residuals import save_residual
 from lm.ops.tpu import LANES, ROWS, by_head, by_token
 from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums

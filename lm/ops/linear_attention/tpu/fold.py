@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.linear_attention.feature_maps import ProductMap
 from lm.ops.linear_attention.tpu.features import append_one, expand, extend, make_state_operand
 from lm.ops.linear_attention.tpu.maps import make_features
 from lm.ops.linear_attention.tpu.plan import KernelSums, Ref, TpuPlan
-from lm.ops.linear_attention.types import ProductMap
 from lm.ops.tpu import dot
 from lm.ops.tpu.decay import multiply_tokens
 

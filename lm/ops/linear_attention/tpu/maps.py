@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lm.ops.linear_attention.feature_maps import ProductMap
 from lm.ops.linear_attention.tpu.plan import KernelInputs, Maps, Ref, TpuPlan
-from lm.ops.linear_attention.types import ProductMap
 from lm.ops.tpu import dot
 
 

@@ -7,7 +7,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from lm.ops import platform
-from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, LinearCall, Options, PolynomialKernel, ProductMap
+from lm.ops.linear_attention.feature_maps import ProductMap
+from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, LinearCall, Options, PolynomialKernel
 from lm.ops.tpu import LANES, ROWS, SUBLANES, padded_rows
 
 WIDE = 1024

@@ -16,8 +16,9 @@ from lm.ops import decay as decays
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.linear_attention import expansion
+from lm.ops.linear_attention.feature_maps import ElementwiseMap
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, SegmentSums, SideArrays
-from lm.ops.linear_attention.types import ElementwiseMap, LinearCall, LinearResult, Options
+from lm.ops.linear_attention.types import LinearCall, LinearResult, Options
 from lm.ops.residuals import save_residual
 
 TILE = 64

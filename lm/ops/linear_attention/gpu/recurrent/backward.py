@@ -29,7 +29,7 @@ from lm.ops.gpu import (
 )
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
-from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, Side, SideSources
+from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, KernelSide, SideSources
 from lm.ops.linear_attention.gpu.recurrent.plan import (
     CHUNK,
     SLOTS,
@@ -136,7 +136,7 @@ def _call(
     is_key = name == 'key'
 
     def body(inputs: GradientInputs[Ref], outputs: SideResults[Ref], memory: _GradientMemory):
-        sides = [Side(inputs.own, not is_key), Side(inputs.other, is_key)]
+        sides = [KernelSide(inputs.own, not is_key), KernelSide(inputs.other, is_key)]
         own, other = Features.load_sides(plan, sides, inputs.rows, memory.features)
         results = Results(plan, own, outputs, memory.results, memory.register)
 

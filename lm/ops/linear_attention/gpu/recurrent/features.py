@@ -11,14 +11,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, load_matrix, load_rows, matrix, release, repeat_per_row, sum_products
+from lm.ops.linear_attention.feature_maps import ElementwiseMap
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, Ref, SideArrays
-from lm.ops.linear_attention.types import ElementwiseMap
 
 FAST = plgpu.CompilerParams(approx_math=True)
 """Options for the compiler: exponentials are single instructions."""
 
 
-class Side(NamedTuple):
+class KernelSide(NamedTuple):
     """The arrays of queries or of keys in a kernel."""
 
     arrays: SideArrays[Ref]
@@ -85,7 +85,7 @@ class Features:
 
     @staticmethod
     def load_sides(
-        plan: RecurrentPlan, sides: list[Side], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
+        plan: RecurrentPlan, sides: list[KernelSide], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
     ) -> list['Features']:
         """Makes the features of each side, once the rows have arrived."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops.gpu import TILE, load_rows, matrix, repeat_per_row, send, sum_products, wait_for_copies, walk
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
-from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, Side, SideSources
+from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory, KernelSide, SideSources
 from lm.ops.linear_attention.gpu.recurrent.plan import (
     CHUNK,
     SLOTS,
@@ -116,7 +116,7 @@ def outputs(plan: RecurrentPlan, inputs: OutputInputs[jax.Array]) -> SliceOutput
 def _outputs(plan: RecurrentPlan, inputs: OutputInputs[Ref], results: SliceOutputs[Ref], memory: _OutputMemory) -> None:
     part, head = lax.axis_index('slice'), lax.axis_index('head')
     x, y = Features.load_sides(
-        plan, [Side(inputs.queries, True), Side(inputs.keys, False)], inputs.rows, memory.features
+        plan, [KernelSide(inputs.queries, True), KernelSide(inputs.keys, False)], inputs.rows, memory.features
     )
 
     def run(sums: RunningSums) -> None:
@@ -229,7 +229,7 @@ def _sum_segments(
     plan: RecurrentPlan, backwards: bool, inputs: SumInputs[Ref], results: SegmentSums[Ref], memory: _SumMemory
 ) -> None:
     part, head = lax.axis_index('slice'), lax.axis_index('head')
-    (y,) = Features.load_sides(plan, [Side(inputs.side, backwards)], inputs.rows, memory.features)
+    (y,) = Features.load_sides(plan, [KernelSide(inputs.side, backwards)], inputs.rows, memory.features)
 
     def run(sums: RunningSums) -> None:
         def step(number, tiles: _SumTiles, carry: SumsCarry) -> SumsCarry:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lm.ops.gpu import slice_head
-from lm.ops.linear_attention.types import ElementwiseMap
+from lm.ops.linear_attention.feature_maps import ElementwiseMap
 
 CHUNK = 64
 """Features that stand side by side in memory; sums over keys are kept for so many at a time."""
