@@ -9,8 +9,8 @@ keys that have left the window. Like theirs, the weights of the window are relat
 Lizard (Nguyen et al. 2025) adds a gate to the linear part. Converted models begin as windows of softmax, whose older
 keys a feature map learns to weigh: φ is Hedgehog's, or `map` has another one. f is 1 for Hedgehog's φ, as theirs is.
 
-Other maps have weights of other sizes, in which the window would vanish. Their f is a buffer of one number per head,
-with which unrelated older keys weigh on average what unrelated keys of the window do (`far_factor`). Weights that
+Other maps have weights of other sizes, in which the window would vanish. Their f is a buffer of one number per head
+(`far_factor`). With it, unrelated older keys weigh on average as much as unrelated keys of the window. Weights that
 estimate exp(s) (`@performer()` with softmax features) have the unit of the window, and both are relative to c_i:
 γ exp(s_ij - c_i) and f ⟨φ(q_i), φ(k_j)⟩ exp(-c_i).
 """

@@ -70,7 +70,7 @@ class LatentKeys(nnx.Module):
         return jnp.concatenate([self.norm(latent_BxLxR)[:, :, None], shared_BxLx1xS], axis=-1)
 
     def absorb(self, q_BxLxHxC: jax.Array) -> jax.Array:
-        """Returns queries [B, L, H, R + S] whose products with `make_shared` are those of queries with keys."""
+        """Returns queries [B, L, H, R + S] whose products with `make_shared` equal the products with keys."""
         to_keys_RxHxP, _ = self._split_up()
         own = to_keys_RxHxP.shape[-1]
         q_BxLxHxR = jnp.einsum('blhp,rhp->blhr', q_BxLxHxC[..., :own], to_keys_RxHxP.astype(q_BxLxHxC.dtype))

@@ -40,7 +40,7 @@ def read_measures(config: ModelConfig, metrics: Mapping[str, Any]) -> dict[str, 
     """Returns what the metrics of a step say about the routers, for metrics.jsonl; empty without routers.
 
     The balance loss is Σ_e f_e P_e over all tokens of the step, without its coefficient, as a mean over the layers: 1
-    where all experts get equally much (`lm.model.feed_forward.experts`). The loads are those of the layer whose busiest
+    where all experts get equally much (`lm.model.feed_forward.experts`). The loads belong to the layer whose busiest
     expert gets the most tokens.
     """
     if LOAD not in metrics:

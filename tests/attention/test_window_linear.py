@@ -159,7 +159,7 @@ START_DIMS = HeadDims(n_heads=2, n_kv_heads=2, head_dim=16)
 
 @pytest.mark.parametrize('inner', [None, *ALL_MAPS], ids=str)
 def test_window_and_older_keys_begin_balanced(inner):
-    """Of 64 to 96 keys 16 are in the window, a fifth. Hedgehog begins as published, with a smaller share.
+    """The window has 16 of 64 to 96 keys, a fifth. Hedgehog begins as published, with a smaller share.
 
     Weights of the 16th power have few large ones, which make their mean: most queries have smaller weights.
     """

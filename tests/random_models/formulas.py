@@ -3,8 +3,8 @@
 The formulas stand as papers and manuals print them, in NumPy and float64: all weights at once, or token by token. They
 take nothing from `lm` but configurations and the names of arrays.
 
-B batch, L queries, M keys, H query heads, K key heads, C size of a query and of a key, V size of a value. Query head h
-reads key head h // (H / K).
+B batch, L queries, M keys, H query heads, K key heads, C size of queries and keys, V size of values. Query head h reads
+key head h // (H / K).
 """
 
 import dataclasses

@@ -207,8 +207,7 @@ def _average_scores(scores_BxLxE: jax.Array) -> jax.Array:
 
 
 def _find_parts() -> tuple[tuple[str, ...], int]:
-    """Returns the axes of the mesh whose devices are told apart, so that each has a part of the tokens, and the number
-    of these parts."""
+    """Returns the axes of the mesh whose devices are told apart, and how many parts of the tokens they hold."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(name for name in (*DATA_AXES, SEQUENCE_AXIS) if name in mesh.manual_axes)
     return axes, math.prod(mesh.shape[name] for name in axes)

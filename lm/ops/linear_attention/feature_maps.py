@@ -1,4 +1,4 @@
-"""What a feature map must be, and what kernels and mixtures ask of it beyond."""
+"""Feature maps, and the forms of them that kernels and mixtures with other weights ask for."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
