@@ -37,7 +37,10 @@ expect lm evaluate --run_dir ../disk/copies/first --set data.path=../disk/tokens
 equal "$(figure loss)" "$loss"
 
 step 'go on with the training there'
-refuse 44 lm train --run_dir ../disk/copies/first --set train.steps=40
+refuse 2 lm train --run_dir ../disk/copies/first
+shows "write \"$(cd .. && pwd)/disk/copies/first\""
+copied=$(cd ../disk/copies/first && pwd)
+refuse 44 lm train --run_dir "$copied"
 shows "--set data.path="
-expect lm train --run_dir ../disk/copies/first --set data.path=../disk/tokens
+expect lm train --run_dir "$copied" --set data.path=../disk/tokens
 shows 'resumed from step 40'
