@@ -19,11 +19,7 @@ from lm.model.feed_forward.experts import Experts
 from lm.ops.errors import OperationError
 
 LEFT_OUT = {
-    'stops_gradients': 'performer beside a window, or with later keys: its query features are divided by a number '
-    'through which no gradient flows, and which does not cancel there',
-    'scales_scores': 'polysketch of degree 16 beside a window: its factor of scores does not cancel there',
     'one_normalized_expert': 'experts.top_k = 1 with normalize = True: the router never learns',
-    'rotary_latent_keys': 'latent keys with rotary positions: not the published form',
     'minimax': "hybrid.approximation = 'minimax': its coefficients come from an algorithm, not from a formula",
     'mean_far_factor': "polysketch.far_factor = 'mean': a moment of random vectors, which tests of sketches measure",
 }
@@ -115,7 +111,7 @@ def _draw_polysketch(draw: Draw, inside: bool = False) -> dict[str, Any]:
         'sketch_norm': draw.one(None, None, 'tied', 'separate'),
         'far_factor': draw.one(*factors),
         'learn_far_factor': draw.often(0.3),
-        'degree': draw.one(2, 4, 8, *[16] * (not inside or 'scales_scores' not in LEFT_OUT)),
+        'degree': draw.one(2, 4, 8, 16),
         'local': not inside and draw.often(0.7),
         'block': draw.one(1, 3, 4, 8, 64),
         'network_width': draw.one(1, 2),
@@ -127,17 +123,14 @@ def _draw_polysketch(draw: Draw, inside: bool = False) -> dict[str, Any]:
 
 @drawer('performer')
 def _draw_performer(draw: Draw, inside: bool = False) -> dict[str, Any]:
-    softmax_like = ['positive', 'hyperbolic'] * (not inside or 'stops_gradients' not in LEFT_OUT)
     signed = ['trigonometric', 'random_phases', 'gelu', 'cos', 'tanh', 'identity'] * (not inside)
-    features = draw.one(*softmax_like, *softmax_like, *signed, 'relu', 'sigmoid', 'exp', 'abs')
-    may_see = 'stops_gradients' not in LEFT_OUT or features not in ('positive', 'hyperbolic')
     return {
-        'features': features,
+        'features': draw.one(*['positive', 'hyperbolic'] * 2, *signed, 'relu', 'sigmoid', 'exp', 'abs'),
         'n_features': draw.one(2, 6, 10),
         'renormalize': inside or draw.often(0.8),
-        'causal': inside or not may_see or draw.often(0.9),
+        'causal': inside or draw.often(0.9),
         'scale': draw.rarely(lambda: draw.number(0.1, 2)),
-        'stabilizer': draw.one(1e-6, 1e-4) if 'stops_gradients' not in LEFT_OUT else draw.one(1e-9, 1e-8),
+        'stabilizer': draw.one(1e-6, 1e-4),
         'kernel_epsilon': draw.one(1e-3, 0.1),
         'block': draw.one(None, 1, 3, 8, 64),
     }
@@ -161,7 +154,7 @@ def _draw_llops(draw: Draw, inside: bool = False) -> dict[str, Any]:
 
 
 @drawer('taylor')
-def _draw_taylor(draw: Draw) -> dict[str, Any]:
+def _draw_taylor(draw: Draw, inside: bool = False) -> dict[str, Any]:
     return {'feature_dim': draw.one(None, 1, 3, 4), 'per_head': draw.often()}
 
 
@@ -186,6 +179,7 @@ INSIDE = {
     'polysketch': _draw_polysketch,
     'performer': _draw_performer,
     'llops': _draw_llops,
+    'taylor': _draw_taylor,
     'hedgehog': _draw_hedgehog,
 }
 """The mechanisms whose features can weigh keys beside a window."""
@@ -197,6 +191,7 @@ def _draw_window_linear(draw: Draw) -> dict[str, Any]:
     return {
         'map': None if name is None else mechanisms()[name](**INSIDE[name](draw, inside=True)),
         'window': draw.one(1, 2, 5, 8, 40),
+        'far_factor': draw.one(None, None, 'mean', draw.number(0.1, 3)),
         'scale': draw.rarely(lambda: draw.number(0.1, 2)),
     }
 
@@ -256,10 +251,20 @@ def _draw_options(draw: Draw) -> dict[str, Any]:
     if draw.often(0.6):
         found |= dict(zip(('n_heads', 'n_kv_heads', 'n_value_heads'), heads, strict=True))
     if draw.often(0.2):
-        found['latent_rank'] = draw.one(1, 4)
-        found['n_kv_heads'] = found['n_value_heads'] = None
-        if 'head_dim' in found:
-            found['shared_key_dim'] = draw.one(0, 1)
+        found |= _draw_latent(draw, 'head_dim' in found)
+    return found
+
+
+def _draw_latent(draw: Draw, may_share: bool) -> dict[str, Any]:
+    """Draws options of latent keys and queries; with `may_share`, of channels that heads share, too."""
+    found: dict[str, Any] = {'latent_rank': draw.one(1, 4), 'latent_query_rank': draw.one(None, 1, 3)}
+    found |= {'n_kv_heads': None, 'n_value_heads': None}
+    if draw.often():  # the form of DeepSeek-V2
+        base = draw.one(10_000.0, 50.0)
+        shared = {'head_dim': draw.one(4, 6, 8), 'shared_key_dim': 2, 'rotary_decoupled': True}
+        found |= shared | {'rotary_base': base, 'key_offset': 0.0}
+    elif may_share:
+        found['shared_key_dim'] = draw.one(0, 1)
     return found
 
 
@@ -269,8 +274,6 @@ def draw_mechanism(draw: Draw, name: str | None = None) -> Attention:
     options = _draw_options(draw) if draw.often(0.5) else {}
     if draw.often(0.2):
         options['output_gate'] = draw.one(None, 'silu', 'sigmoid')
-    if options.get('latent_rank') and 'rotary_latent_keys' in LEFT_OUT:
-        options['rotary_base'] = None
     return mechanisms()[name](**options, **DRAWERS[name](draw))
 
 
@@ -299,10 +302,7 @@ def _draw_feed_forward(draw: Draw) -> DenseLayer | Experts:
 
 def draw_model(draw: Draw, small: bool) -> ModelConfig:
     """Draws the configuration of a model. Raises ConfigError if the product refuses it."""
-    options = _draw_options(draw)
-    if options.get('latent_rank') and 'rotary_latent_keys' in LEFT_OUT:
-        options['rotary_base'] = None
-    options = {'n_heads': 2, 'head_dim': 4, 'rotary_base': 100.0} | options
+    options = {'n_heads': 2, 'head_dim': 4, 'rotary_base': 100.0} | _draw_options(draw)
     count = draw.one(1, 1, 2) if small else draw.one(1, 1, 2, 2, 3)
     attention = tuple(draw_mechanism(draw) for _ in range(count))
     kinds = tuple(_draw_feed_forward(draw) for _ in range(draw.one(1, 1, 2)))
@@ -387,11 +387,6 @@ def check_case(case: Case) -> None:
         options = model.resolve(attention)
         if case.length % parts == 0 and case.length // parts < (options.convolution or 1):
             raise ConfigError('a part is shorter than what its convolution sees')
-        if options.latent is not None and options.rotary is not None and 'rotary_latent_keys' in LEFT_OUT:
-            raise ConfigError('rotary_latent_keys')
-        sees_later = not model.causal and attention.gin_name == 'performer'
-        if sees_later and attention.features in ('positive', 'hyperbolic') and 'stops_gradients' in LEFT_OUT:
-            raise ConfigError('stops_gradients')
         if attention.gin_name == 'hybrid' and options.dims.head_dim % attention.parts:
             raise ConfigError('parts')
 

@@ -127,12 +127,10 @@ class Formulas:
         keys = option('n_kv_heads') or queries
         values, value_size = option('n_value_heads') or keys, option('value_dim') or size
         sizes = queries * size, keys * size, values * value_size
-        if (rank := option('latent_rank')) is None:
-            flat = multiply(x, weights['qkv'])
-        else:
-            flat = np.concatenate(
-                [multiply(x, weights['qkv']), *make_latent(weights['latent'], x, rank, keys, sizes[1:])], -1
-            )
+        read = x if option('latent_query_rank') is None else make_latent_queries(weights['latent_queries'], x)
+        flat = multiply(read, weights['qkv'])
+        if (rank := option('latent_rank')) is not None:
+            flat = np.concatenate([flat, *make_latent(weights['latent'], x, rank, keys, sizes[1:])], -1)
         if option('convolution'):
             flat = convolve(flat, weights['convolution']['kernel'], window.starts)
         q, k, v = np.split(flat, np.cumsum(sizes)[:-1], axis=-1)
@@ -144,8 +142,12 @@ class Formulas:
         heads = max(queries, values)
         q, k = repeat(q, heads // queries), repeat(k, values // keys)
         if option('rotary_base') is not None:
-            turn = Rotation.of(size, *(option(f'rotary_{name}') for name in ('base', 'fraction', 'scaling')))
-            q, k = turn(q, window.positions), turn(k, window.positions)
+            turning = option('shared_key_dim') if option('rotary_decoupled') else size
+            turn = Rotation.of(turning, *(option(f'rotary_{name}') for name in ('base', 'fraction', 'scaling')))
+            q, k = (
+                np.concatenate([y[..., : size - turning], turn(y[..., size - turning :], window.positions)], -1)
+                for y in (q, k)
+            )
         causal = self.config.causal and mechanism.causal
         inputs = self._further_inputs(mechanism, weights, x, values, size)
         layer = Layer(mechanism, weights.get('attention', {}), q, k, v, inputs, window.starts, causal)
@@ -281,6 +283,11 @@ def make_latent(
     own = up[..., : up.shape[-1] - sizes[1]].reshape(*x.shape[:2], heads, -1)
     shared = np.broadcast_to(shared[:, :, None], (*own.shape[:3], shared.shape[-1]))
     return np.concatenate([own, shared], -1).reshape(*x.shape[:2], -1), up[..., up.shape[-1] - sizes[1] :]
+
+
+def make_latent_queries(weights: Tree, x: np.ndarray) -> np.ndarray:
+    """Returns RMSNorm(x U), of which queries are made (DeepSeek-V2, eq. 12 and 13)."""
+    return rms_norm(multiply(x, weights['down']), weights['norm'], LATENT_EPSILON)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from comparison import compare
 from drawer import DRAWERS, LEFT_OUT, NOT_COMPARED, Draw, draw_case, draw_mechanism, list_fields
 from formulas import FORMULAS
 from jax import lax
+from model_formulas import list_all
 from shrinking import describe, shrink
 
 from lm.attention import mechanisms
@@ -89,7 +90,7 @@ def test_every_mechanism_has_a_formula_and_is_drawn():
 def test_every_field_is_drawn_or_named():
     layers = [draw_mechanism(draw_from(number), name) for number in range(80) for name in DRAWERS]
     models = [drawn for number in range(100) if (drawn := draw_model(number)) is not None]
-    kinds = [kind for model in models if isinstance(kind := model.feed_forward, Experts)]
+    kinds = [kind for model in models for kind in list_all(model.feed_forward) if isinstance(kind, Experts)]
     turned = [scaling for one in (*models, *layers) if (scaling := one.rotary_scaling) not in ('model', None)]
     inside = [one.map for one in layers if getattr(one, 'map', None)]
     configs = [*models, *layers, *kinds, *turned, *inside]
@@ -172,15 +173,12 @@ def test_a_balance_loss_of_too_few_tokens_is_found(monkeypatch):
 
 
 def test_a_gradient_that_a_factor_of_queries_stops_is_found(monkeypatch):
-    """Features of queries are divided by their largest one, which does not cancel beside a window of softmax."""
-
-    def positive(wx, half, epsilon, rescale):
-        shift = lax.stop_gradient(wx.max(0, keepdims=True)) if rescale else half
-        return (jnp.exp(wx - shift) + epsilon) * len(wx) ** -0.5
-
-    monkeypatch.setattr(random_features, 'positive', positive)
+    """What features of queries are divided by stands beside a window of softmax; without a window it cancels."""
+    monkeypatch.setattr(
+        random_features.Positive, 'log_divisor', lambda self, wx, half: lax.stop_gradient(wx.max(0) - half)
+    )
     beside = WindowLinear(map=Performer(n_features=6), window=3)
-    alone = Performer(n_features=6, stabilizer=1e-9)
+    alone = Performer(n_features=6)
     cases = [Case(model=ModelConfig(**PLAIN, attention=one), seed=1, length=9) for one in (beside, alone)]
     assert 'gradient' in {failure.check for failure in compare(cases[0], ('gradient',))}
     assert not tell(cases[1], 'gradient')

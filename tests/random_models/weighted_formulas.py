@@ -119,7 +119,11 @@ def weigh_by_random_features(layer: Layer) -> tuple[np.ndarray, float]:
 
 
 def random_features(layer: Layer, x: np.ndarray, of_query: bool) -> np.ndarray:
-    """Returns φ of scaled vectors; a query's are divided by a factor of the query where weights are normalized."""
+    """Returns φ of scaled vectors.
+
+    Where weights are normalized, signed ones of a query are divided by a factor of the query, and nothing is added to
+    positive ones.
+    """
     config, (omega, phases) = layer.config, (layer.weights['projection'], layer.weights.get('phases'))
     products, half = x @ omega.T, (x**2).sum(-1, keepdims=True) / 2
     kind, count = config.features, config.n_features
@@ -127,8 +131,7 @@ def random_features(layer: Layer, x: np.ndarray, of_query: bool) -> np.ndarray:
     if kind in ('positive', 'hyperbolic'):
         if kind == 'hyperbolic':
             products = np.concatenate([products, -products], -1)
-        shift = products.max(-1, keepdims=True) if free else half
-        return (np.exp(products - shift) + config.stabilizer) / math.sqrt(count)
+        return (np.exp(products - half) + (0.0 if free else config.stabilizer)) / math.sqrt(count)
     if kind in ('trigonometric', 'random_phases'):
         outer = 1.0 if free else np.exp(half)
         if kind == 'trigonometric':
@@ -193,6 +196,8 @@ MAPS = {
 }
 SIGNED = ('trigonometric', 'random_phases', 'gelu', 'cos', 'tanh', 'identity')
 """Random features whose weights can be negative."""
+ESTIMATORS = ('positive', 'hyperbolic')
+"""Random features without a sign whose weights estimate exp(s)."""
 
 
 def average(layer: Layer, weights: np.ndarray, bias: float, epsilon: float | None = None) -> np.ndarray:
@@ -268,16 +273,27 @@ def approximate(name: str, degree: int, radius: float) -> np.ndarray:
 
 @formula('window_linear')
 def attend_window_linear(layer: Layer) -> np.ndarray:
-    """Weighs recent keys by γ exp(s - c), c the largest recent s, and older ones by ⟨φ(q), φ(k)⟩ (LoLCATs, eq. 7)."""
+    """Weighs recent keys by γ exp(s - c), c the largest recent s, and older ones by f ⟨φ(q), φ(k)⟩ (LoLCATs, eq. 7).
+
+    Where ⟨φ(q), φ(k)⟩ estimates exp(s), c is 0.
+    """
     config = layer.config
+    name = 'hedgehog' if config.map is None else config.map.gin_name
     if config.map is None:
         far, _ = weigh_by_two_softmaxes(layer)
     else:
         inner = Layer(config.map, layer.weights['map'], layer.q, layer.k, layer.v, {}, layer.starts, layer.causal)
-        far, _ = MAPS[config.map.gin_name](inner)
+        far, _ = MAPS[name](inner)
+    if config.far_factor == 'mean' or (config.far_factor is None and name != 'hedgehog'):
+        far = far * np.exp(layer.weights['log_far_factor'])[None, :, None, None]
+    elif config.far_factor is not None:
+        far = far * config.far_factor
     scores = compare(layer.q, layer.k) * (config.scale or layer.q.shape[-1] ** -0.5)
     recent = layer.recent(config.window) & layer.visible
-    largest = np.where(recent, scores, -np.inf).max(-1, keepdims=True)
+    if name == 'performer' and config.map.features in ESTIMATORS:
+        largest = 0.0
+    else:
+        largest = np.where(recent, scores, -np.inf).max(-1, keepdims=True)
     near = special.expit(layer.weights['mix_logit'])[None, :, None, None] * np.exp(
         np.where(recent, scores - largest, 0.0)
     )
