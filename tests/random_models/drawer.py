@@ -19,7 +19,6 @@ from lm.model.feed_forward.experts import Experts
 from lm.ops.errors import OperationError
 
 LEFT_OUT = {
-    'one_normalized_expert': 'experts.top_k = 1 with normalize = True: the router never learns',
     'minimax': "hybrid.approximation = 'minimax': its coefficients come from an algorithm, not from a formula",
     'mean_far_factor': "polysketch.far_factor = 'mean': a moment of random vectors, which tests of sketches measure",
 }
@@ -291,7 +290,7 @@ def _draw_feed_forward(draw: Draw) -> DenseLayer | Experts:
         shared_dim=shared_dim,
         shared_gate=shared_dim is not None and draw.often(),
         sigmoid=draw.often(),
-        normalize=draw.often() and (top_k > 1 or 'one_normalized_expert' not in LEFT_OUT),
+        normalize=draw.often(),
         scale=draw.one(1.0, 2.5),
         groups=groups,
         top_groups=top_groups,
