@@ -211,6 +211,7 @@ def test_compiles_for_an_h200(name):
             q_parameters=parameters,
             k_parameters=parameters,
             normalize=case.options.normalize,
+            denominator_bias=case.options.denominator_bias,
             log_decay_BxLxK=log_decay[0] if log_decay else None,
             implementation='pallas_gpu_recurrent',
         )
