@@ -408,7 +408,8 @@ def _ragged_dot(params: dict, x: np.ndarray, y: np.ndarray, sizes: np.ndarray) -
     assert x_summed == (1,)
     result = np.zeros((x.shape[0], y.shape[3 - y_summed[0]]))
     for number, part in enumerate(parts):
-        result[part] = np.matmul(x[part], y[number] if y_summed == (1,) else y[number].T)
+        # Row by row: how BLAS rounds a row depends on how many there are, and that on the choices of other tokens.
+        result[part] = np.matmul(x[part, None], y[number] if y_summed == (1,) else y[number].T)[:, 0]
     return result
 
 
