@@ -11,7 +11,7 @@ The tokens are random, and each array is moved a little from its first value, so
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from lm.model.functions import ModelFunctions
 from lm.model.layers import BLOCKS
 from lm.ops import platform
 from lm.ops.documents import Documents
+from lm.training.inputs import ROUTERS
 
 OK, WRONG, ZERO = 'OK', 'WRONG', 'ZERO'
 WINDOWS = 2
@@ -57,6 +58,7 @@ class ArrayGradient:
         error: the larger relative error of the two directions, relative to the larger slope or the gradient's norm.
         rounding: the change of the logits by rounding this array to bfloat16, relative to their root mean square.
         verdict: OK; WRONG: differences do not confirm the gradient; ZERO: they confirm that the loss is flat.
+        frozen: whether the array stays as it is in training.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ArrayGradient:
     error: float
     rounding: float
     verdict: str
+    frozen: bool = False
 
     @property
     def stack(self) -> int:
@@ -94,21 +97,31 @@ class GradientCheck:
 
     @property
     def faults(self) -> tuple[ArrayGradient, ...]:
-        """The arrays whose gradient is wrong or zero."""
-        return tuple(one for one in self.arrays if one.verdict != OK)
+        """The arrays whose gradient is wrong, or zero although they should learn."""
+        return tuple(one for one in self.arrays if one.verdict == WRONG or (one.verdict == ZERO and not one.frozen))
 
 
 def check_gradients(experiment: Experiment) -> GradientCheck:
     """Compares the gradient of each array with differences of the loss; takes seconds to a minute, and no device."""
-    return check_loss(shrink(experiment.model), experiment.data.documents(None), experiment.optimizer.z_loss)
+    documents, z_loss = experiment.data.documents(None), experiment.optimizer.z_loss
+    return check_loss(shrink(experiment.model), documents, z_loss, list_frozen(experiment))
 
 
-def check_loss(config: ModelConfig, documents: Documents | None, z_loss: float) -> GradientCheck:
-    """Checks a model of this size (`check_gradients`)."""
+def list_frozen(experiment: Experiment) -> tuple[str, ...]:
+    """Returns the parts of the model that do not learn; of the objective's own, the one that has routers."""
+    others = () if experiment.train.objective.trains_feed_forward else (ROUTERS,)
+    return (*experiment.optimizer.frozen, *others)
+
+
+def check_loss(
+    config: ModelConfig, documents: Documents | None, z_loss: float, frozen: Collection[str] = ()
+) -> GradientCheck:
+    """Checks a model of this size (`check_gradients`); `frozen`: the parts of it that do not learn."""
     tiny = TinyLoss(config, documents, z_loss)
     gradients, sizes = tiny.compute_gradients(), [np.linalg.norm(x) for x in tiny.params]
     largest = max(np.linalg.norm(g) * size for g, size in zip(gradients, sizes, strict=True))
-    found = [_check_array(tiny, i, gradients[i], float(largest)) for i in range(len(tiny.params))]
+    checked = (_check_array(tiny, i, gradients[i], float(largest)) for i in range(len(tiny.params)))
+    found = [dataclasses.replace(one, frozen=part in frozen) for one, part in zip(checked, tiny.parts, strict=True)]
     return GradientCheck(tiny.compute_loss(tiny.params), tiny.round_all(), tuple(found))
 
 
@@ -138,6 +151,7 @@ class TinyLoss:
 
     Attributes:
         names: of the parameters.
+        parts: of the model, one for each parameter (`lm.parameters.PARTS`).
         params: their values, float64.
     """
 
@@ -167,6 +181,7 @@ class TinyLoss:
         weights = jax.tree.unflatten(tree, evaluate(start))
         leaves = jax.tree_util.tree_leaves_with_path(weights['params'])
         self.names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
+        self.parts = [declaration.part for declaration in jax.tree.leaves(functions.declared)]
         self.params = [_nudge(x, rng) for _, x in leaves]
         self._buffers = jax.tree.leaves(weights['buffers'])
 

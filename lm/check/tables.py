@@ -114,7 +114,7 @@ def print_gradients(found: GradientCheck) -> None:
         layer = one.layer
         name = f'{"    " if layer else "  "}{one.name}'
         values = f'{one.claimed:>8.3g}{one.measured:>10.3g}{one.error:>9.0e}{one.rounding:>10.2%}'
-        print(f'{name:<{width}}{values}  {one.verdict}')
+        print(f'{name:<{width}}{values}  {one.verdict}{", frozen" if one.frozen else ""}')
 
 
 def unit_of(check: Check) -> str:

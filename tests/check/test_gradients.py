@@ -22,6 +22,9 @@ from lm.experiment import Experiment, load
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer
 from lm.model.feed_forward.experts import Experts, RoutedExperts
+from lm.training.config import TrainConfig
+from lm.training.objectives.align import Align
+from lm.training.optimizer import OptimizerConfig
 
 
 @pytest.fixture
@@ -79,7 +82,7 @@ def test_a_router_of_one_expert_with_weight_1_learns_nothing(short, monkeypatch,
     assert '@softmax(), @experts()' in said
 
 
-def test_a_setting_that_keeps_a_router_from_learning_is_refused_in_one_line(capsys):
+def test_a_router_that_cannot_learn_is_refused_in_one_line_unless_it_is_frozen(short, capsys):
     bindings = ('model.feed_forward = @experts()', 'experts.top_k = 1', 'experts.normalize = True')
     flags = ['check', '--gradients', *(word for line in bindings for word in ('--gin_param', line))]
     assert cli.main(flags) == 2
@@ -88,6 +91,18 @@ def test_a_setting_that_keeps_a_router_from_learning_is_refused_in_one_line(caps
     (line,) = said.strip().splitlines()
     assert 'experts.normalize = True: ' in line
     assert 'set experts.normalize = False' in line
+    assert "optimizer.frozen = ['glu']" in line
+    assert cli.main([*flags, '--gin_param', "optimizer.frozen = ['glu']"]) == 0
+    (row,) = (row for row in capsys.readouterr().out.splitlines() if 'router' in row)
+    assert row.endswith('  ZERO, frozen')
+
+
+def test_an_objective_for_attention_freezes_routers():
+    aligned = Experiment(
+        train=TrainConfig(objective=Align(teacher='teacher')), optimizer=OptimizerConfig(frozen=('norms',))
+    )
+    assert gradients.list_frozen(aligned) == ('norms', 'glu')
+    assert gradients.list_frozen(Experiment()) == ()
 
 
 def make_loss(gradient: np.ndarray, slope: float = 1.0) -> types.SimpleNamespace:
