@@ -393,6 +393,7 @@ def test_an_existing_tokenizer(tmp_path):
         'file': 'tokenizer.model',
         'sha256': hashlib.sha256(model).hexdigest(),
         'vocab_size': 400,
+        'begin_id': None,
         'eod_id': 1,
         'lossless': True,
     }
