@@ -115,7 +115,7 @@ def test_prepared_stores_count_bad_records_and_hold_the_same_sequences_out(tmp_p
         info = prepare(config, str(tmp_path / name), Console(quiet=True))
         assert sum(split['bad_records'] for split in info['splits'].values()) == 2
         assert info['tokenizer'] | {'sha256': ''} == {
-            'file': 'amino_acids.json', 'sha256': '', 'vocab_size': 28, 'eod_id': 0, 'lossless': True,
+            'file': 'amino_acids.json', 'sha256': '', 'vocab_size': 28, 'eod_id': 0, 'begin_id': None, 'lossless': True,
         }  # fmt: skip
         store = TokenStore.open(str(tmp_path / name))
         texts = {}
