@@ -173,7 +173,7 @@ def test_a_balance_loss_of_too_few_tokens_is_found(monkeypatch):
 
 
 def test_a_gradient_that_a_factor_of_queries_stops_is_found(monkeypatch):
-    """What features of queries are divided by stands beside a window of softmax; without a window it cancels."""
+    """The divisor of a query's features stands beside a window of softmax; without a window it cancels."""
     monkeypatch.setattr(
         random_features.Positive, 'log_divisor', lambda self, wx, half: lax.stop_gradient(wx.max(0) - half)
     )
