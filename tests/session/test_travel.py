@@ -13,7 +13,7 @@ from lm.session.train import train_in_job
 from lm.training.mesh import JobAddress
 from lm.training.program import Compilation
 
-MOST_CLIMBS = 5
+MOST_CLIMBS = 7
 SECTIONS = tuple(type(section) for section in vars(EXPERIMENT).values())
 
 
