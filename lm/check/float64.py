@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from lm.errors import LmError
@@ -39,11 +40,11 @@ def evaluate(closed: core.ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
         LmError: the trace has a primitive without a rule here, such as a compiled kernel.
     """
     with np.errstate(all='ignore'):  # JAX's numbers are not finite there either, where a choice leaves them out
-        return _run(closed.jaxpr, closed.consts, [_widen(x) for x in arguments])
+        return _run(closed.jaxpr, closed.consts, [widen(x) for x in arguments])
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, map(_widen, consts), strict=True))
+    values = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
 
     def read(variable: Any, literal: np.ndarray | None) -> Any:
@@ -64,7 +65,7 @@ def _plan(jaxpr: Any) -> tuple[list[tuple[Rule, Any, list[Any]]], list[Any]]:
     """
 
     def resolve(variables: Iterable[Any]) -> list[Any]:
-        return [(v, _widen(v.val, v.aval) if isinstance(v, core.Literal) else None) for v in variables]
+        return [(v, widen(v.val, v.aval) if isinstance(v, core.Literal) else None) for v in variables]
 
     if jaxpr not in PLANS:
         names = (equation.primitive.name for equation in jaxpr.eqns)
@@ -82,11 +83,13 @@ def _run_closed(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     return _run(getattr(closed, 'jaxpr', closed), getattr(closed, 'consts', ()), arguments)
 
 
-def _widen(x: Any, aval: Any = None) -> Any:
-    """Returns an array whose real numbers are float64; keys become numbers that seed."""
+def widen(x: Any, aval: Any = None) -> Any:
+    """Returns an array whose real numbers are float64; keys become numbers that seed. `aval`: the type of a literal."""
     if jnp.issubdtype(getattr(x, 'dtype', np.float64), jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(x)).astype(np.uint64).sum(-1)
     array = np.asarray(x) if aval is None else np.asarray(x, _type_of(aval.dtype))
+    if array.dtype == jax.dtypes.float0:  # the gradient of integers
+        return np.zeros(array.shape, bool)
     return array.astype(_type_of(array.dtype), copy=False)
 
 
@@ -132,8 +135,8 @@ _elementwise(
         'atan2': np.arctan2,
         'ceil': np.ceil,
         'clamp': lambda low, x, high: np.minimum(np.maximum(x, low), high),
-        'copy': lambda x: x,
         'cos': np.cos,
+        'cosh': np.cosh,
         'div': _divide,
         'eq': np.equal,
         'erf': np.vectorize(math.erf, otypes=[float]),
@@ -166,9 +169,9 @@ _elementwise(
         'shift_right_logical': lambda a, b: (a.view(f'u{a.itemsize}') >> b.view(f'u{b.itemsize}')).view(a.dtype),
         'sign': np.sign,
         'sin': np.sin,
+        'sinh': np.sinh,
         'sqrt': np.sqrt,
         'square': np.square,
-        'stop_gradient': lambda x: x,
         'sub': np.subtract,
         'tan': np.tan,
         'tanh': np.tanh,
@@ -177,7 +180,7 @@ _elementwise(
 )
 
 
-@rule('name', 'reduce_precision', 'sharding_constraint', 'pvary')
+@rule('copy', 'copy_p', 'name', 'reduce_precision', 'sharding_constraint', 'pvary', 'stop_gradient')
 def _keep(_, x):
     return x
 
@@ -196,7 +199,14 @@ def _convert(equation, x):
 def _read_bits(equation, x):
     """Reads bits as numbers of the traced type: float64 is rounded to it first, and numbers become float64 again."""
     given, wanted = equation.invars[0].aval.dtype, equation.params['new_dtype']
-    return _widen(np.ascontiguousarray(x.astype(given)).view(wanted))
+    return widen(np.ascontiguousarray(x.astype(given)).view(wanted))
+
+
+@rule('round')
+def _round(equation, x):
+    if equation.params['rounding_method'] == lax.RoundingMethod.TO_NEAREST_EVEN:
+        return np.rint(x)
+    return np.copysign(np.floor(abs(x) + 0.5), x)
 
 
 @rule('integer_pow')
@@ -525,7 +535,8 @@ def _multiply_groups(equation, a, b, sizes):
     a, b = np.moveaxis(a, ragged, 0), np.moveaxis(b, (*groups, summed_b), (0, 1))
     found = np.zeros((a.shape[0], b.shape[2]))
     for matrix, piece in zip(b, pieces, strict=True):
-        found[piece] = a[piece] @ matrix
+        # Row by row: how BLAS rounds a row depends on how many there are, and that on the choices of other tokens.
+        found[piece] = (a[piece, None] @ matrix)[:, 0]
     return found
 
 
