@@ -88,20 +88,9 @@ class ModelFunctions:
         share_BxL: jax.Array,
         documents: Documents | None = None,
         z_loss: float = 0.0,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (sum of the targets' weighted losses with the z-loss, nats of each target without a gradient)."""
-        return self.measured_loss(weights, tokens_BxL, targets_BxL, share_BxL, documents, z_loss)[:2]
-
-    def measured_loss(
-        self,
-        weights: Mapping[str, Any],
-        tokens_BxL: jax.Array,
-        targets_BxL: jax.Array,
-        share_BxL: jax.Array,
-        documents: Documents | None = None,
-        z_loss: float = 0.0,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Returns `weighted_loss`, and the measures of routers (`lm.model.routers`); without routers there are none."""
+        """Returns (sum of the targets' weighted losses with the z-loss, nats of each target without a gradient, and the
+        measures of routers, if there are any: `lm.model.routers`)."""
 
         def weighted(model: Transformer, *arrays: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             return model.weighted_loss(*arrays, z_loss=z_loss)

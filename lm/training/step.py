@@ -173,9 +173,9 @@ class TrainStep:
         self, weights: Weights, tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns (the loss to minimize, the nats of each target, the measures of routers): see
-        `ModelFunctions.measured_loss`."""
+        `ModelFunctions.weighted_loss`."""
         arrays = tokens_BxL, targets_BxL, share_BxL
-        return self.functions.measured_loss(weights, *arrays, self.documents, self.z_loss)
+        return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
     def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
         """Returns what the metrics of a step say about routers, or else about student and teacher, for metrics.jsonl

@@ -63,6 +63,6 @@ def test_measures_lie_in_the_order_of_the_stacks():
     """The loads of a layer have the sum of its choices per token."""
     functions = ModelFunctions(ModelConfig(**TINY | {'n_layers': 3}, feed_forward=MIXED.feed_forward), jnp.float32)
     tokens = np.random.default_rng(0).integers(0, 61, (2, 9))
-    measure = jax.jit(lambda *arrays: functions.measured_loss(functions.init(0), *arrays)[2])
+    measure = jax.jit(lambda *arrays: functions.weighted_loss(functions.init(0), *arrays)[2])
     loads = np.split(np.asarray(measure(tokens[:, :-1], tokens[:, 1:], jnp.ones((2, 8)))[routers.LOAD]), [4])
     np.testing.assert_allclose([load.sum() for load in loads], [2, 1], rtol=1e-6)
