@@ -126,12 +126,13 @@ def folder_spec(path: os.PathLike | str) -> dict[str, Any]:
     return spec
 
 
-def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[Any]) -> int:
+def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[Any], mode: int | None = None) -> int:
     """Writes a file: a reader, or a crash, finds the old content or the new. Object stores do so by themselves.
 
     Args:
         path: its folder exists.
         content: text (as UTF-8), bytes, or parts that hold bytes, such as arrays.
+        mode: of a local file; None: as the process is set.
 
     Returns:
         The size in bytes.
@@ -145,6 +146,8 @@ def write_atomically(path: os.PathLike | str, content: str | bytes | Iterable[An
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp')  # machines share disks
     try:
         with open(temporary, 'wb') as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             for part in parts:
                 file.write(part)
             file.flush()

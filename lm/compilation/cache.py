@@ -25,7 +25,7 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from lm.files import is_remote, open_path, reaching
+from lm.files import is_remote, open_path, reaching, write_atomically
 
 SUFFIX = '-cache'
 """The endings of JAX's names of programs."""
@@ -109,7 +109,8 @@ class CompileCache:
                     os.chmod(place, 0o755)  # the default may let a group write
         for path in new:
             data = path.read_bytes()
-            _write(folder / f'{path.name}.{_digest(data)}', data)
+            # The checksum in the name finds what a crash of the machine cuts off.
+            write_atomically(folder / f'{path.name}.{_digest(data)}', data, mode=0o644)
             self._known.add(path.name)
         files = sorted(_programs(folder), key=_read_time)
         for path in files[:-MOST_PROGRAMS]:
@@ -148,24 +149,6 @@ def _read_time(path: epath.Path) -> float:
         return path.stat().mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _write(path: epath.Path, data: bytes) -> None:
-    """Writes a program. Other processes find it whole or not at all.
-
-    Its checksum finds what a crash of the machine cuts off.
-    """
-    if is_remote(path):
-        path.write_bytes(data)
-        return
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    try:
-        temporary.write_bytes(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _check_owner(path: epath.Path) -> None:
