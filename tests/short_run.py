@@ -2,7 +2,7 @@
 
 A test has a budget of processor time. The short run measures it, and fails with the names of tests over the budget, so
 that the list cannot rot. A listed function is left out with all its parameters, also with later ones, but for those
-that are listed below it. `--record_long` writes the list: after all tests anew, in a short run with what was over.
+that are listed below it. `--record_long` writes the list: after all tests anew; in a short run it adds functions.
 
 The time of a test includes the processes that it starts, and leaves out the fixtures that it shares with others. It is
 divided by the pace of the machine, so that a slow machine fails nothing.
@@ -63,9 +63,11 @@ class LongTests:
         return cls({name: {t for t, s in seconds.items() if find_function(t) == name and s <= LONG} for name in long})
 
     def add(self, seconds: dict[str, float]) -> None:
-        """Adds the tests that took too long in a short run, given as node id → processor seconds."""
-        for function, stays in LongTests.choose(seconds).stays.items():
-            self.stays[function] = stays
+        """Adds the functions that took too long in a short run, given as node id → processor seconds.
+
+        No parameter of them stays: the first one often compiles for all, and the next would be too long in its place.
+        """
+        self.stays.update(dict.fromkeys(LongTests.choose(seconds).stays, set()))
 
     def __contains__(self, test: str) -> bool:
         stays = self.stays.get(find_function(test))
