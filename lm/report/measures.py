@@ -110,7 +110,7 @@ def choose_conditioning(runs: Sequence[Run], measures: Measures, allows_any: boo
 def is_conditioned(run: Run) -> bool:
     """Returns whether tokens before a token predict it, as in all models but those that see both sides."""
     load_registry()
-    objective = REGISTRY.get(str(run.value('train.objective', '')).strip('@()').rpartition('/')[2])
+    objective = REGISTRY.get(run.objective.rpartition('/')[2])
     return not getattr(objective, 'looks_ahead', False)
 
 
@@ -129,11 +129,10 @@ def get_status(run: Run) -> str:
 def name_loss(run: Run) -> str | None:
     """Names what a run with a teacher minimizes; None: it has no teacher."""
     load_registry()
-    name = str(run.value('train.objective', '')).strip('@()')
-    objective = REGISTRY.get(name.rpartition('/')[2])
+    objective = REGISTRY.get(run.objective.rpartition('/')[2])
     if objective is None or not issubclass(objective, Distillation):
         return None
-    return objective.name_loss({f.name: run.value(f'{name}.{f.name}') for f in dataclasses.fields(objective)})
+    return objective.name_loss({f.name: run.value(f'{run.objective}.{f.name}') for f in dataclasses.fields(objective)})
 
 
 def measure_microseconds_per_token(run: Run) -> float | None:
@@ -155,6 +154,6 @@ def _measures_something_else(run: Run, record: dict[str, Any]) -> bool:
     """
     if record.get('data_sha256', run.info.get('data')) != run.info.get('data'):
         return True
-    own = tuple(f'{name}.' for name in ('model', *run.mechanisms(), run.value('train.objective', '').strip('@()')))
+    own = tuple(f'{name}.' for name in ('model', *run.mechanisms(), run.objective))
     names = {name for name in record.get('overrides') or () if not may_change(name)}
     return not names.isdisjoint(OTHERS) or any(name.startswith(own) for name in names)

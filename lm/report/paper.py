@@ -127,7 +127,7 @@ def find_cells(run: Run, among: Sequence[PaperTable], corpus: str | None = None)
         among: the tables that count.
         corpus: the text that the run was trained on; None: see `find_corpus`.
     """
-    task = run.config.get('data.task', 'None').strip('@()').rpartition('/')[2]
+    task = run.refer('data.task').rpartition('/')[2] or 'None'
     text, near = corpus or find_corpus(run), {}
     for table in among:
         column = run.value(table.axis)

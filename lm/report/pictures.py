@@ -142,7 +142,7 @@ class Pictures:
             note = f' (smoothed{named})' if smoothed else ''
             bands = '; bands (of up to 6 curves): extremes over seeds' if any(c.low is not None for c in curves) else ''
             of = f': {kind}' if kind else ''
-            objective = str(series[0].runs[0].value('train.objective')).strip('@()').replace('/', '_')
+            objective = series[0].runs[0].objective.replace('/', '_')
             name = f'loss_{objective}' if kind else 'loss'
             label = f'training loss: {kind}' if kind else 'training loss (nats per token)'
             caption = f'Training loss{of}{note}{where}{bands}.'

@@ -85,15 +85,14 @@ def find_students(runs: Iterable[Run], measures: Measures) -> list[Student]:
 def _find_student(run: Run, measures: Measures) -> Student | None:
     if (loss := name_loss(run)) is None:
         return None
-    name = str(run.value('train.objective')).strip('@()')
-    path = str(run.value(f'{name}.teacher', ''))
+    path = str(run.value(f'{run.objective}.teacher', ''))
     measured, taught, tasks = measures.find_newest(run), {}, {}
     try:
         teacher = Run.read(epath.Path(open_path(path)))
     except (LmError, OSError):
         teacher = None
     if teacher is not None:
-        step = run.value(f'{name}.teacher_step')
+        step = run.value(f'{run.objective}.teacher_step')
         records = [r for r in [*teacher.evals, *teacher.evaluations] if step in (None, r['step'])]
         same = [record for record in records if measured and _scored_the_same(run, measured, teacher, record)]
         taught = max(reversed(same), key=lambda record: record['step'], default={})

@@ -101,6 +101,15 @@ class Run:
         except (ValueError, SyntaxError):
             return text
 
+    def refer(self, binding: str) -> str:
+        """Returns the scope/name that a binding refers to, without gin's `@` and brackets; '' without the binding."""
+        return self.config.get(binding, '').strip('@()')
+
+    @property
+    def objective(self) -> str:
+        """The objective of the training, as scope/name."""
+        return self.refer('train.objective')
+
     @property
     def total_steps(self) -> int:
         return self.value('train.steps', 0)
