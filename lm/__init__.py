@@ -30,9 +30,9 @@ if TYPE_CHECKING:  # the names of `PUBLIC`, for type checkers and editors
     from lm.inference.loaded_run import open_run as _load
     from lm.model import ModelConfig as ModelConfig
     from lm.plan import validate as validate
+    from lm.pod.mesh import MeshConfig as MeshConfig
     from lm.session.train import train as train
     from lm.training.config import TrainConfig as TrainConfig
-    from lm.training.mesh import MeshConfig as MeshConfig
     from lm.training.optimizer import OptimizerConfig as OptimizerConfig
 
     configure, load = _configure, _load  # an import under another name is private
@@ -46,7 +46,7 @@ PUBLIC = {
     'EvaluateConfig': 'lm.evaluation.config:EvaluateConfig',
     'Experiment': 'lm.experiment:Experiment',
     'LoadedRun': 'lm.inference.loaded_run:LoadedRun',
-    'MeshConfig': 'lm.training.mesh:MeshConfig',
+    'MeshConfig': 'lm.pod.mesh:MeshConfig',
     'ModelConfig': 'lm.model:ModelConfig',
     'OptimizerConfig': 'lm.training.optimizer:OptimizerConfig',
     'PrepareConfig': 'lm.data.prepare.config:PrepareConfig',

@@ -5,17 +5,9 @@ import logging
 import os
 import sys
 
-from lm.errors import (
-    EXIT_CODES,
-    EXPECTED,
-    ConfigError,
-    Preempted,
-    end_on_signals,
-    end_plainly,
-    exit_code_of,
-    signals,
-)
+from lm.errors import EXIT_CODES, EXPECTED, ConfigError, Preempted, exit_code_of
 from lm.output import lasting, prepare_streams, quiet_libtpu
+from lm.signals import end_on_signals, end_plainly, handle_signals
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # Only the program does this, and neither its workers nor programs that import this module. It comes before anything
@@ -121,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         gc.freeze()
         gc.enable()
     # Not while libraries are imported: a KeyboardInterrupt inside an import may look like a failed import.
-    with contextlib.nullcontext() if verb.resumes else signals(end_plainly):
+    with contextlib.nullcontext() if verb.resumes else handle_signals(end_plainly):
         return call() or 0
 
 
@@ -139,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
     try:
         # This covers the first import, too; a training has its own handlers while it has something to save.
-        with signals(lambda: end_on_signals(label)) if verb.resumes else contextlib.nullcontext():
+        with handle_signals(lambda: end_on_signals(label)) if verb.resumes else contextlib.nullcontext():
             return run(arguments)
     except KeyboardInterrupt:
         print(f'{label}: interrupted', file=sys.stderr)

@@ -16,11 +16,11 @@ from lm.data.prepare.config import PrepareConfig
 from lm.errors import ConfigError
 from lm.evaluation.config import EvaluateConfig
 from lm.model import ModelConfig
+from lm.pod.mesh import MeshConfig
 from lm.runs.info import read_raw
 from lm.runs.paths import explain_absence, find_import
 from lm.runs.run_dir import RunDir
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig
 from lm.training.optimizer import OptimizerConfig
 
 OF_THE_JOB = ('mesh.processes', 'mesh.slices')

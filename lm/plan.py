@@ -22,11 +22,11 @@ from lm.experiment import Experiment, check_experiment, load, load_of_run, read_
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.model.layers import find_misfits
+from lm.pod.mesh import MeshShape
 from lm.runs.initial import InitialParameters, describe_misfit
 from lm.runs.weights import SavedWeights
 from lm.text import format_count, format_si
 from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
-from lm.training.mesh import MeshShape
 from lm.training.objectives import Distillation, Objective
 from lm.training.program import StepProgram
 from lm.training.replay import describe_replay

@@ -67,7 +67,7 @@ class LongTests:
 
         No parameter of them stays: the first one often compiles for all, and the next would be too long in its place.
         """
-        self.stays.update(dict.fromkeys(LongTests.choose(seconds).stays, set()))
+        self.stays.update({function: set() for function in LongTests.choose(seconds).stays})
 
     def __contains__(self, test: str) -> bool:
         stays = self.stays.get(find_function(test))

@@ -7,7 +7,7 @@ import pytest
 
 from lm.errors import ConfigError
 from lm.hardware import CHIPS, GENERATIONS, SHAPES, chip_of, describe_devices, parse, peak_flops
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.pod.mesh import MeshConfig, make_mesh
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 

@@ -22,10 +22,10 @@ ROOT = pathlib.Path(lm.__file__).parent
 LAYERS = (
     ('ops',),
     ('lm', 'errors', 'output', 'text'),
-    ('files', 'hardware', 'plots', 'parameters'),
+    ('files', 'hardware', 'plots', 'parameters', 'signals'),
     ('config', 'compilation'),
     ('attention', 'tasks', 'checkpoint', 'trackers'),
-    ('model', 'data', 'runs'),
+    ('model', 'data', 'runs', 'pod'),
     ('training',),
     ('evaluation',),
     ('experiment',),

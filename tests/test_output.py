@@ -128,7 +128,7 @@ sys.orig_argv = ['lm']  # it is the program
 import lm.cli
 import absl.logging
 for _ in range(2):
-    logging.getLogger('lm.training.preemption').warning('told to stop')
+    logging.getLogger('lm.pod.preemption').warning('told to stop')
     absl.logging.vlog(1, 'which sets a form of its own where there is none')
 """
     done = subprocess.run([sys.executable, '-c', code], env=tiny.environment(), capture_output=True, text=True)

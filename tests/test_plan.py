@@ -16,7 +16,7 @@ from lm.experiment import load
 from lm.hardware import Target, parse
 from lm.model.functions import ModelFunctions
 from lm.plan import PlanCache, make_plan, plan_step, validate
-from lm.training.mesh import MeshShape
+from lm.pod.mesh import MeshShape
 
 SETTINGS = tiny.MODEL | {'model.n_layers': 1}
 

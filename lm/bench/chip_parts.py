@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from lm.checkpoint.checksum import checksum
-from lm.training.mesh import replicated
-from lm.training.votes import compare_rows
+from lm.pod.mesh import replicated
+from lm.pod.votes import compare_rows
 
 AXIS = 'chip'
 SIDE, PRODUCTS = 512, 8

@@ -20,11 +20,12 @@ from lm.errors import WrongResults
 from lm.experiment import Experiment, load
 from lm.hardware import Target
 from lm.plan import plan_step
+from lm.pod.job import JobAddress, initialize_distributed
+from lm.pod.mesh import MeshConfig, batch_sharding
+from lm.pod.votes import find_hosts, name_device
 from lm.training.copies import compare_copies
-from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed
 from lm.training.program import lower_step
 from lm.training.replay import Replay
-from lm.training.votes import find_hosts, name_device
 
 STEP_SHARE = 0.5
 """The share of the time that the run's own step gets."""

@@ -35,7 +35,7 @@ from lm.data.sources.jsonl import Jsonl
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError
 from lm.ops.platform import data_shards
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 
 MEGABYTES = 4.0
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 400)

@@ -14,8 +14,8 @@ from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
 from lm.hardware import Target, Topology, generation, smallest
+from lm.pod.mesh import MeshConfig
 from lm.text import shorten
-from lm.training.mesh import MeshConfig
 
 CONTEXTS = (2048, 8192, 32_768)
 MICROBATCH_TOKENS = 32_768

@@ -22,7 +22,8 @@ from lm.experiment import Experiment
 from lm.hardware import Target
 from lm.ops.platform import choices
 from lm.plan import plan_step
-from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
+from lm.pod.job import JobAddress, initialize_distributed
+from lm.pod.mesh import MeshConfig
 
 CPU_CONTEXTS, CONTEXTS = (512,), (4096,)
 ALLOWED, ROUNDING = 3.0, 0.01

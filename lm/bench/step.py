@@ -20,8 +20,9 @@ from lm.bench.candidates import Candidate, change_context, read_candidates, with
 from lm.bench.options import StepOptions
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
+from lm.pod.job import JobAddress, initialize_distributed
+from lm.pod.mesh import MeshConfig, batch_sharding
 from lm.text import format_count, format_digits
-from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed
 from lm.training.program import lower_step
 from lm.training.step import State
 

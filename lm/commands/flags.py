@@ -10,8 +10,8 @@ from lm.errors import ConfigError
 
 if TYPE_CHECKING:
     from lm.experiment import Experiment
+    from lm.pod.job import JobAddress
     from lm.sweep.points import Point
-    from lm.training.mesh import JobAddress
 
 
 def add_parser(
@@ -152,7 +152,7 @@ def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> N
 
 def job_address(arguments: argparse.Namespace) -> 'JobAddress':
     """Returns the values of `add_job_flags`."""
-    from lm.training.mesh import JobAddress
+    from lm.pod.job import JobAddress
 
     return JobAddress(arguments.coordinator_address, arguments.process_count, arguments.process_id)
 

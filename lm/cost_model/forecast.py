@@ -15,7 +15,7 @@ from lm.experiment import Experiment
 from lm.hardware import Target, Topology, describe_devices
 from lm.model import REMAT
 from lm.plan import StepPlan, plan_step
-from lm.training.mesh import MeshConfig
+from lm.pod.mesh import MeshConfig
 from lm.training.program import StepTooLarge, compile_described
 
 

@@ -22,8 +22,8 @@ from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, meas
 from lm.experiment import Experiment
 from lm.files import parse_json
 from lm.inference.loaded_run import LoadedRun, load_run
+from lm.pod.job import JobAddress, initialize_distributed
 from lm.runs.records import to_json
-from lm.training.mesh import JobAddress, initialize_distributed
 
 QUESTIONS = '.jsonl'
 """The ending of the name of a questions file."""

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from lm.evaluation.plan import TaskPlan
 from lm.model.functions import ModelFunctions
+from lm.pod.mesh import batch_sharding, replicated, round_up_rows
 from lm.tasks.base import Slice
 from lm.text import format_count, perplexity
-from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lm.model import Transformer
 from lm.ops.documents import Documents
 from lm.ops.errors import OperationError
 from lm.ops.sequence import over_tokens
-from lm.training.mesh import replicated, round_up_rows
+from lm.pod.mesh import replicated, round_up_rows
 
 REMEDY = 'all weights are finite, so the activations overflow; choose an earlier step, or another run'
 

@@ -16,7 +16,7 @@ from lm.errors import ConfigError
 from lm.evaluation.conditioning import UNCONDITIONED, Conditioning
 from lm.evaluation.perplexity import Evaluator, ScoredSums
 from lm.model.functions import ModelFunctions, Scored, Weights
-from lm.training.mesh import replicated
+from lm.pod.mesh import replicated
 from lm.training.objectives import Hiding
 
 

@@ -22,8 +22,8 @@ from lm.evaluation.conditioning import Conditioning
 from lm.evaluation.plan import ScoredText, TextPlan
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.documents import Documents, TextBegin
+from lm.pod.mesh import batch_sharding, replicated, round_up_rows
 from lm.text import perplexity
-from lm.training.mesh import batch_sharding, replicated, round_up_rows
 
 LONG_WORDS = 1e9
 """Perplexities per word above this value are written as powers of ten."""

@@ -14,7 +14,7 @@ from lm.evaluation.finite import refuse_not_finite
 from lm.evaluation.perplexity import make_scoring_program
 from lm.model.functions import ModelFunctions, Scored, Weights
 from lm.ops.platform import SEQUENCE_AXIS
-from lm.training.mesh import batch_sharding, round_up_rows
+from lm.pod.mesh import batch_sharding, round_up_rows
 
 SHORTEST = 32
 """The least number of tokens to which rows are padded (`pad_length`)."""

@@ -19,9 +19,9 @@ from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.ops.platform import SEQUENCE_AXIS
+from lm.pod.job import JobAddress, initialize_distributed
 from lm.runs.records import to_json
 from lm.text import make_visible, perplexity
-from lm.training.mesh import JobAddress, initialize_distributed
 from lm.training.objectives import check_objective
 
 IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}

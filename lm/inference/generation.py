@@ -29,7 +29,7 @@ from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
 from lm.model.transformer import separate_layers, separate_state
 from lm.ops.platform import target_platform
-from lm.training.mesh import JobAddress, initialize_distributed
+from lm.pod.job import JobAddress, initialize_distributed
 
 CHUNK = 16
 """Tokens per dispatch: enough to hide the host's work, few enough to stream."""

@@ -26,9 +26,9 @@ from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
 from lm.parameters import AVERAGE
+from lm.pod.mesh import place
 from lm.runs.config_diff import compare_texts
 from lm.runs.run_dir import RunDir
-from lm.training.mesh import place
 
 OPENED = "such as lm.load('runs/mine') gives"
 """The sources of a `LoadedRun`, for error messages."""

@@ -29,9 +29,10 @@ import jax
 import tensorstore as ts
 from etils import epath
 
-from lm.errors import ConfigError, LmError, last_act
+from lm.errors import ConfigError, LmError
 from lm.files import folder_spec, is_remote, parse_json, reaching, read_bytes, waiting_for
 from lm.runs.process_zero import broadcast_text, check_all, run_on_process_zero
+from lm.signals import last_act
 from lm.text import make_visible
 
 NAME = 'lock.json'

@@ -123,7 +123,7 @@ class RunDir(RunPaths):
         self._note(facts)
 
     def record_difference(self, record: Mapping[str, Any]) -> None:
-        """Adds a difference between chips (`lm.training.votes`) to run.json. A failure is only a warning."""
+        """Adds a difference between chips (`lm.pod.votes`) to run.json. A failure is only a warning."""
         try:
             before = read_raw(self.info).get('differences')
         except LmError:

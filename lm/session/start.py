@@ -17,6 +17,7 @@ from lm.model.functions import ModelFunctions, Weights, select_weights
 from lm.model.layers import copy_layers, find_copied
 from lm.parameters import AVERAGE
 from lm.plan import RunPlan, settle_begin
+from lm.pod.mesh import describe_mesh, place
 from lm.runs.branch import Branch, find_branch
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import Goodput
@@ -24,7 +25,6 @@ from lm.runs.paths import read_text
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
 from lm.runs.weights import SavedWeights
-from lm.training.mesh import describe_mesh, place
 from lm.training.program import get_shardings
 from lm.training.progress import print_rows
 from lm.training.step import State

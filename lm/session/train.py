@@ -22,6 +22,11 @@ from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment
 from lm.hardware import Target, peak_flops
 from lm.plan import RunPlan, make_plan
+from lm.pod.heartbeat import Peers
+from lm.pod.job import JobAddress, initialize_distributed, meet
+from lm.pod.mesh import batch_sharding
+from lm.pod.preemption import Preemption
+from lm.pod.watchdog import Watchdog
 from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.lock import RunLock
 from lm.runs.run_dir import RunDir
@@ -40,15 +45,11 @@ from lm.session.start import (
 )
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.copies import compare_copies
-from lm.training.heartbeat import Peers
-from lm.training.mesh import JobAddress, batch_sharding, initialize_distributed, meet
-from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.program import compile_in_background, get_shardings
 from lm.training.progress import Progress, Throughput
 from lm.training.replay import Replay
 from lm.training.step import State
-from lm.training.watchdog import Watchdog
 
 
 def train_in_job(

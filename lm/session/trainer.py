@@ -19,19 +19,19 @@ from lm.errors import Diverged, LmError, Preempted, WrongResults
 from lm.evaluation.evaluator import AnyEvaluator
 from lm.evaluation.sets import flatten_result
 from lm.model.functions import select_final, select_weights
+from lm.pod.preemption import Preemption
+from lm.pod.votes import Difference, find_hosts
+from lm.pod.watchdog import Watchdog
 from lm.runs.goodput import Goodput, describe
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.run_dir import RunDir
 from lm.text import format_count, format_duration, format_si
 from lm.training.config import TrainConfig
-from lm.training.preemption import Preemption
 from lm.training.profiler import Profiler
 from lm.training.progress import Progress, Throughput, describe_divergence
 from lm.training.replay import Replay
 from lm.training.step import State, TrainStep
-from lm.training.votes import Difference, find_hosts
-from lm.training.watchdog import Watchdog
 
 GOODPUT_SECONDS = 60.0
 """The largest age of the ledger in run.json between two saves."""

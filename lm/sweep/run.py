@@ -14,16 +14,17 @@ end with it: they save and exit when it dies.
 
 import jax
 
-from lm.errors import INTERRUPTED, AbsentError, LmError, WrongResults, exit_code_of
+from lm.errors import AbsentError, LmError, WrongResults, exit_code_of
 from lm.plan import PlanCache, validate
+from lm.pod.job import JobAddress, joined
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
 from lm.session.train import train_in_job
+from lm.signals import INTERRUPTED
 from lm.sweep.points import find_point
 from lm.sweep.runner import Runner, SweepOptions
 from lm.sweep.sweep import Sweep
 from lm.text import format_count
-from lm.training.mesh import JobAddress, joined
 
 
 def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> None:

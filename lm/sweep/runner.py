@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from lm.errors import ENDING, INTERRUPTED, ConfigError, LmError, Preempted
+from lm.errors import ConfigError, LmError, Preempted
 from lm.files import LockedError, lock
 from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
+from lm.signals import ENDING, INTERRUPTED
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
 from lm.text import format_count

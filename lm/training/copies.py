@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.checkpoint.checksum import checksum, group_arrays
 from lm.checkpoint.snapshot import flatten
-from lm.training.mesh import replicated
+from lm.pod.mesh import replicated
+from lm.pod.votes import Difference, find_minority
 from lm.training.step import State
-from lm.training.votes import Difference, find_minority
 
 
 def compare_copies(state: State) -> Difference | None:

@@ -7,8 +7,8 @@ from lm.data.dataset import DataConfig, Store
 from lm.data.mixture import MixedWindows, Mixture
 from lm.errors import ConfigError, MismatchError
 from lm.model import ModelConfig
+from lm.pod.mesh import MeshShape
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshShape
 from lm.training.objectives import Unpack, check_objective
 from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig

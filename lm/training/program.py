@@ -15,7 +15,7 @@ from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
 from lm.model.functions import Weights
-from lm.training.mesh import batch_sharding, place, replicated
+from lm.pod.mesh import batch_sharding, place, replicated
 from lm.training.step import State, TrainStep
 
 

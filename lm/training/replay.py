@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lm.model.functions import Weights
-from lm.training.mesh import batch_sharding, group_devices, replicated
+from lm.pod.mesh import batch_sharding, group_devices, replicated
+from lm.pod.votes import Difference, compare_rows
 from lm.training.program import StepProgram
 from lm.training.step import State
-from lm.training.votes import Difference, compare_rows
 
 
 class Replay:
@@ -27,7 +27,7 @@ class Replay:
 
     Args:
         program: the step.
-        mesh: the devices, with the axes of `lm.training.mesh`.
+        mesh: the devices, with the axes of `lm.pod.mesh`.
         teacher: the teacher's weights as the step takes them; None: there is no teacher.
     """
 

@@ -25,8 +25,8 @@ from lm.experiment import Experiment, load
 from lm.hardware import Target, parse
 from lm.model import REMAT, ModelConfig
 from lm.plan import make_plan, plan_step
+from lm.pod.mesh import MeshConfig
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
 SMALL = Experiment(

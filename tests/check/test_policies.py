@@ -12,8 +12,8 @@ from tiny import train_step
 from lm.attention import mechanisms
 from lm.hardware import describe_devices, parse
 from lm.model import REMAT, ModelConfig
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import StepProgram, lower_step
 

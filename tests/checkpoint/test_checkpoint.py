@@ -682,7 +682,7 @@ def test_a_restored_step_is_not_saved_again(copied):
 
 
 def test_saving_does_not_poll_for_preemption(tmp_path, monkeypatch):
-    # The service accepts one growing sequence of numbers, which lm.training.preemption sends. A step would spoil the
+    # The service accepts one growing sequence of numbers, which lm.pod.preemption sends. A step would spoil the
     # sequence.
     calls = []
     monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', calls.append)

@@ -12,7 +12,7 @@ from lm.cost_model.collectives import collectives, group_size, transfers
 from lm.cost_model.program import Array, HloProgram
 from lm.cost_model.traffic import hbm_bytes
 from lm.hardware import describe_devices, parse
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.pod.mesh import MeshConfig, make_mesh
 
 
 def test_bytes_of_tiled_buffers():

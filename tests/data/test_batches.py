@@ -13,7 +13,7 @@ import pytest
 from lm.data.batches import Batches, Windows, merge_ranges
 from lm.data.permutation import Permutation
 from lm.errors import ConfigError
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 
 
 class ArrayStore:

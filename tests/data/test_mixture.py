@@ -17,7 +17,7 @@ from lm.data.store import TokenStore
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
 from lm.errors import ConfigError, MismatchError
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 
 WEIGHTS = {'books': 0.5, 'web': 0.3, 'code': 0.2}
 TOKENS = {'books': 1001, 'web': 40_001, 'code': 12_345}

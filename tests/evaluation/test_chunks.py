@@ -22,9 +22,9 @@ from lm.evaluation.perplexity import make_scoring_program
 from lm.evaluation.plan import settle_evaluation
 from lm.model import ModelConfig
 from lm.ops.documents import Documents
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
 
 EOD = 5

@@ -17,9 +17,9 @@ from lm.evaluation.plan import plan_evaluation, settle_evaluation
 from lm.model import ModelConfig
 from lm.model.functions import Scored
 from lm.ops.documents import Documents, TextBegin
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.objectives import check_objective
 from lm.training.objectives.masked import Masked
 

@@ -21,8 +21,8 @@ from lm.evaluation.windows import EvaluationWindows
 from lm.experiment import Experiment
 from lm.inference import evaluation
 from lm.inference.loaded_run import open_run
+from lm.pod.job import JobAddress
 from lm.runs.run_dir import RunDir
-from lm.training.mesh import JobAddress
 
 FIGURES = ('sum_nats', 'perplexity', 'word_perplexity', 'bits_per_byte')
 

@@ -20,11 +20,11 @@ from lm.evaluation.plan import EvaluationPlan, ScoredText, TaskPlan, TextPlan, p
 from lm.evaluation.windows import EvaluationWindows
 from lm.model import ModelConfig
 from lm.model.functions import Scored
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.tasks import TaskStore
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, make_mesh
 
 N, EOD = 45, 99
 OF_A_TEXT = {'bytes', 'words', 'documents', 'word_perplexity', 'bits_per_byte'}

@@ -37,9 +37,9 @@ from lm.inference.loaded_run import open_run
 from lm.model import ModelConfig
 from lm.model.functions import select_weights
 from lm.plan import validate
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.session.train import train
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.objectives.masked import Masked
 from lm.training.objectives.next_token import NextToken
 from lm.training.optimizer import OptimizerConfig

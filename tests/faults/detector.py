@@ -31,8 +31,8 @@ from mechanisms_list import MECHANISMS, QUICK
 from lm.checkpoint.snapshot import flatten
 from lm.model.functions import select_weights
 from lm.ops.documents import Documents
+from lm.pod.votes import Difference
 from lm.training.copies import compare_copies
-from lm.training.votes import Difference
 
 EVERY, SAVE, BAD = 10, 15, 2
 """Steps per replay and per save, and the group that is wrong."""
@@ -243,7 +243,7 @@ def main() -> int:
     arguments = parser.parse_args()
     is_right, is_whole = True, arguments.first_form is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('lm.training.mesh.MIN_SHARDED_SIZE', 1)  # so that fsdp shares small matrices
+        patch.setattr('lm.pod.mesh.MIN_SHARDED_SIZE', 1)  # so that fsdp shares small matrices
         if is_whole:
             print('| fault | found | by | steps until found, mean / most | named |\n|---|---|---|---|---|')
         for case in CASES if is_whole else ():

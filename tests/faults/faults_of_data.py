@@ -23,7 +23,8 @@ import json, sys, zlib
 import numpy as np
 from lm.data.batches import Batches, Windows
 from lm.data.dataset import DataConfig
-from lm.training.mesh import JobAddress, MeshConfig, batch_sharding, initialize_distributed, make_mesh
+from lm.pod.job import JobAddress, initialize_distributed
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 
 path, count, index, address, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 if count > 1:

@@ -26,7 +26,7 @@ def without(*names: str) -> None:
 
 
 def slow(seconds: str) -> None:
-    from lm.training.preemption import Preemption
+    from lm.pod.preemption import Preemption
 
     plain = Preemption.is_requested
 

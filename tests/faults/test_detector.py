@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _small_matrices_are_shared(monkeypatch):
-    monkeypatch.setattr('lm.training.mesh.MIN_SHARDED_SIZE', 1)
+    monkeypatch.setattr('lm.pod.mesh.MIN_SHARDED_SIZE', 1)
 
 
 @pytest.mark.parametrize(

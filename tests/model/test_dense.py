@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm.model.dense import Dense
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.pod.mesh import MeshConfig, make_mesh
 
 SIZES = [24, 8]
 

@@ -25,9 +25,9 @@ from lm.ops.documents import Documents
 from lm.ops.experts import apply_experts_one_by_one
 from lm.parameters import declarations
 from lm.plan import plan_step
+from lm.pod.mesh import MeshShape
 from lm.training.config import TrainConfig
 from lm.training.inputs import check_training
-from lm.training.mesh import MeshShape
 from lm.training.objectives.align import Align
 from lm.training.optimizer import OptimizerConfig
 

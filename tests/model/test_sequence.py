@@ -26,9 +26,9 @@ from lm.model import ModelConfig
 from lm.ops.documents import Documents
 from lm.ops.errors import OperationError
 from lm.plan import plan_step, validate
-from lm.training import mesh as mesh_lib
+from lm.pod import mesh as mesh_lib
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import get_shardings
 from lm.training.step import TrainStep

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from lm.model import ModelConfig
-from lm.training.mesh import MeshConfig
+from lm.pod.mesh import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)

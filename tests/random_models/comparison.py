@@ -18,7 +18,7 @@ from numpy_jaxpr import evaluate
 
 from lm.model.functions import ModelFunctions
 from lm.ops.documents import Documents
-from lm.training.mesh import make_mesh
+from lm.pod.mesh import make_mesh
 from lm.training.optimizer import OptimizerConfig
 from lm.training.step import TrainStep
 

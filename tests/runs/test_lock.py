@@ -36,16 +36,16 @@ except ConfigError as error:
 END = """
 import sys, threading, time
 from etils import epath
-from lm import errors
+from lm import signals
 from lm.runs import lock
 lock.HEARTBEAT = 0.001  # it is being renewed at any moment
-errors.LAST_ACT_SECONDS = 0.5 if sys.argv[2] == 'hangs' else 50
+signals.LAST_ACT_SECONDS = 0.5 if sys.argv[2] == 'hangs' else 50
 with lock.RunLock(epath.Path(sys.argv[1])) as held:
     if sys.argv[2] == 'hangs':
         held._store = None
         held._writing.acquire()
     time.sleep(0.1)
-    threading.Thread(target=errors.end_process, args=('over',)).start()
+    threading.Thread(target=signals.end_process, args=('over',)).start()
     time.sleep(60)
 """
 

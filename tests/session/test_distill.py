@@ -13,7 +13,7 @@ import lm
 from lm.data.batches import Batches
 from lm.experiment import load_of_run
 from lm.plan import make_plan
-from lm.training.mesh import batch_sharding
+from lm.pod.mesh import batch_sharding
 
 STUDENT = {
     'model.attention': '[@hedgehog(), @softmax()]',

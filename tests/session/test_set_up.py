@@ -16,6 +16,7 @@ from lm.experiment import Experiment
 from lm.model import ModelConfig
 from lm.model.functions import count_parameters
 from lm.plan import make_plan, plan_step
+from lm.pod.job import JobAddress
 from lm.runs.goodput import Goodput
 from lm.runs.run_dir import RunDir
 from lm.session import start
@@ -24,7 +25,6 @@ from lm.session.start import Request
 from lm.session.train import open_session, train, train_in_job
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
-from lm.training.mesh import JobAddress
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import Compilation
 

@@ -12,9 +12,9 @@ from lm.data.batches import Batches
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load_of_run
 from lm.plan import make_plan, settle_begin, validate
+from lm.pod.mesh import batch_sharding
 from lm.runs.run_dir import RunDir
 from lm.session.start import settle_texts
-from lm.training.mesh import batch_sharding
 from lm.training.objectives.next_token import next_token
 
 BEGIN = 3

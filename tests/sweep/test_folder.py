@@ -9,10 +9,10 @@ import pytest
 
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError, LmError, MismatchError, Preempted
+from lm.pod.job import JobAddress
 from lm.runs.run_dir import RunDir
 from lm.sweep.run import run_point
 from lm.sweep.sweep import Sweep
-from lm.training.mesh import JobAddress
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ import yaml
 from lm.cli import main
 from lm.errors import ConfigError, WrongResults
 from lm.hardware import parse
+from lm.pod.job import JobAddress
 from lm.runs import sweep_file
 from lm.sweep import run
 from lm.sweep.emit import find_format
 from lm.sweep.manifests import FORMATS, ClusterJob, ClusterOptions
 from lm.sweep.points import read_points
 from lm.sweep.sweep import Sweep
-from lm.training.mesh import JobAddress
 
 JOBS = [ClusterJob(f'lm-{name}-0123abcd', name, i, 'gs://bucket/sweep') for i, name in enumerate('ab')]
 

@@ -12,8 +12,9 @@ import types
 
 import pytest
 
-from lm.errors import ENDING, ConfigError, LmError, Preempted
+from lm.errors import ConfigError, LmError, Preempted
 from lm.files import lock
+from lm.signals import ENDING
 from lm.sweep import runner as runner_module
 from lm.sweep.runner import Runner, SweepOptions
 

@@ -11,8 +11,8 @@ from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.plan import TaskPlan
 from lm.experiment import load
 from lm.model import ModelConfig
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.tasks.multiquery_recall import MultiqueryRecall, lay_out
-from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
 
 TINY = MultiqueryRecall(

@@ -23,12 +23,12 @@ from lm.evaluation.accuracy import TaskEvaluator
 from lm.evaluation.plan import TaskPlan
 from lm.experiment import load
 from lm.model import ModelConfig
+from lm.pod.mesh import MeshConfig, make_mesh
 from lm.tasks import Task, TaskStore
 from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.draws import Draws
 from lm.tasks.induction_heads import InductionHeads
 from lm.tasks.selective_copying import SelectiveCopying
-from lm.training.mesh import MeshConfig, make_mesh
 from lm.training.optimizer import OptimizerConfig
 from lm.training.step import TrainStep
 

@@ -14,7 +14,7 @@ import lm.model.dense
 from lm.attention.softmax import Softmax
 from lm.model import ModelConfig
 from lm.ops.platform import DATA_AXES
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import StepProgram, get_shardings
 from lm.training.replay import Replay

@@ -22,7 +22,7 @@ def damage(state, name: str, device: int):
     ('devices', 'fsdp', 'suspects', 'is_certain'), [(4, 1, [2], True), (2, 1, [0, 1], False), (4, 2, [0, 2], False)]
 )
 def test_a_bit_that_flips_in_one_copy_is_found(devices, fsdp, suspects, is_certain, monkeypatch):
-    monkeypatch.setattr('lm.training.mesh.MIN_SHARDED_SIZE', 1)
+    monkeypatch.setattr('lm.pod.mesh.MIN_SHARDED_SIZE', 1)
     bench = chips.make_bench(devices, fsdp=fsdp)
     assert compare_copies(bench.state) is None
     bad = suspects[-1]
@@ -37,7 +37,7 @@ def test_a_bit_that_flips_in_one_copy_is_found(devices, fsdp, suspects, is_certa
 
 
 def test_an_array_without_copies_is_not_compared(monkeypatch):
-    monkeypatch.setattr('lm.training.mesh.MIN_SHARDED_SIZE', 1)
+    monkeypatch.setattr('lm.pod.mesh.MIN_SHARDED_SIZE', 1)
     bench = chips.make_bench(4, fsdp=4)
     arrays = flatten(bench.state)
     name = next(name for name in arrays if arrays[name].ndim > 1 and not arrays[name].sharding.is_fully_replicated)

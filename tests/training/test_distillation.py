@@ -21,7 +21,7 @@ from lm.model.feed_forward.experts import Experts
 from lm.model.functions import ModelFunctions, over_windows
 from lm.model.key_heads import clone_key_heads, unshare_key_heads
 from lm.model.layers import copy_layers, find_copied, find_misfits, find_same_layers
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.objectives.align import Align
 from lm.training.objectives.distill import Distill
 from lm.training.optimizer import OptimizerConfig

@@ -22,9 +22,9 @@ from lm.experiment import Experiment, load
 from lm.model import ModelConfig
 from lm.ops.errors import OperationError
 from lm.plan import plan_step
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
 from lm.training.objectives import Objective, check_objective
 from lm.training.objectives.masked import Masked
 from lm.training.objectives.next_token import NextToken

@@ -19,8 +19,8 @@ from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.model import ModelConfig
 from lm.parameters import Declaration
+from lm.pod.mesh import MeshConfig, make_mesh, place
 from lm.runs.config_diff import compare_texts
-from lm.training.mesh import MeshConfig, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules import Rule
 from lm.training.rules.adamw import AdamW

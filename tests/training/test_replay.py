@@ -11,11 +11,11 @@ from tiny import train_step
 
 from lm.hardware import describe_devices, parse
 from lm.ops.documents import Documents
-from lm.training.mesh import MeshConfig, make_mesh
+from lm.pod.mesh import MeshConfig, make_mesh
+from lm.pod.votes import find_minority
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import StepProgram
 from lm.training.replay import Replay, describe_replay
-from lm.training.votes import find_minority
 
 
 def named(found) -> list[int]:

@@ -11,7 +11,7 @@ from tiny import train_step
 from lm.model import ModelConfig, routers
 from lm.model.feed_forward import DenseLayer
 from lm.model.feed_forward.experts import Experts
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh
 from lm.training.optimizer import OptimizerConfig
 from lm.training.program import get_shardings, place
 

@@ -20,7 +20,7 @@ from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.functions import count_parameters, select_final, select_weights
 from lm.parameters import declarations
-from lm.training.mesh import MeshConfig, batch_sharding, make_mesh, place
+from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.adamw import AdamW
 from lm.training.step import TrainStep

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.parts import Share, prepare_share
 from lm.data.prepare.stages import prepare
-from lm.errors import ConfigError, LmError, Preempted, end_in_order, signals
+from lm.errors import ConfigError, LmError, Preempted
+from lm.signals import end_in_order, handle_signals
 
 
 def run_prepare(config: PrepareConfig, path: str) -> None:
@@ -44,7 +45,7 @@ def run_prepare_with_beam(config: PrepareConfig, path: str, flags: str) -> None:
 def _explaining(path: str) -> Iterator[None]:
     """A block whose failures become one line with a remedy."""
     try:
-        with signals(end_in_order):
+        with handle_signals(end_in_order):
             yield
     except concurrent.futures.process.BrokenProcessPool:
         raise LmError(

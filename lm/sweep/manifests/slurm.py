@@ -8,7 +8,7 @@ with 42, and goes on in its next turn. A task that was cancelled is not put back
 import shlex
 from collections.abc import Sequence
 
-from lm.errors import INTERRUPTED
+from lm.signals import INTERRUPTED
 from lm.sweep.manifests.base import (
     AGAIN,
     ELSEWHERE,

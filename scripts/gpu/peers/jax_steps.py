@@ -19,7 +19,7 @@ from lm.compilation.memory import program_memory
 from lm.hardware import Target
 from lm.ops.cross_entropy import xla as cross_entropy
 from lm.plan import plan_step
-from lm.training.mesh import batch_sharding
+from lm.pod.mesh import batch_sharding
 from lm.training.program import lower_step
 from scripts.gpu.peers.turns import Batch, Column, describe, serve
 

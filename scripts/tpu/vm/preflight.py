@@ -114,7 +114,8 @@ def check_devices(processes: int, devices: int) -> str:
     import jax
 
     from lm.errors import LmError
-    from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
+    from lm.pod.job import JobAddress, initialize_distributed
+    from lm.pod.mesh import MeshConfig
 
     try:
         initialize_distributed(MeshConfig(processes=processes), JobAddress())

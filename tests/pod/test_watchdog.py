@@ -9,7 +9,7 @@ import types
 import pytest
 import tiny
 
-from lm.training.watchdog import FACTOR, Watchdog
+from lm.pod.watchdog import FACTOR, Watchdog
 
 HANGING = """
 import sys, threading, time
@@ -49,7 +49,7 @@ def test_a_reader_that_blocks_ends_the_run_with_all_stacks(tiny_flags, tmp_path)
 
 QUIET = """
 import sys, time
-from lm.training.watchdog import Watchdog
+from lm.pod.watchdog import Watchdog
 with Watchdog(minutes=0.01) as watchdog:
     {body}
 print('survived')
@@ -78,7 +78,7 @@ def test_slow_steps_have_more_time_and_a_step_costs_nothing(monkeypatch):
     assert watchdog.compute_limit() == pytest.approx(0.01)
     clock = itertools.count(100.0, 0.02)
     with monkeypatch.context() as patched:
-        patched.setattr('lm.training.watchdog.time', types.SimpleNamespace(monotonic=lambda: next(clock)))
+        patched.setattr('lm.pod.watchdog.time', types.SimpleNamespace(monotonic=lambda: next(clock)))
         for n in range(5):
             watchdog.step(n)
     assert watchdog.compute_limit() == pytest.approx(FACTOR * 0.02)

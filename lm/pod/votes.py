@@ -11,8 +11,8 @@ import numpy as np
 
 from lm.checkpoint.snapshot import list_last
 from lm.hardware import Device
+from lm.pod.job import joined
 from lm.text import format_count
-from lm.training.mesh import joined
 
 HOST_SECONDS = 10
 """Seconds that a process waits for the name of another one's host."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from lm.errors import end_process
+from lm.signals import end_process
 
 FACTOR = 20
 """A step may take this many times the median step, however long that is."""

@@ -19,9 +19,10 @@ import os, socket, sys, time
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 from lm.errors import Diverged, MismatchError
-from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
-from lm.training import heartbeat as peers
-from lm.training.heartbeat import Peers
+from lm.pod.job import JobAddress, initialize_distributed
+from lm.pod.mesh import MeshConfig
+from lm.pod import heartbeat as peers
+from lm.pod.heartbeat import Peers
 
 address, index, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 initialize_distributed(MeshConfig(heartbeat_seconds=4.0), JobAddress(address, 3, index), meets=False)

@@ -66,8 +66,9 @@ def test_a_signal_after_the_processes_have_met_ends_the_training_at_once():
     """JAX's own handler would wait for the next step. If another process was stopped earlier, that step never comes."""
     code = """
 import os, signal, sys, time
-from lm.errors import end_on_signals
-from lm.training.mesh import JobAddress, MeshConfig, initialize_distributed
+from lm.signals import end_on_signals
+from lm.pod.job import JobAddress, initialize_distributed
+from lm.pod.mesh import MeshConfig
 end_on_signals('lm train')
 initialize_distributed(MeshConfig(), JobAddress(f'localhost:{sys.argv[1]}', 1, 0))
 os.kill(os.getpid(), signal.SIGTERM)

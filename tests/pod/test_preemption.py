@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from lm.training.preemption import Preemption
+from lm.pod.preemption import Preemption
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +82,7 @@ def test_the_first_interrupt_sets_the_flag_and_the_second_raises(caplog, capfd):
 
 COMPILING = """
 import jax, jax.numpy as jnp, time
-from lm.training.preemption import Preemption
+from lm.pod.preemption import Preemption
 
 jax.config.update('jax_enable_compilation_cache', False)  # each run of this test compiles
 
@@ -103,7 +103,7 @@ with Preemption() as preemption:
 STARTING = """
 import time
 from jax._src import xla_bridge
-from lm.training.preemption import Preemption
+from lm.pod.preemption import Preemption
 
 plain = xla_bridge.discover_pjrt_plugins
 
@@ -142,8 +142,7 @@ def test_a_signal_during_compilation_sets_the_flag():
 
 def test_after_the_block_a_signal_kills_again():
     process = start(
-        'from lm.training.preemption import Preemption\nwith Preemption(): pass\n'
-        "print('out')\nimport time; time.sleep(60)"
+        "from lm.pod.preemption import Preemption\nwith Preemption(): pass\nprint('out')\nimport time; time.sleep(60)"
     )
     wait_for(process, 'out')
     process.send_signal(signal.SIGTERM)
@@ -158,7 +157,7 @@ me = int(sys.argv[2])
 jax.distributed.initialize(f'localhost:{sys.argv[1]}', 2, me)
 import jax.numpy as jnp
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from lm.training.preemption import Preemption
+from lm.pod.preemption import Preemption
 
 def run():
     config = CheckpointConfig(save_every_steps=2)

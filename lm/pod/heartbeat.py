@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from lm.errors import end_process, exit_code_of
-from lm.training.mesh import joined
+from lm.errors import exit_code_of
+from lm.pod.job import joined
+from lm.signals import end_process
 
 CONNECT_SECONDS, ACCEPT_SECONDS = 30.0, 1.0
 ERROR_SECONDS = 2.0

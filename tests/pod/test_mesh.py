@@ -1,6 +1,5 @@
 """The batches and slices of a mesh; and the detection of TPU workers, with and without JAX's private function."""
 
-import importlib
 import re
 import types
 
@@ -10,8 +9,7 @@ import pytest
 from lm.errors import ConfigError
 from lm.hardware import Target, group_by_slice
 from lm.parameters import shared_axis
-from lm.training import mesh
-from lm.training.mesh import MeshConfig, data_shards, make_mesh, round_up_rows
+from lm.pod.mesh import MeshConfig, data_shards, make_mesh, round_up_rows
 
 
 @pytest.mark.parametrize('fsdp', [1, 4])
@@ -76,31 +74,3 @@ def test_tpus_name_their_slices(slices, indices, found):
 def test_simulated_devices_that_do_not_divide_form_no_slices():
     with pytest.raises(ConfigError, match=r'mesh\.slices = 3: but JAX sees 1 slice'):
         make_mesh(MeshConfig(slices=3))
-
-
-class Present:
-    is_env_present = staticmethod(lambda: True)
-
-
-@pytest.mark.parametrize(
-    ('module', 'variables', 'answer'),
-    [
-        (types.SimpleNamespace(GceTpuCluster=Present), False, True),
-        (types.SimpleNamespace(), False, False),
-        (types.SimpleNamespace(), True, True),
-        (types.SimpleNamespace(GceTpuCluster=object), False, False),
-        (None, False, False),
-        (None, True, True),
-    ],
-)
-def test_tpu_workers_are_detected_with_and_without_private_names_of_jax(monkeypatch, module, variables, answer):
-    def import_module(name):
-        if module is None:
-            raise ImportError(name)
-        return module
-
-    monkeypatch.setattr(importlib, 'import_module', import_module)
-    monkeypatch.setattr(jax, 'config', types.SimpleNamespace(values={'jax_platforms': None}))
-    for name in mesh.TPU_VARIABLES:
-        monkeypatch.setenv(name, '0') if variables else monkeypatch.delenv(name, raising=False)
-    assert mesh._on_cloud_tpu() is answer
