@@ -62,6 +62,13 @@ def load(
     return gin.load(gin_files, gin_params, allow_imports=allow_imports, base=base, root=Experiment, leave_out=leave_out)
 
 
+def list_not_inherited() -> list[str]:
+    """Returns the bindings of a teacher's run that say nothing about its student (`inherit` of `field`)."""
+    sections = typing.get_type_hints(Experiment).items()
+    fields = ((name, field) for name, section in sections for field in dataclasses.fields(section))
+    return [f'{name}.{field.name}' for name, field in fields if field.metadata.get('inherit') is False]
+
+
 def load_of_run(
     run_dir: str, gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), *, allow_imports: bool = False
 ) -> Experiment:

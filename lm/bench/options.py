@@ -5,16 +5,8 @@ None stands for the default of the machine. Importing this module imports nothin
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-
-def option(help: str, metavar: str | None = None, default: Any = None, **settings: Any) -> Any:
-    """Returns a field that is a flag.
-
-    The type of the field decides which values the flag takes; lists have commas between items. `settings` are for
-    argparse. With `nargs` the field is an argument without a flag.
-    """
-    return dataclasses.field(default=default, metadata={'help': help, 'metavar': metavar} | settings)
+from lm.options import option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

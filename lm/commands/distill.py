@@ -11,18 +11,6 @@ STAGES = {
     'distill': 'the whole student learns to predict what the teacher predicts',
 }
 """The objective of each stage → what it does."""
-NOT_INHERITED = (
-    'train.objective',
-    'train.init_from',
-    'train.skip_batches',
-    'train.profile',
-    'train.trackers',
-    'optimizer.average_steps',
-    'optimizer.z_loss',
-    'mesh.processes',
-    'mesh.slices',
-)
-"""Bindings of the teacher's run that say nothing about its student."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +65,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.rank_by is not None:
         raise ConfigError(f'--rank_by {arguments.rank_by}: is of --choose; add it')
 
-    from lm.experiment import load
+    from lm.experiment import list_not_inherited, load
     from lm.runs.paths import check_name, check_path, explain_absence, find_import
     from lm.runs.run_dir import RunDir
 
@@ -95,7 +83,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         [*params, *arguments.gin_param],
         allow_imports=arguments.allow_gin_imports,
         base=str(run.config),
-        leave_out=NOT_INHERITED,
+        leave_out=list_not_inherited(),
     )
 
     from lm.session.train import train_in_job

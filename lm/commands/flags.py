@@ -32,28 +32,45 @@ def add_parser(
 
 
 def add_option_flags(parser: argparse.ArgumentParser, options: type) -> None:
-    """Adds a flag for each field of a dataclass that has a help text, as `lm.bench.options.option` describes it.
+    """Adds a flag for each field of a dataclass that has a help text, as `lm.options.option` describes it.
 
     A flag that is not given is None.
     """
     types = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
+    for field in list_options(options):
         settings = {name: value for name, value in field.metadata.items() if value is not None}
+        flag = f'--{settings.pop("flag", field.name)}'
+        least = settings.pop('least', 1)
         if 'nargs' in settings:
             parser.add_argument(field.name, **settings)
-        elif settings and types[field.name] is bool:
-            parser.add_argument(f'--{field.name}', action='store_true', default=None, **settings)
-        elif settings:
-            parser.add_argument(f'--{field.name}', type=_find_parser(types[field.name]), **settings)
+        elif types[field.name] is bool:
+            parser.add_argument(flag, dest=field.name, action='store_true', default=None, **settings)
+        elif settings.get('action') == 'append':
+            parser.add_argument(flag, dest=field.name, **settings)
+        else:
+            parser.add_argument(flag, dest=field.name, type=_find_parser(types[field.name], least), **settings)
 
 
-def _find_parser(annotation: Any) -> Callable[[str], Any]:
-    """Returns the function that reads a value of this type. Numbers must be positive."""
-    known = {int: _count, float: _number, str: str}
+def list_options(options: type) -> list[dataclasses.Field]:
+    """Returns the fields of a dataclass that are flags."""
+    return [field for field in dataclasses.fields(options) if 'help' in field.metadata]
+
+
+def find_options(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
+    """Returns the flags of `add_option_flags` that are given; the dataclass has the defaults of the others."""
+    return find_given(arguments, *(field.name for field in list_options(options)))
+
+
+def _find_parser(annotation: Any, least: int) -> Callable[[str], Any]:
+    """Returns the function that reads a value of this type. An int is at least `least`, a float is positive.
+
+    A type that it does not know stays text.
+    """
+    known = {int: _count(least), float: _number, str: str}
     options = (annotation, *typing.get_args(annotation))  # `X | None` has the parts X and None
     if items := [typing.get_args(option)[0] for option in options if typing.get_origin(option) is Sequence]:
         return _list(known[items[0]])
-    return next(known[option] for option in options if option in known)
+    return next((known[option] for option in options if option in known), str)
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list]:
@@ -67,11 +84,15 @@ def _list(kind: Callable[[str], Any]) -> Callable[[str], list]:
     return parse
 
 
-def _count(text: str) -> int:
-    value = int(text.replace('_', ''))
-    if value < 1:
-        raise ValueError
-    return value
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text.replace('_', ''))
+        if value < least:
+            raise argparse.ArgumentTypeError(f'{text}: must be at least {least}')
+        return value
+
+    parse.__name__ = 'count'
+    return parse
 
 
 def _number(text: str) -> float:

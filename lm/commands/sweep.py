@@ -5,14 +5,22 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_index, read_points
+from lm.commands.flags import (
+    add_gin_flags,
+    add_job_flags,
+    add_option_flags,
+    find_options,
+    job_address,
+    list_options,
+    read_index,
+    read_points,
+)
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
+from lm.sweep.options import ClusterOptions, SearchOptions, SweepOptions
 
 if TYPE_CHECKING:
-    from lm.sweep.manifests import ClusterOptions
     from lm.sweep.points import Point
-    from lm.sweep.runner import SweepOptions
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +35,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--dry_run', action='store_true', help='print the list of runs and stop')
     parser.add_argument('--count', action='store_true', help='print the number of points and stop')
-    parser.add_argument('--jobs', type=int, metavar='N', help='points at a time; default: 1')
-    parser.add_argument('--gpus_per_job', type=int, metavar='K', help='share the GPUs out, K to a point')
+    add_option_flags(parser, SweepOptions)
     parser.add_argument(
         '--index', type=read_index, metavar='I', help='run only point I, from 0 or by its name, in this process'
     )
-    parser.add_argument('--retry_failed', action='store_true', help='run points again that diverged or were refused')
     parser.add_argument('--status', action='store_true', help='print how far the points in ROOT are and stop')
     parser.add_argument(
         '--emit',
@@ -44,11 +50,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gin_flags(parser)
     add_job_flags(parser)
     add_search_flags(parser)
-    add_cluster_flags(parser)
+    machines = parser.add_argument_group('the machines of each point (--emit)', 'a format refuses what it does not use')
+    add_option_flags(machines, ClusterOptions)
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the fields of `lm.sweep.search.study.SearchOptions`."""
     group = parser.add_argument_group(
         'a search',
         'instead of lists, --sweep_file has distributions: log_uniform(1e-4, 1e-2), uniform(0.0, 0.2), '
@@ -61,46 +67,12 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         choices=('tpe', 'random'),
         help='draw the points, for the least loss of the last evaluation; default: tpe',
     )
-    group.add_argument('--trials', type=int, metavar='N', help='how many; default: 20')
-    group.add_argument('--seed', type=int, metavar='N', help='of the draws; default: 0')
-    group.add_argument(
-        '--parallel', type=int, metavar='N', help='trials at a time on all machines together; default: --jobs'
-    )
-    group.add_argument('--prune', action='store_true', help='end trials early that Hyperband does not promote')
-
-
-def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the fields of `lm.sweep.manifests.ClusterOptions`."""
-    group = parser.add_argument_group('the machines of each point (--emit)', 'a format refuses what it does not use')
-    group.add_argument('--image', help='the container image, such as scripts/tpu/Dockerfile makes')
-    group.add_argument('--topology', metavar='SLICE', help='TPUs: v5e:4x4, v4-32, or 2*v5e:4x4')
-    group.add_argument('--gpus', metavar='[KIND:]N', help='GPUs, on all machines together')
-    group.add_argument('--nodes', type=int, metavar='N', help='machines without TPUs; default: 1')
-    group.add_argument('--queue', metavar='NAME', help='the local queue of Kueue, or the partition of Slurm')
-    group.add_argument('--namespace', metavar='NAME', help='of Kubernetes')
-    group.add_argument('--service_account', metavar='NAME', help='of Kubernetes: its identity opens the bucket')
-    group.add_argument('--claim', metavar='NAME', help='of Kubernetes: the volume that pods mount at ROOT')
-    group.add_argument('--spot', action='store_true', help='machines that may be taken away at any time')
-    group.add_argument(
-        '--failures', type=int, metavar='N', help='tries again after exit codes without a rule; default: 3'
-    )
-    group.add_argument(
-        '--setup', action='append', default=[], metavar='LINE', help='a line of shell before the command'
-    )
-    group.add_argument(
-        '--scheduler_option',
-        action='append',
-        default=[],
-        dest='scheduler_options',
-        metavar='OPTION',
-        help='a further option of Slurm: --scheduler_option=--account=mine',
-    )
+    add_option_flags(group, SearchOptions)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
     given = [flag for flag in vars(arguments) if is_given(arguments, flag)]
     mode = next((mode for mode in MODES if mode.flag in given), TRAIN)
-    check_numbers(arguments)
     for flag in given:
         takers = [other for other in (*MODES, TRAIN) if flag == other.flag or flag in other.options]
         if not takers or mode in takers:
@@ -169,7 +141,7 @@ def make_emit_call(arguments: argparse.Namespace) -> Call:
     kind.check(options, not is_remote(root))
     processes = (f'mesh.processes = {options.processes}',) if options.processes > 1 else ()
     sweep = Sweep(root, find_points(arguments, processes))
-    return functools.partial(emit_sweep, sweep, kind, options, folder, retry_failed=arguments.retry_failed)
+    return functools.partial(emit_sweep, sweep, kind, options, folder, retry_failed=bool(arguments.retry_failed))
 
 
 def make_search_call(arguments: argparse.Namespace) -> Call:
@@ -177,22 +149,22 @@ def make_search_call(arguments: argparse.Namespace) -> Call:
     from lm.sweep.search.run import run_search
     from lm.sweep.search.search import Search
     from lm.sweep.search.space import make_space
-    from lm.sweep.search.study import SearchOptions, check_optuna
+    from lm.sweep.search.study import check_optuna
 
     if not arguments.sweep_file:
         raise ConfigError('--sweep_file: name a gin file with distributions')
     root = read_root(arguments, 'for the runs of the search')
     check_optuna()
-    jobs = arguments.jobs or 1
-    if arguments.parallel is not None and arguments.parallel < jobs:
-        raise ConfigError(f'--parallel {arguments.parallel}: must be at least {jobs}, which is --jobs')
-    given = {name: getattr(arguments, name) for name in ('trials', 'seed') if getattr(arguments, name) is not None}
-    search = SearchOptions(arguments.search, parallel=arguments.parallel or jobs, prune=arguments.prune, **given)
+    options = read_sweep_options(arguments)
+    given = {'parallel': options.jobs} | find_options(arguments, SearchOptions)
+    search = SearchOptions(arguments.search, **given)
+    if search.parallel < options.jobs:
+        raise ConfigError(f'--parallel {search.parallel}: must be at least {options.jobs}, which is --jobs')
     space = make_space(
         *(arguments.gin_file, arguments.sweep_file, arguments.gin_param), allow_imports=arguments.allow_gin_imports
     )
-    found = Search(root, space, search, arguments.retry_failed)
-    return functools.partial(run_search, found, read_sweep_options(arguments), dry_run=arguments.dry_run)
+    found = Search(root, space, search, options.retry_failed)
+    return functools.partial(run_search, found, options, dry_run=arguments.dry_run)
 
 
 def make_status_call(arguments: argparse.Namespace) -> Call:
@@ -202,31 +174,19 @@ def make_status_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(show_status, read_root(arguments, 'of the sweep'))
 
 
-def read_cluster_options(arguments: argparse.Namespace) -> 'ClusterOptions':
-    """Returns the flags of `add_cluster_flags`."""
+def read_cluster_options(arguments: argparse.Namespace) -> ClusterOptions:
+    """Returns the machines of each point. Raises ConfigError for a slice of TPUs that is not offered."""
     from lm.hardware import parse
-    from lm.sweep.manifests import ClusterOptions
 
-    return ClusterOptions(
-        topology=parse(arguments.topology) if arguments.topology else None,
-        setup=tuple(arguments.setup),
-        scheduler_options=tuple(arguments.scheduler_options),
-        **pick(arguments, *CLUSTER_FLAGS),
-    )
+    given = find_options(arguments, ClusterOptions)
+    if 'topology' in given:
+        given['topology'] = parse(given['topology'])
+    return ClusterOptions(jobs=arguments.jobs, **given)
 
 
-def read_sweep_options(arguments: argparse.Namespace) -> 'SweepOptions':
+def read_sweep_options(arguments: argparse.Namespace) -> SweepOptions:
     """Returns how this machine runs the points."""
-    from lm.sweep.runner import SweepOptions
-
-    return SweepOptions(arguments.jobs or 1, **pick(arguments, 'gpus_per_job', 'retry_failed', 'allow_gin_imports'))
-
-
-def check_numbers(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for numbers that are too small."""
-    for flag, least in LEAST.items():
-        if (number := getattr(arguments, flag)) is not None and number < least:
-            raise ConfigError(f'--{flag} {number}: must be at least {least}')
+    return SweepOptions(allow_gin_imports=arguments.allow_gin_imports, **find_options(arguments, SweepOptions))
 
 
 def is_given(arguments: argparse.Namespace, flag: str) -> bool:
@@ -252,21 +212,22 @@ class Mode(NamedTuple):
     """Why it takes no flag of another mode."""
 
 
-LEAST = {'jobs': 1, 'gpus_per_job': 1, 'trials': 1, 'seed': 0, 'nodes': 1, 'failures': 0}
-"""The least values of flags that are numbers."""
-CLUSTER_FLAGS = ('image', 'gpus', 'nodes', 'queue', 'namespace', 'service_account', 'claim', 'spot', 'failures', 'jobs')
-"""The flags of --emit that are fields of ClusterOptions as they are."""
-RUN_FLAGS = ('dry_run', 'jobs', 'gpus_per_job', 'retry_failed')
+def name_flags(options: type) -> list[str]:
+    """Returns the names of the flags that a dataclass of options has."""
+    return [field.name for field in list_options(options)]
+
+
+RUN_FLAGS = ('dry_run', *name_flags(SweepOptions))
 ADDRESS_FLAGS = ('coordinator_address', 'process_count', 'process_id')
 MODES = (
     Mode(
         'emit',
         make_emit_call,
-        (*CLUSTER_FLAGS, 'topology', 'setup', 'scheduler_options', 'retry_failed'),
+        (*name_flags(ClusterOptions), 'jobs', 'retry_failed'),
         '--emit starts nothing',
     ),
     Mode('status', make_status_call, (), '--status starts nothing'),
-    Mode('search', make_search_call, (*RUN_FLAGS, 'trials', 'seed', 'parallel', 'prune'), '--search draws the points'),
+    Mode('search', make_search_call, (*RUN_FLAGS, *name_flags(SearchOptions)), '--search draws the points'),
     Mode('index', make_point_call, ADDRESS_FLAGS, '--index runs one point, in this process'),
     Mode('count', make_count_call, (), '--count is of all points'),
 )

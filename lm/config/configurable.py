@@ -61,6 +61,7 @@ def field(
     resume: bool = False,
     formerly: str | None = None,
     omit_default: bool = False,
+    inherit: bool | None = None,
 ) -> Any:
     """Returns a dataclass field with the range of its values.
 
@@ -76,9 +77,10 @@ def field(
         formerly: the name in earlier versions, which gin files may still use: `bias`, or `optimizer.b1` of a field that
             stood in another configurable. Where the value was the name of a configurable, it becomes a reference.
         omit_default: config.gin and other texts leave the field out while it has its default.
+        inherit: a student has the value of its teacher (`lm distill`); None: nobody has said so, and it has.
     """
     rules = dict(minimum=minimum, maximum=maximum, above=above, below=below, even=even, choices=choices, check=check)
-    facts = {'help': help, 'resume': resume, 'formerly': formerly, 'omit_default': omit_default}
+    facts = {'help': help, 'resume': resume, 'formerly': formerly, 'omit_default': omit_default, 'inherit': inherit}
     return dataclasses.field(default=default, metadata={'rules': rules} | facts)
 
 

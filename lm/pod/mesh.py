@@ -31,10 +31,13 @@ class MeshConfig(Configurable):
 
     fsdp: int = field(default=1, minimum=1, help='devices that share one copy of parameters and optimizer state')
     sequence: int = field(default=1, minimum=1, help='devices that share a window: each has a part of its tokens')
-    processes: int | None = field(default=None, minimum=1, help='refuse to start with any other number of processes')
+    processes: int | None = field(
+        default=None, minimum=1, inherit=False, help='refuse to start with any other number of processes'
+    )
     slices: int | None = field(
         default=None,
         minimum=1,
+        inherit=False,
         help='refuse to start on any other number of slices; CPU devices, which are of none, form so many',
     )
     heartbeat_seconds: float = field(

@@ -12,7 +12,8 @@ from pathlib import Path
 from lm.errors import ConfigError, writing
 from lm.files import local_path, write_atomically
 from lm.runs import sweep_file
-from lm.sweep.manifests import FORMATS, ClusterJob, ClusterOptions, ManifestFormat
+from lm.sweep.manifests import FORMATS, ClusterJob, ManifestFormat
+from lm.sweep.options import ClusterOptions
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
 from lm.text import format_count

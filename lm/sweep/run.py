@@ -21,8 +21,9 @@ from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
 from lm.session.train import train_in_job
 from lm.signals import INTERRUPTED
+from lm.sweep.options import SweepOptions
 from lm.sweep.points import find_point
-from lm.sweep.runner import Runner, SweepOptions
+from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
 from lm.text import format_count
 

@@ -19,6 +19,7 @@ from lm.files import LockedError, lock
 from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
 from lm.signals import ENDING, INTERRUPTED
+from lm.sweep.options import SweepOptions
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
 from lm.text import format_count
@@ -27,23 +28,6 @@ POLL_SECONDS = 0.2
 REPORT_SECONDS = 60.0
 FIRST_STEP = 'first step after '
 """How the line begins that a training prints behind its first step."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SweepOptions:
-    """The options of a sweep's run.
-
-    Attributes:
-        jobs: points at a time.
-        gpus_per_job: GPUs of this machine per point; None: they are not divided.
-        retry_failed: run points again that diverged or were refused.
-        allow_gin_imports: gin files of the points may import modules.
-    """
-
-    jobs: int = 1
-    gpus_per_job: int | None = None
-    retry_failed: bool = False
-    allow_gin_imports: bool = False
 
 
 @dataclasses.dataclass

@@ -17,58 +17,74 @@ def _check_traced(steps: tuple[int, int]) -> str | None:
 class TrainConfig(Configurable):
     """The length of a training, the size of its steps, and its records."""
 
-    steps: int = field(default=125_000, minimum=1, help='optimizer steps of the whole run')
-    tokens_per_step: int = field(default=2**20, minimum=1, help='tokens predicted per optimizer step, over all devices')
-    context_length: int = field(default=1024, minimum=1, help='tokens that each window predicts')
+    steps: int = field(default=125_000, minimum=1, inherit=True, help='optimizer steps of the whole run')
+    tokens_per_step: int = field(
+        default=2**20, minimum=1, inherit=True, help='tokens predicted per optimizer step, over all devices'
+    )
+    context_length: int = field(default=1024, minimum=1, inherit=True, help='tokens that each window predicts')
     microbatches: int = field(
-        default=1, minimum=1, resume=True, help='gradient accumulation: parts that a batch is processed in'
+        default=1,
+        minimum=1,
+        resume=True,
+        inherit=True,
+        help='gradient accumulation: parts that a batch is processed in',
     )
     objective: Objective = field(
-        default=NextToken(), help='what is asked for: @next_token(), or @masked() where model.causal = False'
+        default=NextToken(),
+        inherit=False,
+        help='what is asked for: @next_token(), or @masked() where model.causal = False',
     )
     seed: int = field(
-        default=0, minimum=0, maximum=2**63 - 1, help='of the initial parameters and the order of the data'
+        default=0,
+        minimum=0,
+        maximum=2**63 - 1,
+        inherit=True,
+        help='of the initial parameters and the order of the data',
     )
-    log_every: int = field(default=10, minimum=1, resume=True, help='steps per line of metrics.jsonl')
-    eval_every: int | None = field(default=1000, minimum=1, resume=True, help='None: only at the end')
+    log_every: int = field(default=10, minimum=1, resume=True, inherit=True, help='steps per line of metrics.jsonl')
+    eval_every: int | None = field(default=1000, minimum=1, resume=True, inherit=True, help='None: only at the end')
     eval_tokens: int | None = field(
         default=None,
         minimum=1,
         maximum=2**62,
         resume=True,
+        inherit=True,
         help='only so many of each text are scored while training; None: all of them',
     )
     max_nonfinite_steps: int = field(
-        default=10, minimum=1, resume=True, help='stop (exit code 43) after so many in a row'
+        default=10, minimum=1, resume=True, inherit=True, help='stop (exit code 43) after so many in a row'
     )
     hang_minutes: float | None = field(
         default=10.0,
         minimum=0.01,
         resume=True,
+        inherit=True,
         help='a step that takes so long, and 20 median steps, ends with 42; None: never',
     )
     replay_every: int | None = field(
         default=None,
         minimum=1,
         resume=True,
+        inherit=True,
         help='before each so-manieth step, all groups of devices compute the gradients of the same windows, which must '
         'agree to the bit; a difference ends with 45; None: never',
     )
     skip_batches: tuple[tuple[int, int], ...] = field(
-        default=(), resume=True, help='half-open ranges of batches to leave out'
+        default=(), resume=True, inherit=False, help='half-open ranges of batches to leave out'
     )
-    init_from: str | None = field(default=None, help='run directory whose weights this run starts from')
+    init_from: str | None = field(default=None, inherit=False, help='run directory whose weights this run starts from')
     profile: tuple[int, int] | None = field(
         default=None,
         resume=True,
         check=_check_traced,
+        inherit=False,
         help='first and last step of a profiler trace, in RUN_DIR/profile',
     )
     tensorboard: bool = field(
-        default=True, resume=True, help="write summaries when the 'tensorboard' extra is installed"
+        default=True, resume=True, inherit=True, help="write summaries when the 'tensorboard' extra is installed"
     )
     trackers: tuple[Tracker, ...] = field(
-        default=(), resume=True, help='what follows the run from outside: [@webhook(), …]'
+        default=(), resume=True, inherit=False, help='what follows the run from outside: [@webhook(), …]'
     )
 
     def __post_init__(self):

@@ -55,6 +55,7 @@ class OptimizerConfig(Configurable):
     average_steps: int | None = field(
         default=None,
         minimum=1,
+        inherit=False,
         help='evaluation, generation and export use the mean of the weights after about the last so many steps; '
         'None: the last weights',
     )
@@ -62,6 +63,7 @@ class OptimizerConfig(Configurable):
     z_loss: float = field(
         default=0.0,
         minimum=0,
+        inherit=False,
         help='times the mean squared log-normalizer of the logits, added to what is minimized, but not with a teacher; '
         '1e-4',
     )

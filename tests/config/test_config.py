@@ -23,7 +23,8 @@ from lm.config.read import read
 from lm.config.text import dump
 from lm.data.sources import Source
 from lm.errors import ConfigError
-from lm.experiment import Experiment, load
+from lm.experiment import Experiment, list_not_inherited, load
+from lm.training.config import TrainConfig
 
 PROJECT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -505,3 +506,9 @@ def test_bindings_of_the_default_mechanism_need_no_selection():
     assert experiment.prepare.tokenizer.vocab_size == 999
     with pytest.raises(ConfigError, match=r'because @softmax\(\) is not selected'):
         load([], ['softmax.window = 7', 'model.attention = @polynomial()'])
+
+
+def test_a_field_of_train_says_whether_a_student_has_the_value_of_its_teacher():
+    silent = [f.name for f in dataclasses.fields(TrainConfig) if f.metadata['inherit'] is None]
+    assert not silent, f'add inherit=True or inherit=False to these fields of train: {silent}'
+    assert {'train.objective', 'optimizer.z_loss', 'mesh.slices'} <= set(list_not_inherited())

@@ -13,9 +13,9 @@ import search_machine
 import tiny
 
 from lm.runs import sweep_file
+from lm.sweep.options import SearchOptions
 from lm.sweep.search.search import Search
 from lm.sweep.search.space import make_space
-from lm.sweep.search.study import SearchOptions
 
 SPACE = """\
 optimizer.peak_learning_rate = log_uniform(1e-5, 1e-1)  # the best is 1e-3

@@ -20,7 +20,8 @@ from lm.pod.job import JobAddress
 from lm.runs import sweep_file
 from lm.sweep import run
 from lm.sweep.emit import find_format
-from lm.sweep.manifests import FORMATS, ClusterJob, ClusterOptions
+from lm.sweep.manifests import FORMATS, ClusterJob
+from lm.sweep.options import ClusterOptions
 from lm.sweep.points import read_points
 from lm.sweep.sweep import Sweep
 

@@ -16,7 +16,8 @@ from lm.errors import ConfigError, LmError, Preempted
 from lm.files import lock
 from lm.signals import ENDING
 from lm.sweep import runner as runner_module
-from lm.sweep.runner import Runner, SweepOptions
+from lm.sweep.options import SweepOptions
+from lm.sweep.runner import Runner
 
 
 class Process:

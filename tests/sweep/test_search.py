@@ -20,12 +20,13 @@ from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.runs import sweep_file
 from lm.runs.config_diff import parse_bindings
 from lm.sweep import runner as runner_module
+from lm.sweep.options import SearchOptions
 from lm.sweep.points import make_points
 from lm.sweep.search import run as run_module
 from lm.sweep.search.distributions import Choice, Numbers
 from lm.sweep.search.search import Search
 from lm.sweep.search.space import make_space
-from lm.sweep.search.study import SearchOptions, Study, TrialResult, check_optuna
+from lm.sweep.search.study import Study, TrialResult, check_optuna
 from lm.sweep.status import read_status
 from lm.sweep.sweep import Sweep
 
@@ -177,7 +178,7 @@ def test_a_search_that_differs_is_refused(search, tmp_path, capsys):
         (('--gin_param', 'train.eval_every = None', '--prune'), '--prune: needs evaluations'),
         (('--gin_param', 'model.n_layers = 1'), 'the search draws it (integers(1, 4))'),
         (('--index', '0'), '--search and --index'),
-        (('--trials', '0'), '--trials 0: must be at least 1'),
+        (('--trials', '0'), '--trials: 0: must be at least 1'),
         (('--jobs', '2', '--parallel', '1'), '--parallel 1: must be at least 2'),
     ):
         capsys.readouterr()

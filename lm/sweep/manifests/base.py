@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lm.errors import FINAL, ConfigError, Preempted, WrongResults
-from lm.hardware import Topology
+from lm.sweep.options import ClusterOptions
 
 AGAIN = (Preempted.exit_code,)
 ELSEWHERE = (WrongResults.exit_code,)
@@ -26,71 +26,6 @@ PORT = 8476
 
 FORMATS: dict[str, 'ManifestFormat'] = {}
 """Name → format. Each subclass of `ManifestFormat` adds itself."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterOptions:
-    """The machines of each point, and how a cluster starts them. A format refuses options that it does not use.
-
-    Attributes:
-        image: the container image with this package.
-        topology: the TPU slice, or several equal ones.
-        gpus: the GPUs of a point, such as 8, or H100:8 where the cluster wants the kind.
-        nodes: the machines of a point without TPUs.
-        queue: the queue of the cluster.
-        namespace: of Kubernetes.
-        service_account: of Kubernetes, whose identity opens the bucket.
-        claim: the PersistentVolumeClaim that pods mount at the folder of the sweep.
-        spot: machines that may be taken away at any time.
-        failures: how often a point may fail for a reason that has no rule of its own.
-        jobs: points at a time; None: as many as the cluster lets run.
-        setup: lines of shell before the command.
-        scheduler_options: further options for the scheduler, as it writes them.
-    """
-
-    image: str | None = None
-    topology: Topology | None = None
-    gpus: str | None = None
-    nodes: int | None = None
-    queue: str | None = None
-    namespace: str | None = None
-    service_account: str | None = None
-    claim: str | None = None
-    spot: bool = False
-    failures: int | None = None
-    jobs: int | None = None
-    setup: Sequence[str] = ()
-    scheduler_options: Sequence[str] = ()
-
-    @property
-    def most_failures(self) -> int:
-        return 3 if self.failures is None else self.failures
-
-    @property
-    def chips_per_machine(self) -> int:
-        """The TPU chips of a machine: 4, or all of a smaller slice; eight chips of v5e or v6e share one machine."""
-        assert self.topology is not None
-        chips = self.topology.chips // self.topology.slices
-        return chips if chips < 4 or (chips == 8 and self.topology.chip.axes == 2) else 4
-
-    @property
-    def machines_per_slice(self) -> int:
-        if self.topology is None:
-            return self.nodes or 1
-        return self.topology.chips // self.topology.slices // self.chips_per_machine
-
-    @property
-    def processes(self) -> int:
-        """The processes of a point, one per machine."""
-        return self.machines_per_slice * (self.topology.slices if self.topology else 1)
-
-    @property
-    def gpus_per_machine(self) -> int:
-        """The GPUs of each machine. Raises ConfigError where the number is not a multiple of the machines."""
-        number = (self.gpus or '0').rpartition(':')[2]
-        if not number.isdigit() or int(number) % self.processes:
-            raise ConfigError(f'--gpus {self.gpus}: give a number that {self.processes} machines can share, or KIND:N')
-        return int(number) // self.processes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from lm.errors import ConfigError
-from lm.sweep.manifests.base import AGAIN, ELSEWHERE, NEVER, PORT, ClusterJob, ClusterOptions, ManifestFormat
+from lm.sweep.manifests.base import AGAIN, ELSEWHERE, NEVER, PORT, ClusterJob, ManifestFormat
+from lm.sweep.options import ClusterOptions
 
 TPU_NODES = {
     'v4': 'tpu-v4-podslice',

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from lm.errors import ConfigError
-from lm.sweep.manifests.base import AGAIN, ELSEWHERE, PORT, ClusterJob, ClusterOptions, ManifestFormat, make_script
+from lm.sweep.manifests.base import AGAIN, ELSEWHERE, PORT, ClusterJob, ManifestFormat, make_script
+from lm.sweep.options import ClusterOptions
 
 TPUS = {
     'v4': ('tpu-v4', 'tpu-ubuntu2204-base'),

@@ -15,10 +15,10 @@ from lm.sweep.manifests.base import (
     NEVER,
     PORT,
     ClusterJob,
-    ClusterOptions,
     ManifestFormat,
     make_command,
 )
+from lm.sweep.options import ClusterOptions
 
 SCRIPT = 'sweep.sh'
 SAVING_SECONDS = 300

@@ -11,9 +11,10 @@ import jax
 
 from lm.errors import AbsentError, LmError, Preempted, WrongResults
 from lm.runs import sweep_file
+from lm.sweep.options import SweepOptions
 from lm.sweep.points import Point
 from lm.sweep.run import validate_points
-from lm.sweep.runner import Runner, RunningPoint, SweepOptions
+from lm.sweep.runner import Runner, RunningPoint
 from lm.sweep.search.search import Search
 from lm.text import format_count
 

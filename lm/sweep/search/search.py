@@ -8,9 +8,10 @@ from etils import epath
 from lm.errors import ConfigError, WrongResults
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
+from lm.sweep.options import SearchOptions
 from lm.sweep.points import Point
 from lm.sweep.search.space import SearchSpace, name_trial
-from lm.sweep.search.study import SearchOptions, Study, TrialResult, Verdict
+from lm.sweep.search.study import Study, TrialResult, Verdict
 from lm.sweep.sweep import Sweep
 
 

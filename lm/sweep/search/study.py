@@ -8,7 +8,6 @@ Only this module uses Optuna's studies. Each question gets a study of its own in
 may know.
 """
 
-import dataclasses
 import hashlib
 import importlib.util
 import math
@@ -17,31 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm.errors import Diverged, MissingPackageError
+from lm.sweep.options import SearchOptions
 from lm.sweep.search.distributions import Distribution
 
 REDUCTION = 3
 """Hyperband keeps one of so many trials at each of its levels."""
 LEVELS = 3
 """Levels below the whole length: the lowest is a 27th of the steps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchOptions:
-    """The options of a search. A search that goes on must have the same, but for the number of trials.
-
-    Attributes:
-        sampler: tpe (tree-structured Parzen estimator, Bergstra et al. 2011) or random.
-        trials: how many.
-        seed: of the sampler.
-        parallel: trials at a time, on all machines together.
-        prune: end trials early that Hyperband does not promote.
-    """
-
-    sampler: str = 'tpe'
-    trials: int = 20
-    seed: int = 0
-    parallel: int = 1
-    prune: bool = False
 
 
 class TrialResult(NamedTuple):
