@@ -22,7 +22,7 @@ ROOT = pathlib.Path(lm.__file__).parent
 LAYERS = (
     ('ops',),
     ('lm', 'errors', 'output', 'text'),
-    ('files', 'hardware', 'plots', 'parameters', 'signals', 'options'),
+    ('files', 'hardware', 'plots', 'parameters', 'signals', 'options', 'own_folder'),
     ('config', 'compilation'),
     ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs', 'pod'),

@@ -18,10 +18,10 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
-import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -32,11 +32,13 @@ from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import give_back_memory
 from lm.checkpoint.snapshot import Agreement, Damaged, describe_error, flatten
 from lm.files import parse_json
+from lm.own_folder import open_own_file, own_folder
 
 FOLDER = pathlib.Path('/dev/shm')
 """Where Linux keeps files in memory."""
 HEAD = struct.Struct('<8sQQ32s8x')
 MAGIC = b'lmstate1'
+NAME = re.compile(r'\d+\.[01]')
 ROOM = 2**26
 """Bytes of memory that stay free besides both files."""
 
@@ -85,11 +87,11 @@ class SharedMemory:
         abstract = flatten(abstract_state)
         with Agreement(step):
             try:
-                path, found = next((path, found) for path, found in self._list() if found['step'] == step)
+                name, found = next((name, found) for name, found in self._list() if found['step'] == step)
                 record, parts = found['record'], {tuple(part[:2]): tuple(part[2:]) for part in found['parts']}
                 _compare(record, abstract, fingerprints)
-                with _open(path) as file:
-                    arrays = {name: _read(file, name, leaf, parts) for name, leaf in abstract.items()}
+                with own_folder(self.folder) as folder, open_own_file(name, folder) as file:
+                    arrays = {array: _read(file, array, leaf, parts) for array, leaf in abstract.items()}
             except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
                 raise Damaged(f'{self.folder}: {describe_error(error)}') from None
         give_back_memory()
@@ -111,24 +113,25 @@ class SharedMemory:
     def delete(self) -> None:
         """Gives the memory of this process back, and the memory of processes that the run no longer has."""
         known = {f'{process}.{number}' for process in range(jax.process_count()) for number in (0, 1)}
-        mine = {self._path(number).name for number in (0, 1)}
+        mine = {_name(number) for number in (0, 1)}
         with contextlib.suppress(OSError):
-            for path in [path for path in self.folder.iterdir() if path.name in mine or path.name not in known]:
-                path.unlink()
-        with contextlib.suppress(OSError):
+            with own_folder(self.folder) as folder:
+                for name in filter(NAME.fullmatch, os.listdir(folder)):
+                    if name in mine or name not in known:
+                        os.unlink(name, dir_fd=folder)
             self.folder.rmdir()  # the last process of the host removes it
 
     def _write(self, parts: list[tuple[str, str, jax.Array]], size: int, record: Mapping[str, Any]) -> None:
-        steps = {path: found['step'] for path, found in self._list()}
-        path = min((self._path(number) for number in (0, 1)), key=lambda path: steps.get(path, -1))
+        steps = {name: found['step'] for name, found in self._list()}
+        name = min(map(_name, (0, 1)), key=lambda name: steps.get(name, -1))
         places, offset = [], HEAD.size
-        for name, index, data in parts:
-            places.append([name, index, offset, data.nbytes])
+        for array, index, data in parts:
+            places.append([array, index, offset, data.nbytes])
             offset += data.nbytes
         facts = {'run': self.run, 'step': record['step'], **_this_process(), 'record': dict(record), 'parts': places}
         text = json.dumps(facts).encode()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, 'r+b', buffering=0) as file:
+        with own_folder(self.folder) as folder, open_own_file(name, folder, os.O_RDWR | os.O_CREAT) as file:
+            descriptor = file.fileno()
             os.pwrite(descriptor, bytes(HEAD.size), 0)
             os.posix_fallocate(descriptor, 0, HEAD.size + size + len(text))  # what is missing is known at once
             file.seek(HEAD.size)
@@ -143,12 +146,11 @@ class SharedMemory:
         if not FOLDER.is_dir():
             self._give_up(f'{FOLDER} is missing')
             return False
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        facts = os.lstat(self.folder)
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-            self._give_up(f'{self.folder} is not a folder that this user alone can write')
-            return False
-        held = sum(path.stat().st_size for number in (0, 1) if (path := self._path(number)).exists())
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        with own_folder(self.folder) as folder:
+            names = {_name(number) for number in (0, 1)}.intersection(os.listdir(folder))
+            held = sum(os.lstat(name, dir_fd=folder).st_size for name in names)
         needed = 2 * size - held + ROOM if held < 2 * size else 0
         free = min(shutil.disk_usage(FOLDER).free, _available_bytes())
         if needed > free:
@@ -165,15 +167,21 @@ class SharedMemory:
             why,
         )
 
-    def _path(self, number: int) -> pathlib.Path:
-        return self.folder / f'{jax.process_index()}.{number}'
+    def _list(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns the names of the whole files of this process and run, with their descriptions."""
+        if not self.run:
+            return []
+        whole = []
+        with contextlib.suppress(OSError), own_folder(self.folder) as folder:
+            for name in map(_name, (0, 1)):
+                found = _read_description(name, folder)
+                if found and found.get('run') == self.run and found | _this_process() == found:
+                    whole.append((name, found))
+        return whole
 
-    def _list(self) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
-        """Yields the whole files of this process and run, with their descriptions."""
-        for path in map(self._path, (0, 1)):
-            found = _read_description(path) if self.run else None
-            if found and found.get('run') == self.run and found | _this_process() == found:
-                yield path, found
+
+def _name(number: int) -> str:
+    return f'{jax.process_index()}.{number}'
 
 
 def _this_process() -> dict[str, int]:
@@ -185,9 +193,9 @@ def _distinct(x: jax.Array) -> dict[str, jax.Array]:
     return {str(shard.index): shard.data for shard in x.addressable_shards if shard.data is not None}
 
 
-def _read_description(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the description at the end of a file; None if the file is missing or was not completed."""
-    with contextlib.suppress(OSError, ValueError, struct.error), _open(path) as file:
+def _read_description(name: str, folder: int) -> dict[str, Any] | None:
+    """Returns the description at the end of a file in an open folder; None if it is missing or was not completed."""
+    with contextlib.suppress(OSError, ValueError, struct.error), open_own_file(name, folder) as file:
         magic, offset, size, digest = HEAD.unpack(file.read(HEAD.size))
         if magic == MAGIC and offset + size == os.fstat(file.fileno()).st_size:
             file.seek(offset)
@@ -195,15 +203,6 @@ def _read_description(path: pathlib.Path) -> dict[str, Any] | None:
             if hashlib.sha256(text).digest() == digest:
                 return parse_json(text)
     return None
-
-
-def _open(path: pathlib.Path) -> BinaryIO:
-    """Opens a file of this user. Raises OSError for another user's file, and for a link."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    if os.fstat(descriptor).st_uid != os.getuid():
-        os.close(descriptor)
-        raise PermissionError(f'{path} belongs to another user')
-    return open(descriptor, 'rb', buffering=0)
 
 
 def _compare(record: Mapping[str, Any], abstract: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import struct
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +77,8 @@ def test_each_state_is_written_over_the_older_one_and_half_a_state_does_not_coun
         for step in (1, 2, 3):
             checkpoints.keep(step, make_state(step), {})
         assert checkpoints._memory.find_steps() == [3, 2]
-        (newest,) = (path for path, found in checkpoints._memory._list() if found['step'] == 3)
+        memory = checkpoints._memory
+        (newest,) = (memory.folder / name for name, found in memory._list() if found['step'] == 3)
         with open(newest, 'r+b') as file:  # as a kill leaves it: the head is written last
             file.write(bytes(64))
         assert checkpoints._memory.find_steps() == [2]
@@ -91,7 +94,7 @@ def test_a_damaged_byte_is_refused_with_one_line(where, tmp_path, caplog):
         checkpoints.wait()
         checkpoints._memory.delete()
         checkpoints.keep(2, make_state(2), {})
-        (path,) = (path for path, _ in checkpoints._memory._list())
+        (path,) = (checkpoints._memory.folder / name for name, _ in checkpoints._memory._list())
         data = bytearray(path.read_bytes())
         data[70 if where == 'part' else -5] ^= 4
         path.write_bytes(data)
@@ -135,6 +138,52 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, folder, caplog):
         checkpoints.keep(1, make_state(1), {})
     assert 'is not a folder that this user alone can write' in caplog.text
     assert not list_files(folder)
+
+
+def plant_link(place, target):
+    """Makes a link of the user nobody, where this user is root."""
+    code = (
+        f'import os; os.getuid() or (os.setgid(65534), os.setuid(65534)); os.symlink({str(target)!r}, {str(place)!r})'
+    )
+    subprocess.run([sys.executable, '-c', code], check=True)
+
+
+@pytest.mark.parametrize('act', ['delete', 'keep', 'find'])
+def test_nothing_behind_a_link_in_the_place_of_the_folder_is_touched(act, tmp_path, folder, caplog):
+    """Anyone may foretell the name of the folder and put a link there."""
+    for place in (*reversed(folder.parents), folder):
+        if place.stat().st_uid == os.getuid():
+            place.chmod(place.stat().st_mode | 0o005)
+    folder.chmod(0o1777)
+    precious, memory = tmp_path / 'precious', SharedMemory(tmp_path / 'run', '1')
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.keep(1, make_state(1), {})
+        memory.folder.rename(precious)
+        (precious / 'thesis.tex').write_text('text')
+        held = sorted(precious.iterdir())
+        plant_link(memory.folder, precious)
+        if act == 'delete':
+            memory.delete()
+        elif act == 'keep':
+            checkpoints.keep(2, make_state(2), {})
+            assert 'no state is kept in memory' in caplog.text
+        else:
+            assert memory.find_steps() == []
+            assert checkpoints.restore(make_state(0)) is None
+    assert sorted(precious.iterdir()) == held
+    assert memory.folder.is_symlink()
+
+
+def test_a_pipe_or_a_link_in_the_place_of_a_file_stops_nobody(tmp_path, folder, caplog):
+    memory = SharedMemory(tmp_path / 'run', '1')
+    memory.folder.mkdir(mode=0o700)
+    os.mkfifo(memory.folder / '0.0')
+    (memory.folder / '0.1').symlink_to(tmp_path / 'elsewhere')
+    assert memory.find_steps() == []
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.keep(1, make_state(1), {})
+    assert 'is not a plain file of this user' in caplog.text
+    assert not (tmp_path / 'elsewhere').exists()
 
 
 @pytest.mark.parametrize('error', [LmError('disk'), KeyboardInterrupt(), Diverged('')], ids=lambda e: type(e).__name__)
