@@ -22,7 +22,7 @@ from lm.runs.run_dir import RunDir
 from lm.session.train import train_in_job
 from lm.signals import INTERRUPTED
 from lm.sweep.options import SweepOptions
-from lm.sweep.points import find_point
+from lm.sweep.points import Point, find_point
 from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
 from lm.text import format_count
@@ -52,17 +52,17 @@ def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> 
 
 def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
     """Raises the errors of `lm train` for points that are not finished; returns a line for each absent thing."""
-    absent: dict[str, None] = {}
     cache = PlanCache()
-    for point in sweep.points:
-        if sweep.is_finished(point):
-            continue
-        try:
-            begun = RunDir(sweep.root / point.name).has_checkpoint()
-            absent |= dict.fromkeys(validate(point.experiment, devices, cache, begun))
-        except LmError as error:
-            raise type(error)(f'{error} (in the point {point.name})') from None
-    return list(absent)
+    due = [point for point in sweep.points if not sweep.is_finished(point)]
+    return list(dict.fromkeys(line for point in due for line in validate_point(sweep, point, devices, cache)))
+
+
+def validate_point(sweep: Sweep, point: Point, devices: int | None, cache: PlanCache) -> list[str]:
+    """Raises the errors of `lm train` for one point; returns a line for each absent thing."""
+    try:
+        return validate(point.experiment, devices, cache, RunDir(sweep.root / point.name).has_checkpoint())
+    except LmError as error:
+        raise type(error)(f'{error} (in the point {point.name})') from None
 
 
 def run_point(sweep: Sweep, index: int | str, job: JobAddress) -> None:

@@ -56,7 +56,7 @@ def search(tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, 'sys', types.SimpleNamespace(executable=str(program), stdout=sys.stdout))
     monkeypatch.setattr(runner_module, 'POLL_SECONDS', 0.01)
     monkeypatch.setattr(run_module, 'LOOK_SECONDS', 0.0)
-    monkeypatch.setattr(run_module, 'validate_points', lambda sweep, devices: [])
+    monkeypatch.setattr(run_module, 'validate_point', lambda *_: [])
 
     def call(root, *flags):
         files = ['--gin_file', 'configs/experiments/quickstart.gin', '--sweep_file', str(tmp_path / 'space.gin')]
@@ -147,7 +147,7 @@ def test_two_machines_work_on_one_search(search, tmp_path, monkeypatch):
     machine = (
         'import sys, types; from lm.cli import main; from lm.sweep import runner; from lm.sweep.search import run; '
         'runner.sys = types.SimpleNamespace(executable=sys.argv.pop(1), stdout=sys.stdout); '
-        'run.validate_points = lambda *_: []; run.LOOK_SECONDS = 0.1; sys.exit(main(sys.argv[1:]))'
+        'run.validate_point = lambda *_: []; run.LOOK_SECONDS = 0.1; sys.exit(main(sys.argv[1:]))'
     )
     command = [sys.executable, '-c', machine, str(tmp_path / 'python'), 'sweep', '--search', '--trials', '6']
     command += ['--parallel', '2', '--run_dir', str(tmp_path / 'both')]
@@ -186,6 +186,54 @@ def test_a_search_that_differs_is_refused(search, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert main(['sweep', '--run_dir', 'x', '--trials', '2']) == 2
     assert 'give --search as well' in capsys.readouterr().err
+
+
+def refuse_deep_models(sweep, point, devices, cache):
+    if point.experiment.model.n_layers > 2:
+        raise ConfigError(f'model.n_layers = {point.experiment.model.n_layers}: too deep (in the point {point.name})')
+    return []
+
+
+def test_a_search_goes_on_after_a_refused_trial(search, tmp_path, monkeypatch, capsys):
+    """It also goes on in a later call, and with --retry_failed, where the trial is refused once more.
+
+    What is drawn while trials run is checked by the training itself, which has a stand-in here.
+    """
+    monkeypatch.setattr(run_module, 'validate_point', refuse_deep_models)
+    root = tmp_path / 'root'
+    for flags in (('4',), ('9',), ('10', '--retry_failed')):
+        assert search('root', '--trials', *flags) == 0
+        rows = sweep_file.read_rows(root)
+        assert len(rows) == int(flags[0])
+        refused = {row['point'] for row in rows if (row['status'], row['exit_code']) == ('failed', 2)}
+        assert {row['point'] for row in rows if row['status'] == 'done'} == {row['point'] for row in rows} - refused
+        assert refused
+        assert all(int(row['settings']['model.n_layers']) > 2 for row in rows if row['point'] in refused)
+    assert not any((root / name).exists() for name in refused)
+    capsys.readouterr()
+    assert search('other', '--trials', '30', '--dry_run') == 0
+    assert re.search(r'trial-\d+  \[refused\].*\n', capsys.readouterr().out)
+    assert not (tmp_path / 'other').exists()
+
+
+def test_a_search_whose_trials_are_all_refused_ends_with_the_error_of_the_first(search, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, 'validate_point', lambda *_: refuse_deep_models(*_) or 1 / 0)
+    monkeypatch.setattr(run_module, 'MOST_REFUSED', 2)
+    (tmp_path / 'space.gin').write_text(SPACE.replace('integers(1, 4)', 'integers(3, 4)'))
+    assert search('root', '--trials', '40') == 2
+    assert 'too deep (in the point trial-0000)' in capsys.readouterr().err
+    assert not (tmp_path / 'root').exists()
+
+
+def test_drawn_values_that_make_no_configuration_are_a_refused_trial(search, tmp_path, capsys):
+    (tmp_path / 'space.gin').write_text(
+        SPACE + 'train.tokens_per_step = choice(4096, 4224)\ntrain.context_length = choice(128, 256)\n'
+    )
+    assert search('root', '--seed', '3', '--trials', '12') == 0
+    rows = sweep_file.read_rows(tmp_path / 'root')
+    refused = [row for row in rows if row['status'] != 'done']
+    assert {(row['exit_code'], row['settings']['train.tokens_per_step']) for row in refused} == {(2, '4224')}
+    assert all('must be a multiple of train.context_length = 256' in row['error'] for row in refused)
 
 
 def test_a_dry_run_draws_what_it_can(search, capsys):

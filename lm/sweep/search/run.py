@@ -9,15 +9,18 @@ from typing import Any
 
 import jax
 
-from lm.errors import AbsentError, LmError, Preempted, WrongResults
+from lm.errors import AbsentError, ConfigError, LmError, Preempted, WrongResults
+from lm.plan import PlanCache
 from lm.runs import sweep_file
 from lm.sweep.options import SweepOptions
 from lm.sweep.points import Point
-from lm.sweep.run import validate_points
+from lm.sweep.run import validate_point
 from lm.sweep.runner import Runner, RunningPoint
 from lm.sweep.search.search import Search
 from lm.text import format_count
 
+MOST_REFUSED = 20
+"""If so many trials are refused and no other was drawn, the files that all trials share are at fault."""
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the folder, which may be in a bucket."""
 
@@ -25,24 +28,47 @@ LOOK_SECONDS = 2.0
 def run_search(search: Search, options: SweepOptions, *, dry_run: bool = False) -> None:
     """Trains the trials that have not ended; `dry_run`: only lists and checks the trials that can be drawn now.
 
-    Raises the errors of `validate_points`, AbsentError if data are absent, Preempted if it was asked to stop, and
+    Raises the errors of `validate_trials`, AbsentError if data are absent, Preempted if it was asked to stop, and
     LmError if no trial has a loss.
     """
     jax.config.update('jax_platforms', 'cpu')  # the trials need the accelerator of this machine
-    due = search.refresh()
+    search.refresh()
     search.sweep.check()
+    absent = validate_trials(search, options.gpus_per_job)
     print(f'{format_count(search.options.trials, "trial")} in {search.sweep.root}')
     for point in search.sweep.points:
         values = ', '.join(f'{key} = {value}' for key, value in point.settings.items())
-        print(f'{point.name}  [{search.sweep.result(point)["status"]}]  {values}')
-    absent = validate_points(search.sweep, options.gpus_per_job)
+        status = 'refused' if point.index in search.refused else search.sweep.result(point)['status']
+        print(f'{point.name}  [{status}]  {values}')
+    for line in map(str, search.refused.values()):
+        print(f'refused: {line}')
     for line in absent:
         print(f'not checked: {line}')
     if dry_run:
         return
-    if absent and due:
+    if absent and search.refresh():
         raise AbsentError(absent[0])
     SearchRunner(search, options).run()
+
+
+def validate_trials(search: Search, devices: int | None) -> list[str]:
+    """Refuses the trials whose values do not fit together, and draws others, until the next ones are good.
+
+    Returns a line for each absent thing. Raises ConfigError if all trials are refused, and other errors of `lm train`.
+    """
+    checked: dict[int, None] = {}
+    absent: dict[str, None] = {}
+    cache = PlanCache()
+    while due := [point for point in search.refresh() if point.index not in checked]:
+        for point in due:
+            checked[point.index] = None
+            try:
+                absent |= dict.fromkeys(validate_point(search.sweep, point, devices, cache))
+            except ConfigError as error:
+                search.refuse(point, error)
+        if len(search.refused) == len(search.sweep.points) >= min(search.options.trials, MOST_REFUSED):
+            raise next(iter(search.refused.values()))
+    return list(absent)
 
 
 class SearchRunner(Runner):
@@ -52,7 +78,7 @@ class SearchRunner(Runner):
         self.search = search
         super().__init__(search.sweep, options)
         self._looked, self._pruned, self._has_ended = -LOOK_SECONDS, set[str](), False
-        self._written = 0
+        self._written, self._noted = 0, set[int]()
         search.note_facts()
 
     def has_more(self) -> bool:
@@ -72,12 +98,20 @@ class SearchRunner(Runner):
         for point in self.sweep.points[self._written :]:  # `lm sweep --index` needs all of them
             self.sweep.write_config(point)
         self._written = len(self.sweep.points)
+        self._note_refused()
         for job in self.running:
             verdict = self.search.judge(job.point)
             if verdict and verdict.pruned_at is not None and job.point.name not in self._pruned:
                 self._pruned.add(job.point.name)
                 self.say(f'{job.point.name}: pruned at step {verdict.pruned_at:,}')
                 self.end_early(job)
+
+    def _note_refused(self) -> None:
+        """Records the trials that were refused without a process of their own."""
+        for number in self.search.refused.keys() - self._noted:
+            self._noted.add(number)
+            error = self.search.refused[number]
+            self.sweep.record_failure(self.sweep.points[number], error.exit_code, str(error))
 
     def launch(self, point: Point, held: Any) -> None:
         self.search.forgive(point)

@@ -1,6 +1,8 @@
 """The trials of a search in the folder of a sweep."""
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -54,6 +56,8 @@ class Search:
             first.experiment.train.eval_every,
         )
         self._forgiven = set(range(options.trials)) if retry_failed else set()
+        self.refused: dict[int, ConfigError] = {}
+        """Trials of this call whose values do not fit together → the error."""
         self._check(first)
 
     def _check(self, first: Point) -> None:
@@ -96,13 +100,17 @@ class Search:
                 values = self._values(number)
                 if values is None:
                     break
-                self.sweep.points.append(self.space.make_point(number, values))
+                self.sweep.points.append(self._make_point(number, values))
             point = self.sweep.points[number]
             if (verdict := self.study.judge(number)) is None:
                 due.append(point)
             elif verdict.pruned_at is not None and self.sweep.result(point)['status'] == 'interrupted':
                 self.sweep.record_pruned(point, verdict.pruned_at)
         return due
+
+    def refuse(self, point: Point, error: ConfigError) -> None:
+        """Lets a trial end without a loss, because its values do not fit together."""
+        self.refused[point.index] = error
 
     def has_ended(self) -> bool:
         """Tells whether every trial has ended."""
@@ -120,6 +128,14 @@ class Search:
         """Has the next sweep.json tell how the trials were drawn, and which parameters matter."""
         self.sweep.facts = {'search': {**self.describe(), 'importance': self.study.rate()}}
 
+    def _make_point(self, number: int, values: Mapping[str, Any]) -> Point:
+        try:
+            return self.space.make_point(number, values)
+        except ConfigError as error:
+            point = dataclasses.replace(self.space.make_point(number, {}), settings=self.space.write_values(values))
+            self.refuse(point, error)
+            return point
+
     def _values(self, number: int) -> dict[str, Any] | None:
         """Returns the values of a trial: of its run directory, or else drawn."""
         if (result := self._read(number)) and result.values:
@@ -127,6 +143,8 @@ class Search:
         return self.study.draw(number)
 
     def _read(self, number: int) -> TrialResult | None:
+        if number in self.refused:
+            return TrialResult(self.study.draw(number) or {}, (), False, ConfigError.exit_code)
         name = name_trial(number)
         path, failure = self.sweep.root / name, sweep_file.read_failure(self.sweep.root, name)
         code = failure.get('exit_code')
