@@ -180,7 +180,7 @@ _elementwise(
 )
 
 
-@rule('copy', 'copy_p', 'name', 'reduce_precision', 'sharding_constraint', 'pvary', 'stop_gradient')
+@rule('copy', 'copy_p', 'name', 'reduce_precision', 'sharding_constraint', 'reshard', 'pvary', 'stop_gradient')
 def _keep(_, x):
     return x
 
