@@ -282,7 +282,8 @@ def attend_window_linear(layer: Layer) -> np.ndarray:
     if config.map is None:
         far, _ = weigh_by_two_softmaxes(layer)
     else:
-        inner = Layer(config.map, layer.weights.get('map', {}), layer.q, layer.k, layer.v, {}, layer.starts, layer.causal)
+        weights = layer.weights.get('map', {})
+        inner = Layer(config.map, weights, layer.q, layer.k, layer.v, {}, layer.starts, layer.causal)
         far, _ = MAPS[name](inner)
     if config.far_factor == 'mean' or (config.far_factor is None and name != 'hedgehog'):
         far = far * np.exp(layer.weights['log_far_factor'])[None, :, None, None]

@@ -39,11 +39,18 @@ def test_the_committed_notebook_is_its_text_form_with_outputs(name):
     assert not [output.text for output in outputs if 'text' in output and PLACE.search(output.text)]
 
 
-def test_the_notebooks_run(tmp_path, monkeypatch):
-    """All run in one folder, so that one of them finds the run of another."""
-    monkeypatch.delenv('XLA_FLAGS')  # one device, as users have
-    for name in NOTEBOOKS.TINY:
+@pytest.mark.parametrize(
+    'names',
+    [
+        pytest.param(['first_run', 'look_at_a_run'], id='on any machine'),
+        pytest.param(['train_32k_on_a_tpu'], id='on a TPU', marks=pytest.mark.slow),  # four processor minutes
+    ],
+)
+def test_the_notebooks_run(names, tmp_path, monkeypatch):
+    """They run in one folder, so that one of them finds the run of another."""
+    monkeypatch.setenv('XLA_FLAGS', tiny.COMPILE_QUICKLY)  # one device, as users have
+    for name in names:
         notebook = NOTEBOOKS.execute(name, tmp_path, tiny=True)
         outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
         assert not [output for output in outputs if output.output_type == 'error'], name
-    assert (tmp_path / 'figures.zip').exists()
+    assert (tmp_path / 'figures.zip').exists() == ('train_32k_on_a_tpu' in names)
