@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -268,7 +269,7 @@ def experiment(path):
     )
 
 
-@pytest.mark.parametrize('name', ADVANTAGE)
+@pytest.mark.parametrize('name', grids.draw(ADVANTAGE, 1))
 def test_a_small_training_beats_the_baseline_and_resumes_to_the_bit(experiment, name, tmp_path, capsys):
     """The data are three families. Resumed from step 75, the run ends as before: data and hidden tokens depend on the
     step."""

@@ -1,6 +1,7 @@
 """The TPU kernels of the delta rule with a factor per key channel, interpreted, against the recurrence by token."""
 
 import functools
+import itertools
 
 import grids
 import interpreter
@@ -36,8 +37,7 @@ def by_kernels(arrays, by_products=False):
     ('length', 'dtype', 'tolerance', 'by_products'),
     [
         *grids.draw([(128, jnp.bfloat16, 2e-2, False), (128, jnp.bfloat16, 2e-2, True)], 1),
-        (LENGTH, jnp.float32, 3e-5, False),
-        (LENGTH, jnp.float32, 3e-5, True),
+        *grids.draw([(LENGTH, jnp.float32, 3e-5, False), (LENGTH, jnp.float32, 3e-5, True)], 1),
     ],
 )
 def test_kernels_agree_with_the_recurrence(length, dtype, tolerance, by_products):
@@ -57,8 +57,7 @@ def test_any_order_of_heads_on_two_cores(monkeypatch):
     assert_near(got, recurrence(*arrays), 3e-5)
 
 
-@pytest.mark.parametrize('by_products', [False, True])
-@pytest.mark.parametrize('log_factor', [0.0, -1e4])
+@pytest.mark.parametrize(('log_factor', 'by_products'), grids.draw(itertools.product([0.0, -1e4], [False, True]), 2))
 def test_equal_keys_with_factors_of_any_size(log_factor, by_products):
     q, k, v, *_ = draw_channels(LENGTH)
     k = jnp.broadcast_to(k[:, :1], k.shape)

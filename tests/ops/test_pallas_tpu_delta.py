@@ -2,6 +2,7 @@
 
 import functools
 
+import grids
 import jax
 import jax.numpy as jnp
 import nearness
@@ -50,7 +51,10 @@ def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
     assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
 
 
-@pytest.mark.parametrize('gates', [[0.0], [-1e-8], [-104.0], [-1e4], [0.0, -1e-8, -104.0, -1e4]], ids=str)
+GATES = [[0.0], [-1e-8], [-104.0], [-1e4], [0.0, -1e-8, -104.0, -1e4]]
+
+
+@pytest.mark.parametrize('gates', grids.draw(GATES, 3), ids=str)
 def test_gates_of_any_size(gates):
     arrays = list(draw(300))
     arrays[4] = jnp.asarray(np.random.default_rng(1).choice(gates, size=arrays[4].shape), jnp.float32)
@@ -138,7 +142,7 @@ def of_whole_window(length):
     return jax.jit(functools.partial(outputs_and_gradients, whole))(*draw(length)[:-1])
 
 
-@pytest.mark.parametrize('devices', [2, 4])
+@pytest.mark.parametrize('devices', grids.draw([2, 4], 1))
 def test_parts_of_a_window(devices):
     *tokens, _ = draw(600)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), (platform.SEQUENCE_AXIS,))

@@ -214,6 +214,7 @@ def test_the_sweeps_fill_the_papers_table(key):
     assert collections.Counter(cells) == collections.Counter(wanted)
 
 
+@pytest.mark.slow  # a whole act of several runs; its parts have tests of their own
 def test_a_checkpoint_is_evaluated_under_every_point(reference_run, tmp_path):
     run = shutil.copytree(reference_run[0], tmp_path / 'run')
     sweep = tmp_path / 'sweep.gin'

@@ -62,6 +62,7 @@ def test_fit_of_another_kernel():
         fit(config.sketch(), kernel, start, q, k[:, :5])
 
 
+@pytest.mark.slow  # a whole act of several runs; its parts have tests of their own
 def test_fit_to_the_queries_and_keys_of_a_trained_run(reference_run, tmp_path):
     flags = ['--degree', '2', '--n_features', '96', '--samples', '512', '--steps', '1000']
     command = [sys.executable, str(SCRIPT), str(reference_run[0]), *flags, '--json', str(tmp_path / 'rows.json')]

@@ -30,6 +30,7 @@ def write_sweep(folder, *names: str) -> None:
     (folder / 'sweep.json').write_text(to_json({'kind': 'sweep', 'points': points}))
 
 
+@pytest.mark.slow  # a whole act of several runs; its parts have tests of their own
 def test_softmax_with_its_own_weights_is_where_it_was_and_performer_not(reference_run, tiny_flags, tmp_path, compare):
     start = {
         'train.init_from': str(reference_run[0]),

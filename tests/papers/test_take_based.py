@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 
+import grids
 import numpy as np
 import pytest
 import tiny
@@ -40,7 +41,7 @@ def take(monkeypatch, *arguments) -> int:
     return MAIN()
 
 
-@pytest.mark.parametrize('degree', [2, 4])
+@pytest.mark.parametrize('degree', grids.draw([2, 4], 1))
 def test_the_start_computes_what_based_computes_and_a_run_goes_on(degree, based, tiny_flags, tmp_path, monkeypatch):
     model = LLOPS | {'llops.degree': degree}
     assert take(monkeypatch, based, '--run_dir', tmp_path / 'start', *tiny.params(model)) == 0

@@ -237,6 +237,7 @@ def test_powers_are_short():
     assert [format_power(value) for value in (1234567, 9.876e10, 3e13)] == ['1.23e6', '9.88e10', '3.00e13']
 
 
+@pytest.mark.slow  # a whole act of several runs; its parts have tests of their own
 def test_a_small_ladder_from_the_sweep_to_the_speedup(tokens, tmp_path, capsys):
     """The losses of tiny runs are real, and so is the order of their sizes."""
     kept = {name: value for name, value in tiny.MODEL.items() if name not in ('model.d_model', 'train.steps')}

@@ -42,8 +42,8 @@ lock.HEARTBEAT = 0.001  # it is being renewed at any moment
 signals.LAST_ACT_SECONDS = 0.5 if sys.argv[2] == 'hangs' else 50
 with lock.RunLock(epath.Path(sys.argv[1])) as held:
     if sys.argv[2] == 'hangs':
-        held._store = None
         held._writing.acquire()
+        held._store = None
     time.sleep(0.1)
     threading.Thread(target=signals.end_process, args=('over',)).start()
     time.sleep(60)

@@ -143,6 +143,7 @@ def test_two_processes_of_a_local_pod_equal_one_process_with_two_devices(tiny_fl
     assert tiny.checksums(pair, 40) == tiny.checksums(single, 40)
 
 
+@pytest.mark.slow  # a whole act of several runs; its parts have tests of their own
 def test_two_slices_equal_one(tiny_flags, tmp_path):
     """The devices of a slice, which is one process, share parameters. Gradients are summed over both slices, in another
     order than in one process: losses agree within 1e-5."""

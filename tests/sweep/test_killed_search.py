@@ -109,6 +109,7 @@ def make(tmp_path):
     )
 
 
+@pytest.mark.slow  # a whole act of several runs; its parts have tests of their own
 def test_a_small_search_survives_sigkill(make):
     search = make(6, {})
     assert search.finish('killed', 'after lm.sweep.sweep.Sweep.prepare 1') == -signal.SIGKILL

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import grids
 import pytest
 import shipped
 import tiny
@@ -345,7 +346,7 @@ def test_a_point_trained_by_another_process_has_not_failed(sweep, tmp_path, caps
     assert 'failed' not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize('how', grids.draw([signal.SIGTERM, signal.SIGKILL], 1))
 def test_an_interrupted_sweep_continues(how, sweep, reference_run, tmp_path):
     """A sweep that is asked to stop saves and exits with 42. If the sweep is killed, its point still saves."""
     root = tmp_path / 'root'

@@ -2,6 +2,7 @@
 
 import functools
 
+import grids
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +46,7 @@ def alone(microbatches: int):
 
 @pytest.mark.parametrize(
     ('devices', 'settings', 'microbatches'),
-    [(4, {}, 1), (4, {'fsdp': 2}, 1), (4, {'fsdp': 2}, 2), (4, {}, 2), (2, {'sequence': 2}, 1)],
+    grids.draw([(4, {}, 1), (4, {'fsdp': 2}, 1), (4, {'fsdp': 2}, 2), (4, {}, 2), (2, {'sequence': 2}, 1)], 3),
 )
 def test_any_mesh_takes_the_same_steps(devices, settings, microbatches):
     expected, losses = alone(microbatches)
