@@ -31,7 +31,7 @@ def add_parser(
     return parser
 
 
-def add_option_flags(parser: argparse.ArgumentParser, options: type) -> None:
+def add_option_flags(parser: argparse._ActionsContainer, options: type) -> None:
     """Adds a flag for each field of a dataclass that has a help text, as `lm.options.option` describes it.
 
     A flag that is not given is None.

@@ -3,7 +3,7 @@
 import argparse
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.commands.flags import (
     add_gin_flags,
@@ -156,7 +156,7 @@ def make_search_call(arguments: argparse.Namespace) -> Call:
     root = read_root(arguments, 'for the runs of the search')
     check_optuna()
     options = read_sweep_options(arguments)
-    given = {'parallel': options.jobs} | find_options(arguments, SearchOptions)
+    given: dict[str, Any] = {'parallel': options.jobs} | find_options(arguments, SearchOptions)
     search = SearchOptions(arguments.search, **given)
     if search.parallel < options.jobs:
         raise ConfigError(f'--parallel {search.parallel}: must be at least {options.jobs}, which is --jobs')
