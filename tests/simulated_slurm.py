@@ -1,7 +1,7 @@
 """Slurm's commands without a cluster. `install` makes them; `sbatch` runs the tasks of an array one after the other.
 
-`lm` is one of the commands: outcomes.json has task → its exit codes, one after the other. log.json gets an entry per
-start: [task, machine, code, the arguments of lm].
+`lm` is one of the commands: outcomes.json has task → its exit codes, one after the other; [code, step] also saves that
+step. log.json gets an entry per start: [task, machine, code, the arguments of lm].
 """
 
 import json
@@ -50,6 +50,11 @@ def lm(arguments: list[str]) -> int:
     outcomes, log = (json.loads((FOLDER / name).read_text()) for name in ('outcomes.json', 'log.json'))
     task, machine = os.environ['TASK'], os.environ['SLURMD_NODENAME']
     code = outcomes[task].pop(0)
+    if isinstance(code, list):
+        code, step = code
+        run = pathlib.Path(arguments[arguments.index('--run_dir') + 1], arguments[arguments.index('--index') + 1])
+        run.mkdir(exist_ok=True)
+        (run / 'run.json').write_text(json.dumps({'saved_step': step}, indent=2))
     log.append([int(task), machine, code, arguments])
     (FOLDER / 'outcomes.json').write_text(json.dumps(outcomes))
     (FOLDER / 'log.json').write_text(json.dumps(log))

@@ -59,7 +59,7 @@ def emit_sweep(
     print(f'{format_count(len(jobs), "point")} of {len(sweep.points)} in {folder}')
     if jobs:
         watch = shlex.join(['lm', 'sweep', '--status', '--run_dir', str(sweep.root)])
-        print(f'submit: {kind.submit.format(folder=out)}\nwatch:  {watch}')
+        print(f'submit: {kind.submit.format(folder=shlex.quote(out))}\nwatch:  {watch}')
 
 
 def make_jobs(sweep: Sweep, points: list[Point]) -> list[ClusterJob]:

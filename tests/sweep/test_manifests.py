@@ -265,6 +265,37 @@ def test_slurm_puts_tasks_back_into_its_queue(emit, tmp_path):
     assert log[0][3] == ['sweep', '--run_dir', str(tmp_path / 'root'), '--index', 'seed-0']
 
 
+def test_slurm_gives_up_on_a_point_that_fails_without_a_new_checkpoint(emit, tmp_path):
+    """Such as one that the kernel kills for its memory. One that saves between its failures goes on."""
+    assert emit('slurm') == 0
+    cluster = tmp_path / 'cluster'
+    cluster.mkdir()
+    ends = {'0': [137] * 30, '1': [[137, 10], [1, 20], [137, 30], [137, 30], [1, 40], [137, 50], 0]}
+    environment = simulated_slurm.install(cluster, ends | {'2': [1] * 9, '3': [[9, 10], *[9] * 8], '4': [0]})
+    subprocess.run(['sbatch', tmp_path / 'slurm' / 'sweep.sh'], env=environment, check=True)
+    log = json.loads((cluster / 'log.json').read_text())
+    assert [sum(task == i for task, *_ in log) for i in range(5)] == [4, 7, 4, 4, 1]
+
+
+def test_slurm_gets_an_array_for_each_thousand_points(tmp_path):
+    jobs = [ClusterJob(f'lm-{i}', f'point-{i}', i, str(tmp_path)) for i in (0, 999, 1000, 2500)]
+    files = FORMATS['slurm'].make_files(jobs, ClusterOptions(), str(tmp_path))
+    found = {name: re.search(r'--array=(.*)', text)[1] for name, text in files.items()}
+    assert found == {'sweep.sh': '0,999', 'sweep-1.sh': '0', 'sweep-2.sh': '500'}
+    for name, first in (('sweep.sh', 'point-0'), ('sweep-1.sh', 'point-1000'), ('sweep-2.sh', 'point-2500')):
+        assert f']={first}' in files[name]
+        assert f'$folder/{name}' in files[name], 'a task goes to other machines with its own script'
+    assert len({re.search(r'--output=(.*)', text)[1] for text in files.values()}) == 3, (
+        'the logs have names of their own'
+    )
+
+
+@pytest.mark.parametrize(('folder', 'output'), [('/x/my jobs', '"/x/my jobs/%a.log"'), ('/x/lr%j', '/x/lr%%j/%a.log')])
+def test_slurm_writes_logs_into_folders_of_any_name(folder, output):
+    files = FORMATS['slurm'].make_files(JOBS, ClusterOptions(), folder)
+    assert f'#SBATCH --output={output}\n' in files['sweep.sh']
+
+
 def test_slurm_tells_each_process_where_to_meet(emit, tmp_path):
     assert emit('slurm', '--gpus', '16', '--nodes', '2') == 0
     cluster = tmp_path / 'cluster'

@@ -6,7 +6,7 @@ Each format has the same policy by exit codes, in the terms of its scheduler:
     42, signals        again, any number of times: the state is saved, or was a checkpoint ago
     45                 elsewhere: the machine computes wrongly
     2, 43, 44          never again: the same command would end in the same way
-    anything else      again, `ClusterOptions.failures` times at most
+    anything else      again, `ClusterOptions.failures` times at most; Slurm: without a new checkpoint
 """
 
 import abc

@@ -3,6 +3,9 @@
 The script itself looks at the exit code. It puts a task back into the queue by `scontrol requeue`, and submits it anew,
 with `--exclude`, after a machine has computed wrongly. Before the time limit Slurm sends SIGTERM: the point saves, ends
 with 42, and goes on in its next turn. A task that was cancelled is not put back.
+
+A failure counts until the point saves its next checkpoint, where the folder of the sweep is on a disk. A process that
+is killed, as the kernel does where memory is short, is such a failure: Slurm itself puts back what it preempts.
 """
 
 import shlex
@@ -23,12 +26,13 @@ from lm.sweep.options import ClusterOptions
 SCRIPT = 'sweep.sh'
 SAVING_SECONDS = 300
 """How long before the time limit a point is told to save."""
-KILLED = 137
-"""The exit code of a process that was killed at once, for example because its machine was taken away."""
+MOST_TASKS = 1000
+"""The tasks of one array. A cluster refuses indices from its MaxArraySize on, which is 1001 by default."""
 
 TEMPLATE = """\
 # One task per point; `lm sweep --emit` wrote this. Submit it with: sbatch {script}
-# The exit code decides: {again} again, {elsewhere} on other machines, {never} never, others {failures} times at most.
+# The exit code decides: {again} again, {elsewhere} on other machines, {never} never, others {failures} times at most
+# without a new checkpoint.
 set -u
 folder={folder}
 export LM_WRONG_MACHINES=$folder/wrong_machines
@@ -41,6 +45,10 @@ elsewhere() {{
   wrong=$(sort -u "$LM_WRONG_MACHINES" | paste -sd ,)
   echo "point ${{points[$SLURM_ARRAY_TASK_ID]}} goes to other machines than $wrong"
   sbatch --array="$SLURM_ARRAY_TASK_ID" --exclude="$wrong" "$folder/{script_name}"
+}}
+
+saved() {{
+  grep -o '"saved_step": *[0-9]*' {root}/"${{points[$SLURM_ARRAY_TASK_ID]}}"/run.json 2>/dev/null
 }}
 
 again() {{
@@ -58,7 +66,7 @@ fi
 {setup}
 # The processes get SIGTERM from Slurm themselves. This shell waits until they have saved.
 trap : TERM
-code=0
+code=0 before=$(saved)
 {srun} || code=$?
 
 case $code in
@@ -66,6 +74,7 @@ case $code in
   {again_codes}) again ;;
   {elsewhere}) elsewhere ;;
   *)
+    if [ "$(saved)" != "$before" ]; then rm -f "$failures"; fi
     echo "$code" >>"$failures"
     if [ "$(wc -l <"$failures")" -le {failures} ]; then again; fi
     ;;
@@ -75,22 +84,33 @@ exit "$code"
 
 
 class SlurmFormat(ManifestFormat):
-    """One script for all points."""
+    """One script for all points, or for each thousand of them."""
 
     name = 'slurm'
     uses = ('image', 'gpus', 'nodes', 'queue', 'failures', 'jobs', 'setup', 'scheduler_options')
-    submit = f'sbatch {{folder}}/{SCRIPT}'
+    submit = 'for script in {folder}/*.sh; do sbatch "$script"; done'
 
     def check_machines(self, options: ClusterOptions, is_local: bool) -> None:
         """Machines of Slurm share disks, so any folder may do."""
 
     def make_files(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str) -> dict[str, str]:
+        chunks: dict[int, list[ClusterJob]] = {}
+        for job in jobs:
+            chunks.setdefault(job.index // MOST_TASKS, []).append(job)
+        return {
+            name: self.format_script(chunk, options, folder, name)
+            for number, chunk in chunks.items()
+            for name in [f'sweep-{number}.sh' if number else SCRIPT]
+        }
+
+    def format_script(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str, name: str) -> str:
+        """Returns the script `name` for points of one thousand."""
         machines = sorted({machine for job in jobs for machine in job.excluded})
-        indices = ','.join(str(job.index) for job in jobs) + (f'%{options.jobs}' if options.jobs else '')
+        tasks = ','.join(str(job.index % MOST_TASKS) for job in jobs) + (f'%{options.jobs}' if options.jobs else '')
         requests = {
             'job-name': 'lm',
-            'array': indices,
-            'output': f'{folder}/%a.log',
+            'array': tasks,
+            'output': _quote(f'{_escape(folder)}/{name.removesuffix(".sh").removeprefix("sweep").lstrip("-")}%a.log'),
             'open-mode': 'append',
             'requeue': None,
             'signal': f'TERM@{SAVING_SECONDS}',
@@ -104,11 +124,11 @@ class SlurmFormat(ManifestFormat):
             requests['partition'] = options.queue
         if machines:
             requests['exclude'] = ','.join(machines)
-        lines = [f'--{name}' if value is None else f'--{name}={value}' for name, value in requests.items()]
+        lines = [f'--{key}' if value is None else f'--{key}={value}' for key, value in requests.items()]
         head = ['#!/usr/bin/env bash', *(f'#SBATCH {line}' for line in [*lines, *options.scheduler_options])]
-        return {SCRIPT: '\n'.join(head) + '\n' + self.format_body(jobs, options, folder)}
+        return '\n'.join(head) + '\n' + self.format_body(jobs, options, folder, name)
 
-    def format_body(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str) -> str:
+    def format_body(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str, name: str) -> str:
         """Returns the script below Slurm's own lines."""
         srun = 'srun' + (f' --container-image={shlex.quote(options.image)}' if options.image else '')
         command = f'{shlex.join(make_command(jobs[0].root, ""))[:-2]}"${{points[$SLURM_ARRAY_TASK_ID]}}"'
@@ -120,16 +140,27 @@ class SlurmFormat(ManifestFormat):
         interrupted = sorted({code for code in INTERRUPTED if code > 0} - set(AGAIN))
         never, elsewhere = ' | '.join(map(str, NEVER)), ' | '.join(map(str, ELSEWHERE))
         return TEMPLATE.format(
-            script=shlex.quote(f'{folder}/{SCRIPT}'),
-            script_name=SCRIPT,
+            script=shlex.quote(f'{folder}/{name}'),
+            script_name=name,
             folder=shlex.quote(folder),
-            points=' '.join(f'[{job.index}]={shlex.quote(job.point)}' for job in jobs),
+            root=shlex.quote(jobs[0].root),
+            points=' '.join(f'[{job.index % MOST_TASKS}]={shlex.quote(job.point)}' for job in jobs),
             setup='\n'.join(['set -e', *options.setup, 'set +e']) if options.setup else '',
             srun=f'{srun} {command}',
             again=', '.join(map(str, AGAIN)),
-            again_codes=' | '.join(map(str, (*AGAIN, *interrupted, KILLED))),
+            again_codes=' | '.join(map(str, (*AGAIN, *interrupted))),
             elsewhere=elsewhere,
             never=', '.join(map(str, NEVER)),
             never_codes=never,
             failures=options.most_failures,
         )
+
+
+def _escape(path: str) -> str:
+    """Returns a path as Slurm's patterns of file names write it."""
+    return path.replace('%', '%%')
+
+
+def _quote(value: str) -> str:
+    """Returns a value for a line of Slurm's options, which ends at a space without quotes."""
+    return f'"{value}"' if ' ' in value else value
