@@ -380,6 +380,18 @@ def test_a_split_without_documents(tmp_path):
         run(TextFiles(path=str(tmp_path / 'text')), tmp_path / 'store')
 
 
+def test_a_share_that_leaves_no_document_to_validation_is_named_and_can_be_changed(tmp_path):
+    """The text is not damaged, and nothing of the first try stands in the way of the second."""
+    lines = [json.dumps({'text': f'word{i} again some text ' * 30}) for i in range(10)]
+    (tmp_path / 'ten.jsonl').write_text('\n'.join(lines))
+    few, small = Jsonl(path=str(tmp_path / 'ten.jsonl')), TokenizerConfig(vocab_size=300)
+    with pytest.raises(ConfigError, match=r"^jsonl\.validation_fraction = 0\.05: .*split 'validation'; change it"):
+        run(few, tmp_path / 'store', tokenizer=small)
+    assert not (tmp_path / 'store').exists()
+    info = run(dataclasses.replace(few, validation_fraction=0.5), tmp_path / 'store', tokenizer=small)
+    assert min(split['documents'] for split in info['splits'].values()) > 0
+
+
 def test_an_existing_tokenizer(tmp_path):
     corpus = write_text(tmp_path / 'text', files=1)
     model = train(TokenizerConfig(vocab_size=400), [words(3000, seed=9)])

@@ -399,6 +399,11 @@ def test_checksum_of_tf_records():
     assert tfds_module.masked_crc(b'123456789') == struct.pack('<I', 0xC78AB0E5)
 
 
+def test_a_version_behind_the_name_of_a_dataset_has_a_field_of_its_own():
+    with pytest.raises(ConfigError, match=r"set tfds\.name = 'wiki40b/en' and tfds\.version = '1\.3\.0'"):
+        Tfds(name='wiki40b/en:1.3.0')
+
+
 def test_tfds_damaged_array_record(data_dir, tmp_path):
     write_tfds(tmp_path, {'train': TEXTS})
     file = next((tmp_path / 'tiny' / '1.0.0').glob('*train.array_record*'))

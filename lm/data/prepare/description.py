@@ -14,7 +14,7 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
 from lm.data.sources.base import Shard, inventory
 from lm.data.tokenizers import Tokenizer
-from lm.errors import MismatchError
+from lm.errors import ConfigError, MismatchError
 from lm.text import format_count, make_visible
 
 FORMAT = 1
@@ -22,14 +22,33 @@ SAMPLED = 64
 """Documents of a split that show how documents of ready tokens begin."""
 
 
-def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts]) -> dict[str, Any]:
+class EmptySplitError(ConfigError):
+    """The share of documents that is held out leaves none to a split."""
+
+
+def describe_split(
+    config: PrepareConfig, name: str, counts: list[ShardCounts], held_out: float | None = None
+) -> dict[str, Any]:
     """Returns the entry of a split, without its SHA-256, from the counts of its shards.
 
-    Raises MismatchError for a split without documents.
+    Args:
+        config: the settings of the preparation.
+        name: the split.
+        counts: of its shards.
+        held_out: the share of documents that is held out, if a hash of their places chooses them.
+
+    Raises EmptySplitError for a split to which the share leaves no document, and MismatchError for another empty one.
     """
     names = ('documents', 'bytes', 'words', 'tokens', 'decoded', 'unchanged')
     split = {key: sum(getattr(c, key) for c in counts) for key in names}
     split['bad_records'] = sum(len(c.bad) for c in counts)
+    if not split['documents'] and held_out is not None and not split['bad_records']:
+        kind = config.require_source().gin_name
+        raise EmptySplitError(
+            f'{kind}.validation_fraction = {held_out:g}: the share, drawn by a hash, leaves no document to the split '
+            f"{name!r}; change it, add files for the split, or set prepare.splits = ('train',) and data.eval_split = "
+            "'train'"
+        )
     if not split['documents']:
         raise MismatchError(f'split {name!r}: no usable documents; leave it out with prepare.splits, or see the source')
     published = config.require_source().published_words(name, split['documents'])

@@ -174,7 +174,7 @@ class PartedPreparation:
         pieces = []
         for split, counts in self.counts.items():
             dtype = self.job.tokenizer().dtype.name
-            describe_split(self.config, split, counts)
+            describe_split(self.config, split, counts, self.shards[split][0].held_out)
             check_bad_records(self.config, [record for c in counts for record in c.bad])
             pieces += cut_pieces(split, counts, dtype)
         return pieces

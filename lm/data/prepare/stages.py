@@ -28,7 +28,14 @@ from rich.console import Console
 from lm.config.configurable import check_kind
 from lm.data import store
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.description import check_strict, describe_split, finish_store, make_table, print_summary
+from lm.data.prepare.description import (
+    EmptySplitError,
+    check_strict,
+    describe_split,
+    finish_store,
+    make_table,
+    print_summary,
+)
 from lm.data.prepare.meter import Meter
 from lm.data.prepare.settings import (
     check_ready_tokens,
@@ -69,14 +76,17 @@ def prepare(config: PrepareConfig, path: str, console: Console | None = None) ->
     settings = collect_settings(config)
     with _hold_lock(folder):
         made = store.read_info(path)  # by another preparation, until now
-        is_done = False
+        goes_on = True
         try:
             info = made or _make_store(config, path, folder, settings, console)
-            is_done = True
+            goes_on = False
+        except EmptySplitError:  # other settings begin anew
+            goes_on = False
+            raise
         finally:
-            if is_done or not (folder / 'tokenizer.model').exists():  # nothing is done that is worth keeping
+            if not goes_on or not (folder / 'tokenizer.model').exists():  # nothing is done that is worth keeping
                 shutil.rmtree(folder)
-                if not is_done and not is_remote(path) and not any(folder.parent.iterdir()):
+                if not is_remote(path) and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
     if made:
         return report_existing(config, path, made, console, remove)
@@ -256,19 +266,18 @@ def assemble(
     The memory that it takes depends on the largest shard, not on the number of tokens and documents.
     """
     tokenizer = job.tokenizer()
-    splits, bad = {}, []
-    for name, own in shards.items():
-        results = [job.result(shard, i) for i, shard in enumerate(own)]
-        counts = [result.require_counts() for result in results]
-        split = describe_split(config, name, counts)
-        bad += [record for c in counts for record in c.bad]
+    results = {name: [job.result(shard, i) for i, shard in enumerate(own)] for name, own in shards.items()}
+    counts = {name: [result.require_counts() for result in own] for name, own in results.items()}
+    splits = {name: describe_split(config, name, own, shards[name][0].held_out) for name, own in counts.items()}
+    for name, split in splits.items():
         digest = hashlib.sha256()
         with Meter(console, f'writing {name}', split['tokens'] * tokenizer.dtype.itemsize) as meter:
-            blocks = _digest_blocks((result.tokens(tokenizer.dtype) for result in results), digest, meter)
+            blocks = _digest_blocks((result.tokens(tokenizer.dtype) for result in results[name]), digest, meter)
             store.write_array(path, name, 'tokens', blocks, split['tokens'], tokenizer.dtype.name)
-        ends = _digest_ends((result.lengths() for result in results), digest)
+        ends = _digest_ends((result.lengths() for result in results[name]), digest)
         store.write_array(path, name, 'document_ends', ends, split['documents'], 'int64')
-        splits[name] = split | {'sha256': digest.hexdigest()}
+        split['sha256'] = digest.hexdigest()
+    bad = [record for own in counts.values() for c in own for record in c.bad]
     return finish_store(config, path, shards, settings, tokenizer, splits, bad)
 
 

@@ -21,6 +21,11 @@ _BATCH = 256
 """Records read at a time; long ones, such as books, are read one by one."""
 
 
+def _check_name(name: str) -> str | None:
+    alone, _, version = name.partition(':')
+    return f"must be a name alone; set tfds.name = '{alone}' and tfds.version = '{version}'" if version else None
+
+
 @configurable('tfds')
 class Tfds(Source):
     """A dataset of TensorFlow Datasets: pg19, wiki40b/en, c4/en or any other with a text feature.
@@ -29,7 +34,7 @@ class Tfds(Source):
     [tfds] is installed.
     """
 
-    name: str = field(help="the dataset, such as 'pg19', 'wiki40b/en' or 'c4/en'")
+    name: str = field(check=_check_name, help="the dataset, such as 'pg19', 'wiki40b/en' or 'c4/en'")
     data_dir: str | None = field(default=None, help='TFDS data_dir; None: $TFDS_DATA_DIR or ~/tensorflow_datasets')
     text_feature: str | None = field(
         default=None, help="the feature that holds the text; None: book_text for pg19, else 'text'"
