@@ -97,20 +97,21 @@ class SlurmFormat(ManifestFormat):
         chunks: dict[int, list[ClusterJob]] = {}
         for job in jobs:
             chunks.setdefault(job.index // MOST_TASKS, []).append(job)
-        return {
-            name: self.format_script(chunk, options, folder, name)
-            for number, chunk in chunks.items()
-            for name in [f'sweep-{number}.sh' if number else SCRIPT]
-        }
+        files = {}
+        for number, chunk in chunks.items():
+            name, log = (f'sweep-{number}.sh', f'{number}-%a.log') if number else (SCRIPT, '%a.log')
+            files[name] = self.format_head(chunk, options, f'{_escape(folder)}/{log}')
+            files[name] += self.format_body(chunk, options, folder, name)
+        return files
 
-    def format_script(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str, name: str) -> str:
-        """Returns the script `name` for points of one thousand."""
+    def format_head(self, jobs: Sequence[ClusterJob], options: ClusterOptions, log: str) -> str:
+        """Returns Slurm's own lines. `log` is a pattern of file names, in which %a is the number of the task."""
         machines = sorted({machine for job in jobs for machine in job.excluded})
         tasks = ','.join(str(job.index % MOST_TASKS) for job in jobs) + (f'%{options.jobs}' if options.jobs else '')
         requests = {
             'job-name': 'lm',
             'array': tasks,
-            'output': _quote(f'{_escape(folder)}/{name.removesuffix(".sh").removeprefix("sweep").lstrip("-")}%a.log'),
+            'output': f'"{log}"' if ' ' in log else log,  # a line ends at a space without quotes
             'open-mode': 'append',
             'requeue': None,
             'signal': f'TERM@{SAVING_SECONDS}',
@@ -126,10 +127,10 @@ class SlurmFormat(ManifestFormat):
             requests['exclude'] = ','.join(machines)
         lines = [f'--{key}' if value is None else f'--{key}={value}' for key, value in requests.items()]
         head = ['#!/usr/bin/env bash', *(f'#SBATCH {line}' for line in [*lines, *options.scheduler_options])]
-        return '\n'.join(head) + '\n' + self.format_body(jobs, options, folder, name)
+        return '\n'.join(head) + '\n'
 
     def format_body(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str, name: str) -> str:
-        """Returns the script below Slurm's own lines."""
+        """Returns the script `name` below Slurm's own lines."""
         srun = 'srun' + (f' --container-image={shlex.quote(options.image)}' if options.image else '')
         command = f'{shlex.join(make_command(jobs[0].root, ""))[:-2]}"${{points[$SLURM_ARRAY_TASK_ID]}}"'
         if options.processes > 1:  # srun gives each process its number
@@ -159,8 +160,3 @@ class SlurmFormat(ManifestFormat):
 def _escape(path: str) -> str:
     """Returns a path as Slurm's patterns of file names write it."""
     return path.replace('%', '%%')
-
-
-def _quote(value: str) -> str:
-    """Returns a value for a line of Slurm's options, which ends at a space without quotes."""
-    return f'"{value}"' if ' ' in value else value
