@@ -56,12 +56,12 @@ def validate_trials(search: Search, devices: int | None) -> list[str]:
 
     Returns a line for each absent thing. Raises ConfigError if all trials are refused, and other errors of `lm train`.
     """
-    checked: dict[int, None] = {}
+    checked = set[int]()
     absent: dict[str, None] = {}
     cache = PlanCache()
     while due := [point for point in search.refresh() if point.index not in checked]:
         for point in due:
-            checked[point.index] = None
+            checked.add(point.index)
             try:
                 absent |= dict.fromkeys(validate_point(search.sweep, point, devices, cache))
             except ConfigError as error:
