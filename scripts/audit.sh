@@ -13,11 +13,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-audit
-if [ ! -x "$venv/bin/python" ]; then
-  "${PYTHON:-python3}" -m venv "$venv"
-fi
+VENV=$venv scripts/install.sh audit
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-pip install -c scripts/constraints.txt -e '.[audit]'
 pip install --no-deps 'fla-core>=0.6' 'performer-pytorch>=1.1'  # files are read one by one; they ask for GPU compilers
 pip install -c scripts/constraints.txt 'tokamax>=0.0.12' || echo 'tokamax cannot be installed here: its rows are left out'
 export PYTHONPATH=$PWD JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1

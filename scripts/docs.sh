@@ -6,12 +6,6 @@
 #   INSTALL=0 scripts/docs.sh with what is installed
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${VENV:-.venv}
-if [ ! -x "$venv/bin/python" ]; then
-  "${PYTHON:-python3}" -m venv "$venv"
-fi
-if [ "${INSTALL:-1}" != 0 ]; then
-  "$venv/bin/python" -m pip --quiet --disable-pip-version-check install -c scripts/constraints.txt -e '.[docs]'
-fi
-JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} exec "$venv/bin/python" -m sphinx -b html -W --keep-going -n -E -q \
+scripts/install.sh docs
+JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} exec "${VENV:-.venv}/bin/python" -m sphinx -b html -W --keep-going -n -E -q \
   -d docs/_build/doctrees docs docs/_build/html "$@"

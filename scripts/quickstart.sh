@@ -20,12 +20,8 @@ flags=$*
   echo "quickstart: $("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON=/path/to/python3.11" >&2
   exit 2
 }
-if [ ! -x .venv/bin/python ]; then
-  echo "== making .venv with $("$python" --version)"
-  "$python" -m venv .venv
-fi
-echo "== installing"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e '.[report]'
+echo "== installing into .venv with $("$python" --version)"
+scripts/install.sh report
 # Huge pages of memory, where Linux gives them on request: a step on a CPU is a fifth shorter.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 lm=.venv/bin/lm

@@ -8,15 +8,12 @@
 #   scripts/test.sh -m journey      whole acts of a user (tests/journeys), with the one that takes a quarter of an hour
 #   scripts/test.sh -m gpu          the tests that need an NVIDIA GPU
 #   scripts/test.sh -m interop      against PyTorch, transformers and lm-evaluation-harness (some GB of wheels)
+#   scripts/test.sh --install       nothing: it installs only
 #   PYTHON=python3.12 scripts/test.sh -m smoke
 #   GPU_COMPILER=1 PYTHON=python3.12 scripts/test.sh tests/ops/test_pallas_gpu*.py   GPU kernels, interpreted and compiled
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
 venv=${VENV:-.venv}
-if [ ! -x "$venv/bin/python" ]; then
-  "$python" -m venv "$venv"
-fi
 extras='test,servers'
 case " $* " in
   *' -m gpu '*)
@@ -28,12 +25,9 @@ esac
 # libtpu compiles for TPUs that are not present, and JAX's CUDA plugin with ptxas for GPUs. Both exist for Linux only.
 compilers=()
 if [ "$(uname -sm)" = 'Linux x86_64' ]; then compilers=('jax[tpu]'); fi
-pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-pip install -c scripts/constraints.txt -e ".[$extras]" ${compilers[@]+"${compilers[@]}"}
-if [ -n "${GPU_COMPILER:-}" ]; then
-  jax=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
-  pip install --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax"
-fi
+if [ -n "${GPU_COMPILER:-}" ]; then compilers+=('jax[cuda13-local]'); fi
+scripts/install.sh "$extras" ${compilers[@]+"${compilers[@]}"}
+if [ "${1:-}" = --install ]; then exit; fi
 VENV=$venv scripts/lint.sh ruff-check ruff-format shellcheck
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 # macOS does not say which cores a process may use.

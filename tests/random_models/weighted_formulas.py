@@ -253,7 +253,8 @@ def attend_hybrid(layer: Layer) -> np.ndarray:
     """Weighs recent keys by exp(s) and older ones by a polynomial P(s), or by Π P of parts (Graef et al. 2024)."""
     config = layer.config
     scale = config.scale or layer.q.shape[-1] ** -0.5
-    coefficients = approximate(config.approximation, config.degree, config.radius / config.parts)
+    # The traced program holds them as float32; their rounding can move the logits by more than is allowed.
+    coefficients = np.float32(approximate(config.approximation, config.degree, config.radius / config.parts))
     far = np.ones(1)
     for q, k in zip(*(np.split(x, config.parts, axis=-1) for x in (layer.q, layer.k)), strict=True):
         far = far * np.polynomial.polynomial.polyval(scale * compare(q, k), coefficients)
