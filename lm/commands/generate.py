@@ -29,7 +29,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
     parser.add_argument(
-        '--stop', action='append', default=[], metavar='TOKEN', help="end before this token, such as '<|im_end|>'"
+        '--stop',
+        action='append',
+        default=[],
+        metavar='TEXT',
+        help="end before this text, or before the token of this name, such as '<|im_end|>'; several may be given",
     )
     parser.add_argument('--json', action='store_true', help='print JSON instead of text: an object per prompt')
     add_gin_flags(parser)

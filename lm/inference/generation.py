@@ -12,8 +12,7 @@ import math
 import numbers
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.finite import refuse_not_finite
 from lm.experiment import Experiment
+from lm.inference.continuation import Continuation, Stops, show_text
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.model import Transformer
 from lm.model.transformer import separate_layers, separate_state
@@ -211,32 +211,15 @@ def generate(
     for row in rows:
         if (wrong := row[(row < 0) | (row >= tokenizer.vocab_size)]).size:
             raise ConfigError(f'prompts: token id {wrong[0]}: must be 0 to {tokenizer.vocab_size - 1}')
-    made = [np.zeros(0, np.int64)] * len(rows)
-    results, ended = [''] * len(rows), [False] * len(rows)
+    stops = Stops(tuple(filter(None, until)), {tokenizer.eod_id: tokenizer.piece(tokenizer.eod_id)})
+    made = [Continuation(tokenizer.decode, row, max_tokens, stops) for row in rows]
     with jax.set_mesh(run.mesh):
         for new_BxT in generate_tokens(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
-            made = [np.concatenate(pair) for pair in zip(made, new_BxT, strict=True)]
-            for i, (row, tokens) in enumerate(zip(rows, made, strict=True)):
-                if ended[i]:  # what the other rows still write must not change it
-                    continue
-                written = tokens[len(row) - 1 :][:max_tokens]
-                ends = np.flatnonzero(written == tokenizer.eod_id)
-                text = decode_after(tokenizer.decode, row[1:], written[: ends[0]] if len(ends) else written)
-                begin = find_stop(text, until)
-                results[i] = text[:begin]
-                ended[i] = begin is not None or len(ends) > 0 or len(written) == max_tokens
-            if all(ended):
+            for continuation, tokens in zip(made, new_BxT, strict=True):
+                continuation.add(tokens)
+            if all(continuation.ended for continuation in made):
                 break
-    return results[0] if isinstance(prompts, str) else results
-
-
-def find_stop(text: str, until: Sequence[str]) -> int | None:
-    """Returns where the first string of `until` that is complete begins; None: none is.
-
-    Where several overlap, the first complete one counts: how many tokens come at once must not matter.
-    """
-    found = [(at + len(stop), at) for stop in until if stop and (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+    return made[0].text if isinstance(prompts, str) else [continuation.text for continuation in made]
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
@@ -275,20 +258,6 @@ def _count_bytes(module: nnx.Module) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module)))
 
 
-def find_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> dict[int, str]:
-    """Returns id → name of the tokens that the tokenizer writes like this.
-
-    Raises ConfigError for a name that no token has.
-    """
-    ids = {tokenizer.piece(i): i for i in reversed(range(tokenizer.vocab_size))} if names else {}
-    ids.pop('', None)  # ids that no piece has
-    for name in names:
-        if name not in ids:
-            known = ', '.join(filter(None, map(tokenizer.piece, tokenizer.special_ids[:8])))
-            raise ConfigError(f'--stop {name!r}: is no token of this run; its special tokens are {known}')
-    return {ids[name]: name for name in names}
-
-
 def state_bytes(model: Transformer, max_length: int) -> int:
     """Returns the bytes of the decoding state per sequence."""
     state = jax.eval_shape(lambda: model.init_state(1, max_length))
@@ -310,126 +279,45 @@ def write_continuations(
 ) -> None:
     """Prints the continuation of each prompt by the weights of a run at `step` (None: the newest).
 
-    A continuation ends before the first token whose name is in `stop`. `as_json` prints one object per line and prompt.
+    A continuation ends before the first text of `stop`, or the first token with such a name. `as_json` prints an object
+    per prompt.
 
-    Raises the errors of `load_run` and `find_tokens`.
+    Raises the errors of `load_run` and `Stops.find`.
     """
     initialize_distributed(experiment.mesh, job)
     run = load_run(experiment, run_dir, step)
     tokenizer = run.tokenizer
     # Every document of the training data follows an end-of-document token, and so does a prompt.
     rows = [np.concatenate([[run.begin_id], tokenizer.encode(text)]) for text in prompts]
-    stop_ids = find_tokens(tokenizer, stop)
+    stops = Stops.find(tokenizer, stop)
+    made = [Continuation(functools.partial(show_text, tokenizer), row, max_tokens, stops) for row in rows]
+    pace = Pace(len(rows))
     with jax.set_mesh(run.mesh):
-        made = generate_tokens(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size)
-        continuations = Continuations(tokenizer, rows, max_tokens, stop_ids)
-        _write(continuations, made, prompts if as_json else None)
-    size = state_bytes(run.model, 1 + continuations.read)
-    print(f'[{continuations.speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
+        tokens = generate_tokens(run.model, rows, max_tokens, sampling, seed, tokenizer.vocab_size)
+        _write(made, pace.measure(tokens), prompts if as_json else None)
+    size = state_bytes(run.model, 1 + pace.read)
+    print(f'[{pace.speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)
 
 
-def decode_after(
-    decode: Callable[[Sequence[int]], str], before: Sequence[int] | np.ndarray, tokens: Iterable[int] | np.ndarray
-) -> str:
-    """Returns the text of tokens that follow others. By themselves, tokenizers may drop a space before the first."""
-    last = [int(token) for token in before[-1:]]
-    return decode([*last, *map(int, tokens)])[len(decode(last)) :]
+class Pace:
+    """The speed at which the tokens of several sequences arrive."""
 
-
-class TextStream:
-    """The text of tokens that arrive in parts; the cost of a part does not depend on the earlier text.
-
-    Characters can span tokens: bytes without a complete character wait for the next part.
-    """
-
-    LONGEST = 64
-    """The most tokens that wait: a longer sequence of broken bytes will not become a character."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
-        self._decode = decode
-        self._before: list[int] = []  # the last written token; tokenizers may drop a space before the first token
-        self._waiting: list[int] = []
-        self._written = 0  # characters of waiting tokens that are already written
-
-    def __call__(self, tokens: Iterable[int], last: bool = False) -> str:
-        """Returns the text that can be written after these tokens; with `last`, all of it."""
-        self._waiting += map(int, tokens)
-        text = decode_after(self._decode, self._before, self._waiting)
-        whole = text if last or len(self._waiting) > self.LONGEST else text.rstrip('\ufffd')
-        new = whole[self._written :]
-        if whole == text and self._waiting:
-            self._before, self._waiting, self._written = self._waiting[-1:], [], 0
-        else:
-            self._written = len(whole)
-        return new
-
-
-def show_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Returns the text of token ids for people.
-
-    Between two documents stands the name of the end-of-document token, which has no text.
-    """
-    parts = np.split(np.asarray(ids), np.flatnonzero(np.asarray(ids) == tokenizer.eod_id))
-    return tokenizer.piece(tokenizer.eod_id).join(map(tokenizer.decode, parts))
-
-
-class Continuations:
-    """The tokens that follow several prompts, as they arrive."""
-
-    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], max_tokens: int, stop: Mapping[int, str]):
-        """`stop`: id → name of the tokens before which a continuation ends."""
-        self._decode = functools.partial(show_text, tokenizer)
-        self._prompts, self._max_tokens, self._stop = prompts, max_tokens, stop
-        self._rows: list[list[int]] = [[] for _ in prompts]
-        self._stopped: list[int | None] = [None for _ in prompts]  # where the first token that stops a row stands
+    def __init__(self, sequences: int):
+        self._sequences = sequences
         self._times: list[float] = []
         self._counts: list[int] = []
 
-    def add(self, new_BxT: np.ndarray) -> list[list[int]]:
-        """Adds tokens that `generate_tokens` has yielded; returns those that are shown, of each row."""
-        self._times.append(time.perf_counter())
-        self._counts.append(new_BxT.shape[1])
-        shown = []
-        for i, new in enumerate(new_BxT.tolist()):
-            row, read, before = self._rows[i], len(self._rows[i]), self._end(i)
-            row += new
-            if self._stopped[i] is None:
-                places = range(max(read, len(self._prompts[i]) - 1), len(row))
-                self._stopped[i] = next((at for at in places if row[at] in self._stop), None)
-            shown.append(row[before : self._end(i)])
-        return shown
-
-    def _end(self, i: int) -> int:
-        """Returns the number of tokens of row `i` that are shown, after the first token of its prompt."""
-        end, stopped = min(len(self._rows[i]), len(self._prompts[i]) - 1 + self._max_tokens), self._stopped[i]
-        return end if stopped is None else min(end, stopped)
-
-    @property
-    def ended(self) -> bool:
-        """True if every continuation has met its end."""
-        rows = enumerate(zip(self._rows, self._prompts, strict=True))
-        return all(
-            (end := self._end(i)) < len(row) or end == len(prompt) - 1 + self._max_tokens for i, (row, prompt) in rows
-        )
+    def measure(self, made: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Passes token ids [B, t] on, and notes when they come."""
+        for new_BxT in made:
+            self._times.append(time.perf_counter())
+            self._counts.append(new_BxT.shape[1])
+            yield new_BxT
 
     @property
     def read(self) -> int:
-        """The number of tokens of a row after the first one."""
+        """The number of tokens of a sequence after the first one."""
         return sum(self._counts)
-
-    def texts(self) -> list[str]:
-        """Returns the text of each prompt with its continuation."""
-        return [self._decode(row[: self._end(i)]) for i, row in enumerate(self._rows)]
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Returns the text of each continuation alone, its number of tokens, and the token that stopped it."""
-        found = []
-        for i, (row, prompt) in enumerate(zip(self._rows, self._prompts, strict=True)):
-            begin, end = len(prompt) - 1, self._end(i)
-            is_stopped = end < min(len(row), begin + self._max_tokens)
-            text = decode_after(self._decode, row[:begin], row[begin:end])
-            found.append({'text': text, 'tokens': end - begin, 'stop': self._stop[row[end]] if is_stopped else None})
-        return found
 
     @property
     def speed(self) -> str:
@@ -439,7 +327,7 @@ class Continuations:
         seconds, steps = times[-1] - times[0], sum(counts[1:])
         if not steps or not seconds:
             return 'one token'
-        result = f'{steps * len(self._rows) / seconds:.1f} tokens/s after the first'
+        result = f'{steps * self._sequences / seconds:.1f} tokens/s after the first'
         chunk = max(counts[1:])
         n = END // chunk
         if len(times) > 4 * n:
@@ -449,31 +337,28 @@ class Continuations:
             result += f'; {ms[0]:.3f} ms per token in the first {END:,}, {ms[1]:.3f} in the last'
         return result
 
-    def stream(self) -> TextStream:
-        """Returns the text of one row in parts."""
-        return TextStream(self._decode)
 
-
-def _write(continuations: Continuations, made: Iterable[np.ndarray], prompts: Sequence[str] | None) -> None:
+def _write(made: Sequence[Continuation], tokens: Iterable[np.ndarray], prompts: Sequence[str] | None) -> None:
     """Prints continuations: one as its tokens come, several one by one when they are complete.
 
     With `prompts`, it prints an object of JSON per prompt.
     """
-    stream = None
-    for new_BxT in made:
-        if len(new_BxT) == 1 and prompts is None:
-            stream = stream or continuations.stream()
-            print(stream(continuations.add(new_BxT)[0]), end='', flush=True)
-        else:
-            continuations.add(new_BxT)
-        if continuations.ended:
+    streams = len(made) == 1 and prompts is None
+    if streams:
+        print(made[0].before, end='', flush=True)
+    for new_BxT in tokens:
+        shown = [continuation.add(new) for continuation, new in zip(made, new_BxT, strict=True)]
+        if streams:
+            print(shown[0], end='', flush=True)
+        if all(continuation.ended for continuation in made):
             break
-    if stream:
-        print(stream([], last=True))
+    if streams:
+        print()
     elif prompts is None:
-        for text in continuations.texts():
+        for continuation in made:
             print('-' * 20)
-            print(text)
+            print(continuation.before + continuation.text)
     else:
-        for prompt, found in zip(prompts, continuations.describe(), strict=True):
-            print(json.dumps({'prompt': prompt, **found}, ensure_ascii=False))
+        for prompt, found in zip(prompts, made, strict=True):
+            line = {'prompt': prompt, 'text': found.text, 'tokens': found.tokens, 'stop': found.stop}
+            print(json.dumps(line, ensure_ascii=False))

@@ -259,7 +259,7 @@ def test_a_name_ends_documents_only_as_a_special_token():
 
 def test_generated_text_is_printed_once_characters_are_complete(tokenizer):
     """A character of several tokens appears once all of them are there."""
-    from lm.inference.generation import TextStream
+    from lm.inference.continuation import TextStream
 
     text = 'Größe 👩‍👩‍👧 12 €, WE see.\n'
     stream, ids = TextStream(tokenizer.decode), [*tokenizer.encode(text), tokenizer.eod_id]
@@ -285,15 +285,11 @@ def test_ids_between_ranks_and_special_tokens_have_no_text():
 
 
 def test_a_token_is_found_among_ids_without_a_piece():
-    from lm.inference.generation import find_tokens
+    from lm.inference.continuation import Stops
 
     ranks = b'{"ranks": {"pattern": "[a-z]+", "special": {"<|endoftext|>": 258, "<|eot_id|>": 261}}}\n'
     tokenizer = tokenizers.from_bytes(ranks + rank_file_of_bytes(), 260)
-    assert find_tokens(tokenizer, ['<|eot_id|>', 'a']) == {261: '<|eot_id|>', 97: 'a'}
-    with pytest.raises(
-        ConfigError, match=r"--stop '': is no token .* special tokens are <\|endoftext\|>, <\|eot_id\|>$"
-    ):
-        find_tokens(tokenizer, [''])
+    assert Stops.find(tokenizer, ['<|eot_id|>', 'a']).ids == {261: '<|eot_id|>', 97: 'a'}
 
 
 def test_special_tokens_and_masks_are_known(files):

@@ -3,6 +3,7 @@ small."""
 
 import functools
 import io
+import itertools
 import json
 import re
 
@@ -27,20 +28,18 @@ from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
 from lm.inference import generation
+from lm.inference.continuation import Continuation, Stops, TextStream, decode_after, show_text
 from lm.inference.generation import (
-    Continuations,
     Sampling,
-    TextStream,
-    decode_after,
     generate_tokens,
     pays_to_separate,
-    show_text,
     state_bytes,
 )
 from lm.inference.loaded_run import LoadedRun
 from lm.model.transformer import separate_layers, separate_state
 
 GREEDY = Sampling(temperature=0)
+NONE = Stops()
 
 
 def small(attention) -> model_lib.Transformer:
@@ -146,11 +145,44 @@ def streamed(tokenizer: SentencePiece, ids: list[int], cuts: list[int]) -> str:
     return text + stream([], last=True)
 
 
-def test_the_first_complete_stop_counts():
+@pytest.mark.parametrize(
+    ('text', 'stops', 'found'),
+    [
+        ('xabcd', ('b', 'abc'), (2, 'b')),
+        ('xab', ('abc', 'b'), (2, 'b')),
+        ('xabcd', ('abc', 'cd'), (1, 'abc')),
+        ('xabcd', ('ab', 'a'), (1, 'a')),
+        ('xabcd', ('z',), None),
+    ],
+)
+def test_the_first_complete_stop_counts(text, stops, found):
     """So a text that comes in parts ends where the whole text does."""
-    assert generation.find_stop('xabcd', ['b', 'abc']) == generation.find_stop('xab', ['b', 'abc']) == 2
-    assert generation.find_stop('xabcd', ['abc', 'cd']) == 1
-    assert generation.find_stop('xabcd', ['', 'z']) is None
+    assert Stops(stops).find_text(text) == found
+
+
+@settings(max_examples=200)
+@given(
+    prompt=st.text('abc', max_size=4),
+    text=st.text('abc', min_size=1, max_size=12),
+    stops=st.lists(st.text('abc', min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 16), max_size=4),
+)
+def test_a_continuation_in_parts_ends_at_the_first_stop(prompt, text, stops, cuts):
+    """What was shown never has to be taken back, and stops inside the prompt do not count."""
+    ids = [0, *(ord(letter) - 96 for letter in prompt + text)]
+    made = Continuation(lambda ids: ''.join(chr(96 + i) for i in ids), ids[: 1 + len(prompt)], 12, Stops(tuple(stops)))
+    edges = [1, *sorted(1 + min(cut, len(ids) - 1) for cut in cuts), len(ids)]
+    shown = [made.add(ids[start:end]) for start, end in itertools.pairwise(edges)]
+    ends = {at + len(stop): at for stop in stops for at in range(len(text)) if text.startswith(stop, at)}
+    wanted = text
+    if ends:
+        first = min(ends)
+        wanted = text[: first - max(len(stop) for stop in stops if text[:first].endswith(stop))]
+    assert made.text == wanted
+    assert made.tokens == len(wanted)
+    assert (made.stop is not None) == bool(ends)
+    assert made.text.startswith(''.join(shown))
+    assert ''.join(shown) == made.text or not made.ended
 
 
 @settings(max_examples=200)
@@ -237,8 +269,11 @@ def test_prompts_stop_at_named_tokens_and_become_json(reference_run, capsys):
     assert stopped[0]['tokens'] < 12
     for short, long in zip(stopped, whole, strict=True):
         assert long['text'].startswith(short['text'])
-    assert main([*flags, '--stop', '<no such token>']) == 2
-    assert "--stop '<no such token>': is no token of this run; its special tokens are" in capsys.readouterr().err
+    text = whole[0]['text'][1:4]
+    assert main([*flags, '--max_tokens', '12', '--stop', text]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert found['stop'] == text
+    assert found['text'] == whole[0]['text'].partition(text)[0]
 
 
 class Letters:
@@ -286,24 +321,24 @@ def test_other_prompts_are_refused_in_one_line(letters, prompts, named):
     assert '\n' not in str(error.value)
 
 
+def continue_all(tokenizer, prompts, parts, max_tokens, stops=NONE) -> list[Continuation]:
+    made = [Continuation(tokenizer.decode, prompt, max_tokens, stops) for prompt in prompts]
+    for part in parts:
+        for one, tokens in zip(made, part, strict=True):
+            one.add(tokens)
+    return made
+
+
 def test_continuations_end_by_themselves():
     prompts = [np.array([0, 1, 2]), np.array([0, 3])]
-    made = Continuations(Letters, prompts, 3, {9: 'j'})
-    assert made.add(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
-    assert not made.ended
-    assert made.add(np.array([[5], [9]])) == [[5], []]
-    assert not made.ended
-    assert made.add(np.array([[6, 9, 7], [5, 9, 5]])) == [[6], []]
-    assert made.ended
-    assert made.texts() == ['bcfg', 'de']
-    assert made.describe() == [
-        {'text': 'fg', 'tokens': 2, 'stop': 'j'},
-        {'text': 'e', 'tokens': 1, 'stop': 'j'},
-    ]
-    plain = Continuations(Letters, prompts, 1, {})
-    plain.add(np.array([[1, 2, 5], [3, 4, 5]]))
-    assert plain.ended
-    assert [one['text'] for one in plain.describe()] == ['f', 'e']
+    parts = [np.array([[1, 2], [3, 4]]), np.array([[5], [9]]), np.array([[6, 9, 7], [5, 9, 5]])]
+    stops = Stops(ids={9: 'j'})
+    for read, ended in enumerate([[False, False], [False, True], [True, True]]):
+        made = continue_all(Letters, prompts, parts[: read + 1], 3, stops)
+        assert [one.ended for one in made] == ended
+    assert [(one.before, one.text, one.tokens, one.stop) for one in made] == [('bc', 'fg', 2, 'j'), ('d', 'e', 1, 'j')]
+    plain = continue_all(Letters, prompts, [np.array([[1, 2, 5], [3, 4, 5]])], 1)
+    assert [(one.text, one.stop, one.ended) for one in plain] == [('f', None, True), ('e', None, True)]
 
 
 class Words:
@@ -320,28 +355,22 @@ class Words:
 
 
 def test_a_continuation_keeps_the_space_before_its_first_word():
-    made = Continuations(Words(), [np.array([0, 1, 2]), np.array([0])], 3, {})
-    made.add(np.array([[1, 2], [3, 4]]))
-    made.add(np.array([[5, 6, 7], [8, 9, 9]]))
-    assert [one['text'] for one in made.describe()] == [' w5 w6 w7', 'w3 w4 w8']
-    assert [prompt + one['text'] for prompt, one in zip(['w1 w2', ''], made.describe(), strict=True)] == made.texts()
+    parts = [np.array([[1, 2], [3, 4]]), np.array([[5, 6, 7], [8, 9, 9]])]
+    made = continue_all(Words(), [np.array([0, 1, 2]), np.array([0])], parts, 3)
+    assert [(one.before, one.text) for one in made] == [('w1 w2', ' w5 w6 w7'), ('', 'w3 w4 w8')]
     assert decode_after(Words().decode, np.array([4]), np.array([], np.int64)) == ''
 
 
-def test_only_new_tokens_are_searched_for_stops():
-    searched = []
-
-    class Stops(dict):
-        def __contains__(self, token):
-            searched.append(token)
-            return super().__contains__(token)
-
-    made = Continuations(Letters, [np.array([0, 1])], 6, Stops({9: 'j'}))
-    for new in ([1, 2], [3, 4], [9, 5], [6]):
-        made.add(np.array([new]))
-        assert made.ended == (5 in searched or 9 in searched)
-    assert searched == [2, 3, 4, 9]
-    assert made.texts() == ['bcde']
+def test_a_stop_is_a_text_or_the_name_of_a_token():
+    stops = Stops.find(Words(), ['▁w7', 'w8 w9'])
+    assert stops == Stops(('▁w7', 'w8 w9'), {7: '▁w7'})
+    found = []
+    for row in ([1, 2, 7, 3], [1, 8, 9, 3], [1, 8, 3, 9]):
+        made = continue_all(Words(), [np.array([0])], [np.array([row])], 4, stops)[0]
+        found.append((made.text, made.tokens, made.stop))
+    assert found == [('w1 w2', 2, '▁w7'), ('w1 ', 2, 'w8 w9'), ('w1 w8 w3 w9', 4, None)]
+    with pytest.raises(ConfigError, match=r"^--stop '': must hold a character"):
+        Stops.find(Words(), [''])
 
 
 def test_each_token_of_a_slow_model_is_shown_when_it_is_there(model, monkeypatch):
