@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import re
+import stat
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from etils import epath
 from fsspec.config import conf as fsspec_conf
 from fsspec.core import url_to_fs
 
-from lm.errors import ConfigError, LmError, MissingPackageError
+from lm.errors import ConfigError, LmError, MismatchError, MissingPackageError
 
 AnyPath = pathlib.Path | epath.Path
 
@@ -84,6 +85,15 @@ def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
         return pathlib.Path(os.fspath(path).removeprefix('file://')).expanduser()
     except RuntimeError:
         raise ConfigError(f'{_label(path, name)}: no such user; write the path out') from None
+
+
+def refuse_special_files(folder: pathlib.Path) -> None:
+    """Raises MismatchError if a folder holds a pipe, a socket or a device: whoever reads one may wait for ever."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):  # a link to nothing, or one that is gone by now
+            mode = path.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise MismatchError(f'{path}: is a pipe or a device, not a file; remove it')
 
 
 def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:

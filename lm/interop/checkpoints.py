@@ -7,15 +7,16 @@ import re
 from typing import Any, NamedTuple
 
 from lm.data import tokenizers
-from lm.data.tokenizers.marks import TextMarks, find_marks, read_config_marks
+from lm.data.tokenizers.marks import TextMarks, check_marks, find_marks, read_config_marks
 from lm.errors import ConfigError, MismatchError
-from lm.files import parse_json
+from lm.files import parse_json, refuse_special_files
 from lm.interop.export_run import UNFINISHED
+from lm.interop.families import reading_config
 from lm.interop.families.base import Tensors
 from lm.interop.formats import BEGIN, END, MODEL_TYPE
 from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import UnreadableTokenizerError
-from lm.interop.tensors import check_safetensors, read_metadata, read_tensors
+from lm.interop.tensors import check_safetensors, count_tensors, read_metadata, read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,9 @@ class CheckpointFolder:
     notes = ''
 
     def __init__(self, path: pathlib.Path):
-        """Raises MismatchError if the folder holds an unfinished export."""
+        """Raises MismatchError if the folder holds an unfinished export, or a pipe or device among its files."""
         check_safetensors()
+        refuse_special_files(path)
         if (path / UNFINISHED).exists():
             raise MismatchError(f'{path}: holds half an export; run that lm export again, or wait for its end')
         self.path = path
@@ -67,6 +69,10 @@ class CheckpointFolder:
         """Returns name → float32 array."""
         return read_tensors(self.path)
 
+    def count_tensors(self) -> int:
+        """Returns how many tensors the files hold."""
+        return count_tensors(self.path)
+
     @functools.cached_property
     def marks(self) -> TextMarks:
         """The tokens around a text: the ones of the run that was exported, or else what config.json says."""
@@ -74,6 +80,7 @@ class CheckpointFolder:
         facts = {name: int(header[name]) for name in (END, BEGIN) if re.fullmatch(r'\d{1,10}', header.get(name, ''))}
         if END in facts:
             return TextMarks((facts[END],), facts.get(BEGIN), is_exact=True)
+        check_marks(self.config, self.path / 'config.json')
         if self.config.get('model_type') != MODEL_TYPE:
             return read_config_marks(self.config, self.path)
         found = find_marks(self.config)
@@ -102,8 +109,9 @@ class GgufCheckpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The metadata in the form of config.json. Raises the errors of `GgufFile.config`."""
-        return self._file.config
+        """The metadata in the form of config.json. Raises the errors of `GgufFile.config` and `reading_config`."""
+        with reading_config(self.path):
+            return self._file.config
 
     @property
     def notes(self) -> str:
@@ -112,12 +120,18 @@ class GgufCheckpoint:
         return f'{self.path}: all tensors become float32 ({kinds})'
 
     def read_tensors(self) -> Tensors:
-        """Returns name → float32 array, dequantized."""
-        return self._file.read_tensors()
+        """Returns name → float32 array, dequantized. Raises the errors of `reading_config`."""
+        with reading_config(self.path):
+            return self._file.read_tensors()
+
+    def count_tensors(self) -> int:
+        """Returns how many tensors the file holds."""
+        return self._file.count
 
     @property
     def marks(self) -> TextMarks:
         """The tokens around a text, as the metadata say."""
+        check_marks(self.config, self.path)
         return find_marks(self.config)._replace(begin=self._file.begin_id)
 
     def find_tokenizers(self) -> list[FoundTokenizer]:

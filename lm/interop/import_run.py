@@ -21,7 +21,7 @@ from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
 from lm.files import local_path, write_atomically
 from lm.inference.no_data import check_pieces
 from lm.interop.checkpoints import Checkpoint, FoundTokenizer, add_begin, open_checkpoint, read_tokenizer
-from lm.interop.families import Family, choose, reading_config
+from lm.interop.families import Family, check_layers, choose, reading_config
 from lm.interop.names import from_tensors
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
@@ -47,11 +47,11 @@ def load_given(
     It starts from the one in the checkpoint's folder, if this is one of our exports. Its data path and its devices do
     not count. Other checkpoints say their longest context, which is kept unless `train` is given another size.
 
-    Raises the errors of `open_checkpoint`, `choose` and `lm.config.load.load`.
+    Raises the errors of `open_checkpoint`, `choose_family` and `lm.config.load.load`.
     """
     path = local_path(folder_name, 'DIR')
-    config = open_checkpoint(path).config
-    family = choose(config, path)
+    checkpoint = open_checkpoint(path)
+    config, family = checkpoint.config, choose_family(checkpoint)
     if settings := family.settings(path):
         return load(gin_files, gin_params, allow_imports=allow_imports, base=settings, leave_out=LEFT_OUT)
     given = {statement.key for statement in read(gin_files, gin_params, allow_imports=allow_imports)}
@@ -84,14 +84,14 @@ def import_run(
         tokenizer: the file of the tokenizer; None: the one of the checkpoint.
         allow_imports: a config.gin in the folder may import modules.
 
-    Raises the errors of `open_checkpoint`, `choose`, `check_given` and `from_tensors`.
+    Raises the errors of `open_checkpoint`, `choose_family`, `check_given` and `from_tensors`.
     """
     path, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # after a kill or a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     checkpoint = open_checkpoint(path)
-    family, given = choose(checkpoint.config, path), experiment
+    family, given = choose_family(checkpoint), experiment
     experiment = dataclasses.replace(given, model=describe_model(family, checkpoint, allow_imports))
     check_given(given, experiment, path)
     experiment.model.check_length(experiment.train.context_length)
@@ -159,6 +159,12 @@ def find_marks_of_import(info: Mapping[str, Any], file: pathlib.Path) -> TextMar
     return found if found.ends or end is None else found._replace(ends=(end,))
 
 
+def choose_family(checkpoint: Checkpoint) -> Family:
+    """Returns the family of a checkpoint. Raises the errors of `check_layers` and `choose`."""
+    check_layers(checkpoint.config, checkpoint.count_tensors, checkpoint.path)
+    return choose(checkpoint.config, checkpoint.path)
+
+
 def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool = False) -> ModelConfig:
     """Returns the model of a checkpoint. Raises MismatchError if its config.json lacks something."""
     with reading_config(checkpoint.path):
@@ -172,16 +178,30 @@ def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctio
     over.
     """
     theirs, path = checkpoint.read_tensors(), checkpoint.path
+    before = sorted(theirs)
     try:
         tensors = family.tensors(theirs, checkpoint.config)
     except KeyError as error:
-        raise MismatchError(f'{path}: lacks the tensor {error}; fetch it again') from None
+        raise MismatchError(f'{path}: lacks the tensor {error}{advise_on_names(str(error.args[0]), before)}') from None
+    except (ValueError, IndexError, TypeError, ArithmeticError) as error:
+        said = ' '.join(str(error).split())
+        raise MismatchError(f'{path}: its tensors have other shapes than its configuration says ({said})') from error
     if theirs:
         raise ConfigError(f'{path}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
     if name := find_not_finite(tensors):
         name = find_not_finite(checkpoint.read_tensors()) or name
         raise MismatchError(f'{path}: {describe_not_finite(name)}; fetch it again, or take another checkpoint')
     return from_tensors(tensors, functions.abstract, str(path))
+
+
+def advise_on_names(missing: str, names: Sequence[str]) -> str:
+    """Returns what to do about a tensor that is missing among the names of a checkpoint."""
+    for name in names:
+        if missing.endswith(f'.{name}'):
+            return f", and has '{name}': it was saved without its head; save the whole causal model, and import that"
+        if name.endswith(f'.{missing}'):
+            return f", and has '{name}': it was saved inside another module; save the model itself, and import that"
+    return '; fetch it again'
 
 
 def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:

@@ -82,7 +82,6 @@ def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any],
     Raises MismatchError, which begins with `what`, if a tensor is missing, left over, or of another shape.
     """
     flat = flatten(abstract)
-    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
     expected = places(abstract)
     names = {place.name for place in expected}
     if missing := sorted(names - set(tensors)):
@@ -93,5 +92,9 @@ def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any],
         tensor, shape = tensors[place.name], place.shape_in(flat[place.source])
         if tensor.shape != shape:
             raise MismatchError(f'{what}: {place.name} is {list(tensor.shape)}, of the model {list(shape)}')
+    # Only now: a damaged configuration could ask for more memory than there is.
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
+    for place in expected:
+        tensor = tensors[place.name]
         arrays[place.source][... if place.layer is None else place.layer] = tensor.T if place.transposed else tensor
     return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])

@@ -1,12 +1,14 @@
 """Files of tensors: safetensors, in one file or several."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,10 @@ INDEX = 'model.safetensors.index.json'
 """The file that lists the file of each tensor, if there are several files."""
 PART = 'model-{:05}-of-{:05}.safetensors'
 """The name of one of several files, by its number and their number."""
+KINDS = ('F32', 'BF16', 'F16', 'F64')
+"""The types of the numbers that are read, as the headers of files name them."""
+WRAPPERS = ('_orig_mod.', 'module.')
+"""Beginnings of all names of a model that was saved inside torch.compile, or inside a data-parallel wrapper."""
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(jnp.bfloat16)}
 """The types of the numbers that are written."""
 
@@ -86,17 +92,52 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns name → float32 array of all tensors of a folder. Raises MismatchError if there are none, or
     damaged ones."""
+    tensors, places = {}, {}
+    for path in _files(folder):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                kind = file.get_slice(name).get_dtype()
+                if kind not in KINDS:
+                    raise MismatchError(
+                        f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(KINDS)}; "
+                        'fetch a checkpoint that is not quantized'
+                    )
+                tensor = np.asarray(file.get_tensor(name).astype(jnp.float32))
+                if not np.array_equal(tensors.setdefault(name, tensor), tensor, equal_nan=True):
+                    raise MismatchError(
+                        f"tensor '{name}': differs between {places[name]} and {path}; keep the right file alone"
+                    )
+                places[name] = path
+    return drop_wrappers(tensors)
+
+
+def count_tensors(folder: pathlib.Path) -> int:
+    """Returns how many tensors the files of a folder hold. Raises MismatchError as `read_tensors`."""
+    count = 0
+    for path in _files(folder):
+        with _open(path) as file:
+            count += len(file.keys())
+    return count
+
+
+def drop_wrappers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors under the names of the model itself, without the names of what it was wrapped in."""
+    for wrapper in WRAPPERS:
+        if tensors and all(name.startswith(wrapper) for name in tensors):
+            return drop_wrappers({name.removeprefix(wrapper): tensor for name, tensor in tensors.items()})
+    return tensors
+
+
+@contextlib.contextmanager
+def _open(path: pathlib.Path) -> Iterator[Any]:
+    """Opens one file of tensors. Raises MismatchError if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
-    tensors = {}
-    for path in _files(folder):
-        try:
-            with safe_open(path, framework='flax') as file:  # NumPy has no bfloat16
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    tensors[name] = np.asarray(file.get_tensor(name).astype(jnp.float32))
-        except (OSError, SafetensorError) as error:
-            raise MismatchError(f'{path} cannot be read ({" ".join(str(error).split())}); fetch it again') from None
-    return tensors
+    try:
+        with safe_open(path, framework='flax') as file:  # NumPy has no bfloat16
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise MismatchError(f'{path} cannot be read ({" ".join(str(error).split())}); fetch it again') from None
 
 
 def read_metadata(folder: pathlib.Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lm.errors import MismatchError
 from lm.files import AnyPath, parse_json
 
 
@@ -45,6 +46,21 @@ def find_marks(config: Mapping[str, Any]) -> TextMarks:
         for name in ('eos_token_id', 'bos_token_id')
     )
     return TextMarks(tuple(ends), begins[0] if begins else None)
+
+
+def check_marks(config: Mapping[str, Any], where: AnyPath) -> None:
+    """Raises MismatchError if a config.json, which lies at `where`, names a token that its model does not have.
+
+    The id -1 stands for no token.
+    """
+    text = config.get('text_config')
+    config = {**text, **config} if isinstance(text, dict) else config
+    size = config.get('vocab_size')
+    for name in ('eos_token_id', 'bos_token_id'):
+        value = config.get(name)
+        for index in value if isinstance(value, list) else [value]:
+            if isinstance(index, int) and not (-1 <= index < size if isinstance(size, int) else index >= -1):
+                raise MismatchError(f'{where}: {name} = {index}: the ids of this model are below {size}; correct it')
 
 
 def _list_ids(value: Any) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lm.config.configurable import import_modules
@@ -11,7 +11,12 @@ from lm.interop.families.base import FAMILIES, Family
 
 import_modules(__name__, __path__)
 
-__all__ = ['FAMILIES', 'Family', 'choose', 'reading_config']
+__all__ = ['FAMILIES', 'Family', 'check_layers', 'choose', 'reading_config']
+
+LAYERS = ('num_hidden_layers', 'n_layer', 'block_count')
+"""The names of the number of layers."""
+MANY_LAYERS = 1000
+"""More layers than any published model has."""
 
 
 def choose(config: Mapping[str, Any], path: pathlib.Path) -> Family:
@@ -30,6 +35,17 @@ def choose(config: Mapping[str, Any], path: pathlib.Path) -> Family:
     return FAMILIES[kind]
 
 
+def check_layers(config: Mapping[str, Any], count_tensors: Callable[[], int], path: pathlib.Path) -> None:
+    """Raises MismatchError if the checkpoint at `path` names many layers, and more than it has tensors.
+
+    A description of so many layers could take hours.
+    """
+    text = config.get('text_config')
+    for name, value in {**(text if isinstance(text, dict) else {}), **config}.items():
+        if name in LAYERS and isinstance(value, int) and value > MANY_LAYERS and value > (tensors := count_tensors()):
+            raise MismatchError(f'{path}: {name} = {value}, and there are only {tensors} tensors; fetch it again')
+
+
 @contextlib.contextmanager
 def reading_config(path: pathlib.Path) -> Iterator[None]:
     """Turns what the configuration of the checkpoint at `path` lacks, and values of another kind, into a
@@ -39,6 +55,6 @@ def reading_config(path: pathlib.Path) -> Iterator[None]:
     except KeyError as error:
         where = path if path.is_file() else path / 'config.json'
         raise MismatchError(f'{where}: lacks {error}; fetch it again') from None
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         where = path if path.is_file() else path / 'config.json'
         raise MismatchError(f'{where}: has a value of another kind ({error}); compare it with its source') from error

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.interop.families import check_layers
 from lm.interop.gguf.architectures import ARCHITECTURES, describe
 from lm.interop.gguf.tokenizer import find_begin, write_tokenizer
 
@@ -26,14 +27,22 @@ class GgufFile:
             import gguf
         except ImportError:
             raise MissingPackageError(str(path), 'gguf', 'gguf') from None
+        from lm.interop.gguf.header import check_header  # it imports the package
+
         self.path = path
         try:
+            check_header(path)
             self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
+        except (OSError, ValueError, LookupError, OverflowError) as error:
             reason = ' '.join(str(error).split())[:150]
             raise MismatchError(f'{path}: is no GGUF file, or a damaged one ({reason}); fetch it again') from None
         if (count := self._read('split.count', 1)) > 1:
             raise ConfigError(f'{path}: is one of {count} parts; join them with llama-gguf-split --merge')
+
+    @property
+    def count(self) -> int:
+        """The number of tensors."""
+        return len(self._reader.tensors)
 
     @functools.cached_property
     def kinds(self) -> dict[str, int]:
@@ -44,18 +53,17 @@ class GgufFile:
     def config(self) -> dict[str, Any]:
         """The contents of config.json.
 
-        Raises ConfigError for an architecture that is not known here, or that has options which are not.
+        Raises ConfigError for an architecture that is not known here, or that has options which are not. What is
+        missing or of another kind raises Python's errors, for `reading_config`.
         """
         name = self._read('general.architecture')
         if name not in ARCHITECTURES:
             known = ', '.join(sorted(ARCHITECTURES))
             raise ConfigError(f'{self.path}: general.architecture = {name!r}: can be imported are {known}')
         tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        try:
-            rows = int(tensors['token_embd.weight'].shape[1])
-            config, unknown = describe(name, self._metadata(f'{name}.'), rows, 'output.weight' not in tensors)
-        except KeyError as error:
-            raise MismatchError(f'{self.path}: lacks {error}; fetch it again') from None
+        check_layers(self._metadata(f'{name}.'), lambda: len(tensors), self.path)
+        rows = int(tensors['token_embd.weight'].shape[1])
+        config, unknown = describe(name, self._metadata(f'{name}.'), rows, 'output.weight' not in tensors)
         if unknown:
             raise ConfigError(f'{self.path}: a {name} model that no model here equals: it has {", ".join(unknown)}')
         if FACTORS in tensors:
