@@ -247,6 +247,7 @@ class StoreInfo(TypedDict):
     tokenizer: TokenizerInfo  #: its tokenizer
     settings: dict[str, Any]  #: all settings that the contents depend on
     created_with: NotRequired[dict[str, str]]  #: package → version
+    chain: NotRequired[str]  #: SHA-256 of `chain.jsonl`
     fingerprint: str  #: SHA-256 of all splits and the tokenizer
     checksum: str  #: SHA-256 of this file without this key
 

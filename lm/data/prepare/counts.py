@@ -1,7 +1,25 @@
 """The counts that `lm prepare` takes of a shard: the file NAME.json of the intermediate files."""
 
 import dataclasses
+import hashlib
 import json
+
+from lm.errors import LmError
+from lm.files import parse_json
+
+SEAL = 'digest'
+"""The entry that holds the SHA-256 of the others."""
+
+
+class DamagedPartError(LmError):
+    """An intermediate file is not as it was written. `base` names the shard: SPLIT/NUMBER."""
+
+    def __init__(self, base: str, suffix: str):
+        super().__init__(f'{base}{suffix} of the intermediate files is damaged or gone; run the same command again')
+        self.base, self.suffix = base, suffix
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.base, self.suffix)  # it comes from a worker process
 
 
 @dataclasses.dataclass
@@ -14,6 +32,8 @@ class ShardCounts:
         decoded: documents whose tokens were compared with their text; 0 from versions that compared none.
         unchanged: compared documents that came back without a change.
         sizes: suffix of an intermediate file → its bytes.
+        source: the SHA-256 of its usable documents, as they were read; '' from versions that computed none.
+        sha256: suffix of an intermediate file → its SHA-256; empty from versions that computed none.
     """
 
     documents: int = 0
@@ -24,16 +44,32 @@ class ShardCounts:
     decoded: int = 0
     unchanged: int = 0
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    source: str = ''
+    sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self, base: str, suffix: str, digest: str) -> None:
+        """Raises DamagedPartError unless `digest` is the SHA-256 of the file BASE SUFFIX as it was written."""
+        if self.sha256.get(suffix, digest) != digest:
+            raise DamagedPartError(base, suffix)
 
 
 def encode_counts(counts: ShardCounts) -> bytes:
-    """Returns the contents of NAME.json."""
-    return json.dumps(dataclasses.asdict(counts)).encode()
+    """Returns the contents of NAME.json, with a digest of themselves."""
+    values = dataclasses.asdict(counts)
+    return json.dumps(values | {SEAL: _seal(values)}).encode()
 
 
 def decode_counts(content: bytes) -> ShardCounts:
     """Reads the contents of NAME.json. Raises ValueError for a file that is cut or damaged."""
     try:
-        return ShardCounts(**json.loads(content))
+        values = dict(parse_json(content))
+        seal = values.pop(SEAL, None)
+        if seal not in (None, _seal(values)):
+            raise ValueError('it was changed')
+        return ShardCounts(**values)
     except TypeError as error:  # no object, or other names
         raise ValueError(error) from None
+
+
+def _seal(values: dict) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 import lm
 from lm.data import store
+from lm.data.prepare.chain import write_chain
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
 from lm.data.sources.base import Shard, inventory
@@ -62,9 +63,10 @@ def finish_store(
     settings: dict[str, Any],
     tokenizer: Tokenizer,
     splits: dict[str, dict[str, Any]],
-    bad: list[dict[str, str]],
+    counts: dict[str, list[ShardCounts]],
 ) -> dict[str, Any]:
     """Writes all files of a store behind its arrays, dataset.json last. Returns the contents of dataset.json."""
+    bad = [record for own in counts.values() for c in own for record in c.bad]
     store.write_file(path, tokenizer.file_name, tokenizer.model)
     begin_id = find_begin_id(path, tokenizer, splits) if config.require_source().holds_tokens else None
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
@@ -86,6 +88,7 @@ def finish_store(
         },
         'settings': settings,
         'created_with': describe_versions(tokenizer),
+        **write_chain(path, counts),
     }
     return store.write_info(path, info)
 

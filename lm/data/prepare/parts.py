@@ -27,7 +27,7 @@ from lm.config.configurable import check_kind
 from lm.data import store
 from lm.data.prepare import stages
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.counts import ShardCounts
+from lm.data.prepare.counts import DamagedPartError, ShardCounts
 from lm.data.prepare.description import (
     check_bad_records,
     describe_split,
@@ -36,7 +36,7 @@ from lm.data.prepare.description import (
     print_summary,
 )
 from lm.data.prepare.meter import Meter
-from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces, make_piece
+from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces, discard, make_piece
 from lm.data.prepare.settings import check_ready_tokens, collect_settings, compare_settings
 from lm.data.prepare.shards import Preparation, Unit, fingerprint
 from lm.data.prepare.shared_folder import Claim, SharedFolder
@@ -146,7 +146,10 @@ class PartedPreparation:
 
     @functools.cached_property
     def counts(self) -> dict[str, list[ShardCounts]]:
-        """Split → the counts of its shards. Raises LmError where some are not finished."""
+        """Split → the counts of its shards.
+
+        Raises LmError where some are not finished, and DamagedPartError after it has discarded a shard.
+        """
         if missing := self.list_missing():
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
         found = {}
@@ -154,11 +157,17 @@ class PartedPreparation:
             results = [self.job.result(shard, i) for i, shard in enumerate(own)]
             contents = self.folder.read_many([f'{result.base}.json' for result in results])
             found[split] = []
-            for i, (result, content) in enumerate(zip(results, contents, strict=True)):
+            for result, content in zip(results, contents, strict=True):
                 if (counts := result.parse_counts(content)) is None:
-                    raise LmError(f'{self.path}: {split}/{i:06d}.json among its parts is damaged; delete it')
+                    error = DamagedPartError(result.base, '.json')
+                    discard(self.folder, error)
+                    raise error
                 found[split].append(counts)
         return found
+
+    def forget_counts(self) -> None:
+        """Makes the next `counts` read the files again."""
+        self.__dict__.pop('counts', None)
 
     def explain_missing(self, missing: list[int]) -> str:
         """Returns which shards of the source are missing, and the command that makes them."""
@@ -191,13 +200,12 @@ class PartedPreparation:
                     lost = dataclasses.replace(piece, number=number)
                     self.folder.kvstore.write(lost.marker, None).result()
                     raise LmError(f'{self.path}/{piece.split}/{piece.name}: a file is gone; run lm prepare --assemble')
-        splits, bad = {}, []
+        splits = {}
         for split, counts in self.counts.items():
             digest = self.folder.read(StorePiece(split, DIGEST, 0, 0, '').marker) or b''
             splits[split] = describe_split(self.config, split, counts) | {'sha256': digest.decode()}
-            bad += [record for c in counts for record in c.bad]
         tokenizer = self.job.tokenizer()
-        info = finish_store(self.config, self.path, self.shards, self.settings, tokenizer, splits, bad)
+        info = finish_store(self.config, self.path, self.shards, self.settings, tokenizer, splits, self.counts)
         delete_parts(self.path)
         return info
 
@@ -241,7 +249,18 @@ def prepare_share(
                             f'--shard {share} is done; {work.explain_missing(missing)}', highlight=False, soft_wrap=True
                         )
                     return info
-            info = _assemble(work, share if only_assemble else Share(0, 1), share, pool, console)
+            pieces = share if only_assemble else Share(0, 1)
+            for left in reversed(range(stages.HEALED)):
+                try:
+                    info = _assemble(work, pieces, share, pool, console)
+                    break
+                except DamagedPartError as error:
+                    if not left:
+                        raise
+                    stages.print_damage(error, console)
+                    work.forget_counts()
+                    units = work.units
+                    stages.tokenize_all(work.job, [units[n] for n in work.list_missing()], pool, progress, console)
     except (LmError, OSError, ValueError):
         if (info := find_finished(config, path, console)) is None:  # another machine may have been faster
             raise

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.data import store
-from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.shards import Result
+from lm.data.prepare.counts import DamagedPartError, ShardCounts
+from lm.data.prepare.shards import LENGTHS, TOKENS, Result
 from lm.data.prepare.shared_folder import SharedFolder
-from lm.errors import LmError
 
 DIGEST = 'sha256'
 """The name of the piece that is no file of an array: the digest of a split."""
@@ -87,24 +86,49 @@ def _cut_array(split: str, name: str, sizes: np.ndarray, before: np.ndarray, dty
 
 
 def make_piece(folder: SharedFolder, path: str, piece: StorePiece) -> None:
-    """Makes a piece of the store `path`, unless its marker shows that it is made."""
+    """Makes a piece of the store `path`, unless its marker shows that it is made.
+
+    Raises DamagedPartError after it has discarded the shard, and all pieces that may hold it.
+    """
     if folder.read(piece.marker) is not None:
         return
-    if piece.name == DIGEST:
-        content = _digest(folder, piece).encode()
-    else:
-        elements = _read_tokens(folder, piece) if piece.name == 'tokens' else _compute_ends(folder, piece)
-        store.write_array_file(path, piece.split, piece.name, piece.number, elements, piece.count)
-        content = b'made'
+    try:
+        content = _make(folder, path, piece)
+    except DamagedPartError as error:
+        discard(folder, error)
+        raise
     folder.write(piece.marker, content)
+
+
+def discard(folder: SharedFolder, error: DamagedPartError) -> None:
+    """Makes a damaged shard one that is not finished, and the pieces of its split ones that are not made."""
+    Result(folder, error.base).discard()
+    made = f'{MADE}/{error.base.partition("/")[0]}'
+    for name in folder.list_names(made):
+        folder.remove(f'{made}/{name}')
+
+
+def _make(folder: SharedFolder, path: str, piece: StorePiece) -> bytes:
+    """Returns the contents of the marker."""
+    if piece.name == DIGEST:
+        return _digest(folder, piece).encode()
+    elements = _read_tokens(folder, piece) if piece.name == 'tokens' else _compute_ends(folder, piece)
+    store.write_array_file(path, piece.split, piece.name, piece.number, elements, piece.count)
+    return b'made'
 
 
 def _read_tokens(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
     tokens, start = np.empty(sum(span.stop - span.start for span in piece.spans), piece.dtype), 0
     for span in piece.spans:
-        name, count = f'{piece.split}/{span.index:06d}.tokens', span.stop - span.start
-        if not folder.fill(name, span.start * tokens.itemsize, tokens[start : start + count]):
-            raise _explain_missing(name)
+        result, count = Result(folder, f'{piece.split}/{span.index:06d}'), span.stop - span.start
+        counts = result.require_counts()
+        if count < counts.tokens:  # at the ends of the piece; only a whole file can be compared with its digest
+            tokens[start : start + count] = result.tokens(tokens.dtype)[span.start : span.stop]
+        else:
+            whole = tokens[start : start + count]
+            if not folder.fill(result.base + TOKENS, 0, whole):
+                raise DamagedPartError(result.base, TOKENS)
+            counts.check(result.base, TOKENS, hashlib.sha256(whole.data).hexdigest())
         start += count
     return tokens
 
@@ -114,29 +138,31 @@ def _compute_ends(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
     ends = []
     for span in piece.spans:
         result = Result(folder, f'{piece.split}/{span.index:06d}')
-        ends.append(span.before + np.cumsum(result.lengths(0, span.stop))[span.start :])
+        ends.append(span.before + np.cumsum(result.lengths())[span.start : span.stop])
     return np.concatenate(ends)
 
 
 def _digest(folder: SharedFolder, piece: StorePiece) -> str:
     """Computes the SHA-256 of a split as `store.digest_split` defines it. It reads the shards in their order."""
-    digest = hashlib.sha256()
-    names = [f'{piece.split}/{index:06d}' for index in range(piece.count)]
-    for block in folder.read_in_blocks([f'{name}.tokens' for name in names], AHEAD):
-        digest.update(_require(block, f'{piece.split}/….tokens'))
+    results = [Result(folder, f'{piece.split}/{index:06d}') for index in range(piece.count)]
+    counts = [
+        result.parse_counts(content)
+        for result, content in zip(results, folder.read_many([f'{r.base}.json' for r in results]), strict=True)
+    ]
+    digest, names = hashlib.sha256(), [result.base + TOKENS for result in results]
+    own, sizes = {name: hashlib.sha256() for name in names}, dict.fromkeys(names, 0)
+    for name, block in folder.read_in_blocks(names, AHEAD):
+        digest.update(block)
+        own[name].update(block)
+        sizes[name] += len(block)
+    contents = folder.read_many([result.base + LENGTHS for result in results], AHEAD)
     total = 0
-    for name, content in zip(names, folder.read_many([f'{name}.lengths' for name in names], AHEAD), strict=True):
-        lengths = np.frombuffer(_require(content, name), np.int64)
+    for result, counted, name, content in zip(results, counts, names, contents, strict=True):
+        if counted is None or content is None or counted.sizes.get(TOKENS, sizes[name]) != sizes[name]:
+            raise DamagedPartError(result.base, '.json' if counted is None else LENGTHS if content is None else TOKENS)
+        counted.check(result.base, TOKENS, own[name].hexdigest())
+        counted.check(result.base, LENGTHS, hashlib.sha256(content).hexdigest())
+        lengths = np.frombuffer(content, np.int64)
         digest.update((total + np.cumsum(lengths)).astype('<i8').data)
         total += int(lengths.sum())
     return digest.hexdigest()
-
-
-def _require(content: bytes | memoryview | None, name: str) -> bytes | memoryview:
-    if content is None:
-        raise _explain_missing(name)
-    return content
-
-
-def _explain_missing(name: str) -> LmError:
-    return LmError(f'{name} of the intermediate files is missing; run the same command again')

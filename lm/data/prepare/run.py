@@ -5,6 +5,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from lm.data.prepare.chain import prove
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.parts import Share, prepare_share
 from lm.data.prepare.stages import prepare
@@ -39,6 +40,12 @@ def run_prepare_with_beam(config: PrepareConfig, path: str, flags: str) -> None:
 
     with _explaining(path):
         prepare_with_beam(config, path, flags)
+
+
+def run_prove(config: PrepareConfig, path: str, share: float) -> None:
+    """Compares a share of the shards of the store `path` with their source. Raises the errors of `prove`."""
+    with _explaining(path):
+        prove(config, path, share)
 
 
 @contextlib.contextmanager

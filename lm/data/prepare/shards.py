@@ -19,7 +19,7 @@ import numpy as np
 
 from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
-from lm.data.prepare.counts import ShardCounts, decode_counts, encode_counts
+from lm.data.prepare.counts import DamagedPartError, ShardCounts, decode_counts, encode_counts
 from lm.data.prepare.workspace import Workspace
 from lm.data.sources import Source
 from lm.data.sources.base import Document, Shard
@@ -27,8 +27,12 @@ from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import LmError, MismatchError
 
+TOKENS, LENGTHS = '.tokens', '.lengths'
+"""The suffixes of the intermediate files of a shard."""
 MODEL = 'tokenizer.model'
 """The name of the tokenizer among the intermediate files."""
+MODEL_DIGEST = 'tokenizer.sha256'
+"""The name of the file with the SHA-256 of the tokenizer."""
 BATCH_BYTES = 1_000_000
 """Documents tokenised together."""
 COMPARED_BYTES = 100_000
@@ -67,9 +71,12 @@ class Preparation:
         return self.folder.read(MODEL, slice(0, 1)) is not None
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer that lies among the intermediate files. Raises LmError where there is none."""
+        """Returns the tokenizer that lies among the intermediate files. Raises LmError if it is missing or damaged."""
         if (contents := self.folder.read(MODEL)) is None:
             raise LmError(f'{MODEL} of the intermediate files is missing; run the same command again')
+        written = self.folder.read(MODEL_DIGEST)
+        if written is not None and written.decode(errors='replace') != hashlib.sha256(contents).hexdigest():
+            raise LmError(f'{MODEL} of the intermediate files is damaged; delete all of them (unfinished, or parts)')
         return tokenizers.from_bytes(contents, self.eod)
 
     def result(self, shard: Shard, index: int) -> 'Result':
@@ -93,9 +100,9 @@ class Result:
         return self.parse_counts(self.folder.read(f'{self.base}.json'))
 
     def require_counts(self) -> ShardCounts:
-        """Raises LmError if the shard is not finished."""
+        """Raises DamagedPartError if the shard is not finished."""
         if (counts := self.counts()) is None:
-            raise LmError(f'{self.base} of the intermediate files is missing or cut; run the same command again')
+            raise DamagedPartError(self.base, '.json')
         return counts
 
     def parse_counts(self, content: bytes | None) -> ShardCounts | None:
@@ -107,27 +114,35 @@ class Result:
             return None
         return counts if is_whole else None
 
-    def tokens(self, dtype: np.dtype, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the token ids from `start` to `stop`, by default to the end [tokens]."""
-        return self._read('.tokens', dtype, start, stop)
+    def tokens(self, dtype: np.dtype) -> np.ndarray:
+        """Returns the token ids [tokens]. Raises DamagedPartError."""
+        return np.frombuffer(self._read(TOKENS), dtype)
 
-    def lengths(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the tokens of each document from `start` to `stop`, by default to the end [documents]."""
-        return self._read('.lengths', np.dtype(np.int64), start, stop)
+    def lengths(self) -> np.ndarray:
+        """Returns the tokens of each document [documents]. Raises DamagedPartError."""
+        return np.frombuffer(self._read(LENGTHS), np.int64)
 
-    def _read(self, suffix: str, dtype: np.dtype, start: int, stop: int | None) -> np.ndarray:
-        size = dtype.itemsize
-        span = None if (start, stop) == (0, None) else slice(size * start, None if stop is None else size * stop)
-        if (content := self.folder.read(self.base + suffix, span)) is None:
-            raise LmError(f'{self.base}{suffix} of the intermediate files is missing; run the same command again')
-        return np.frombuffer(content, dtype)
+    def _read(self, suffix: str) -> bytes:
+        content = self.folder.read(self.base + suffix)
+        if content is None:
+            raise DamagedPartError(self.base, suffix)
+        self.require_counts().check(self.base, suffix, hashlib.sha256(content).hexdigest())
+        return content
 
     def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: ShardCounts) -> None:
-        sizes = {
-            '.tokens': self.folder.write(f'{self.base}.tokens', tokens),
-            '.lengths': self.folder.write(f'{self.base}.lengths', lengths),
-        }
-        self.folder.write(f'{self.base}.json', encode_counts(dataclasses.replace(counts, sizes=sizes)))
+        sizes, digests = {}, {}
+        for suffix, arrays in ((TOKENS, tokens), (LENGTHS, lengths)):
+            digest = hashlib.sha256()
+            for array in arrays:
+                digest.update(array.data)
+            digests[suffix] = digest.hexdigest()
+            sizes[suffix] = self.folder.write(self.base + suffix, arrays)
+        counts = dataclasses.replace(counts, sizes=sizes, sha256=digests)
+        self.folder.write(f'{self.base}.json', encode_counts(counts))
+
+    def discard(self) -> None:
+        """Makes the shard one that is not finished, so that the next preparation makes it again."""
+        self.folder.remove(f'{self.base}.json')
 
 
 def initialize(progress: Any) -> None:
@@ -153,11 +168,12 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
         return
     tokenizer = _tokenizers.get(job.folder) or job.tokenizer()
     _tokenizers[job.folder] = tokenizer
-    tokens, lengths, counts = [], [], ShardCounts()
+    tokens, lengths, counts, source = [], [], ShardCounts(), hashlib.sha256()
     for batch, bad in _batches(job, shard):
         counts.bad += bad
         if not batch:
             continue
+        digest_documents(batch, source)
         texts, batch_tokens, batch_lengths = encode(tokenizer, batch, job.source.holds_tokens)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
@@ -178,6 +194,7 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
             with _progress.get_lock():
                 _progress[0] += size
                 _progress[1] += len(batch_tokens)
+    counts.source = source.hexdigest()
     result.write(tokens, lengths, counts)
 
 
@@ -189,6 +206,7 @@ def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shar
         contents = train(config, Sample(job, config.sample_bytes, shards))
     else:
         contents = config.contents()
+    job.folder.write_first(MODEL_DIGEST, hashlib.sha256(contents).hexdigest().encode())
     job.folder.write_first(MODEL, contents)
 
 
@@ -228,6 +246,14 @@ def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> t
         parts.append(ids if is_ended else np.append(ids, tokenizer.eod_id))
     texts = [tokenizer.decode(ids[:-1]) for ids in parts]
     return texts, np.concatenate(parts).astype(tokenizer.dtype), np.array([len(ids) for ids in parts], np.int64)
+
+
+def digest_documents(batch: list[Document], digest: 'hashlib._Hash') -> None:
+    """Adds documents, as they go to the tokenizer, to the digest of a shard's source."""
+    for document in batch:
+        content = document.text.encode() if document.tokens is None else document.tokens.astype('<i8').tobytes()
+        digest.update(len(content).to_bytes(8, 'little'))
+        digest.update(content)
 
 
 def count_unchanged(

@@ -66,20 +66,23 @@ class SharedFolder(Workspace):
         except FileNotFoundError:
             return False
 
-    def read_in_blocks(self, names: Sequence[str], ahead: int) -> Iterator[bytes | memoryview | None]:
-        """Yields the contents of files one after the other, in blocks that last until the next one; None for a file
-        that is missing. `ahead`: reads from a bucket that are under way together."""
+    def read_in_blocks(self, names: Sequence[str], ahead: int) -> Iterator[tuple[str, bytes | memoryview]]:
+        """Yields (name, block) for the contents of files one after the other; a block lasts until the next one.
+
+        A file that is missing has no block. `ahead`: reads from a bucket that are under way together.
+        """
         if self._local is None:
-            yield from self.read_many(names, ahead)
+            for name, content in zip(names, self.read_many(names, ahead), strict=True):
+                yield name, content or b''
             return
         block = bytearray(BLOCK)
         for name in names:
             try:
                 with open(self._local / name, 'rb', buffering=0) as file:
                     while count := file.readinto(block):
-                        yield memoryview(block)[:count]
+                        yield name, memoryview(block)[:count]
             except FileNotFoundError:
-                yield None
+                pass
 
     def read_many(self, names: Sequence[str], ahead: int = AHEAD) -> Iterator[bytes | None]:
         """Yields the contents of files in the order of their names; so many reads are under way together."""
@@ -98,6 +101,9 @@ class SharedFolder(Workspace):
         content = content if isinstance(content, bytes) else b''.join(part.data for part in content)
         self.kvstore.write(name, content).result()
         return len(content)
+
+    def remove(self, name: str) -> None:
+        self.kvstore.write(name, None).result()
 
     def write_first(self, name: str, content: bytes) -> bytes:
         """Writes a file unless it is there, and returns the contents that lie there then.

@@ -28,6 +28,7 @@ from rich.console import Console
 from lm.config.configurable import check_kind
 from lm.data import store
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.counts import DamagedPartError
 from lm.data.prepare.description import (
     EmptySplitError,
     check_strict,
@@ -45,7 +46,7 @@ from lm.data.prepare.settings import (
     describe_change,
     keep_settings,
 )
-from lm.data.prepare.shards import Preparation, Unit, fingerprint, tokenize, train_tokenizer
+from lm.data.prepare.shards import Preparation, Result, Unit, fingerprint, tokenize, train_tokenizer
 from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.prepare.workspace import LocalFolder, Workspace
 from lm.data.sources.base import Shard
@@ -54,6 +55,8 @@ from lm.errors import ConfigError, LmError, MismatchError
 from lm.files import LockedError, is_remote, local_path, lock
 from lm.text import format_count, format_si
 
+HEALED = 4
+"""Times that one command tries to join the intermediate files, if some of them are damaged."""
 PARTS_SETTINGS = 'parts/settings.json'
 """A file that is there while a store is prepared in parts (lm.data.prepare.parts)."""
 
@@ -131,8 +134,22 @@ def _make_store(
     with start_workers(choose_processes(config, len(todo))) as (pool, progress):
         print_plan(config, todo, len(todo), console)
         _train(config, job, shards, pool, console)
-        tokenize_all(job, todo, pool, progress, console)
-    return assemble(config, path, job, shards, settings, console)
+        for left in reversed(range(HEALED)):
+            tokenize_all(job, todo, pool, progress, console)
+            try:
+                return assemble(config, path, job, shards, settings, console)
+            except DamagedPartError as error:
+                if not left:
+                    raise
+                print_damage(error, console)
+                Result(job.folder, error.base).discard()
+    raise AssertionError('the last try returns or raises')
+
+
+def print_damage(error: DamagedPartError, console: Console) -> None:
+    """Says that a shard is made again."""
+    line = f'{error.base}{error.suffix} of the intermediate files is damaged or gone: this shard is made again'
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def list_shards(config: PrepareConfig) -> dict[str, list[Shard]]:
@@ -277,8 +294,7 @@ def assemble(
         ends = _digest_ends((result.lengths() for result in results[name]), digest)
         store.write_array(path, name, 'document_ends', ends, split['documents'], 'int64')
         split['sha256'] = digest.hexdigest()
-    bad = [record for own in counts.values() for c in own for record in c.bad]
-    return finish_store(config, path, shards, settings, tokenizer, splits, bad)
+    return finish_store(config, path, shards, settings, tokenizer, splits, counts)
 
 
 def _digest_blocks(blocks: Iterator[np.ndarray], digest: 'hashlib._Hash', meter: Meter) -> Iterator[np.ndarray]:

@@ -22,6 +22,10 @@ class Workspace(abc.ABC):
     def write(self, name: str, content: Content) -> int:
         """Writes a file and returns its size in bytes."""
 
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Deletes a file, if it is there."""
+
     def write_first(self, name: str, content: bytes) -> None:
         """Writes a file that no other process writes otherwise."""
         self.write(name, content)
@@ -48,8 +52,32 @@ class LocalFolder(Workspace):
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         return write_atomically(self.path / name, content)
 
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
     def is_whole(self, name: str, size: int) -> bool:
         try:
             return (self.path / name).stat().st_size == size
         except OSError:
             return False
+
+
+class MemoryFolder(Workspace):
+    """Files in the memory of this process."""
+
+    def __init__(self):
+        self._files: dict[str, bytes] = {}
+
+    def read(self, name: str, span: slice | None = None) -> bytes | None:
+        content = self._files.get(name)
+        return content if content is None or span is None else content[span]
+
+    def write(self, name: str, content: Content) -> int:
+        self._files[name] = content if isinstance(content, bytes) else b''.join(part.data for part in content)
+        return len(self._files[name])
+
+    def remove(self, name: str) -> None:
+        self._files.pop(name, None)
+
+    def is_whole(self, name: str, size: int) -> bool:
+        return len(self._files.get(name, b'')) == size
