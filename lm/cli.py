@@ -7,6 +7,7 @@ import sys
 
 from lm.errors import EXIT_CODES, EXPECTED, ConfigError, Preempted, exit_code_of
 from lm.output import lasting, prepare_streams, quiet_libtpu
+from lm.secrets import hide_secrets, redact
 from lm.signals import end_on_signals, end_plainly, handle_signals
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
@@ -16,7 +17,9 @@ if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.
     prepare_streams()
     quiet_libtpu()
     # Warnings are plain lines. Otherwise the first library that logs by absl, as Orbax does, gives them another form.
-    logging.getLogger().addHandler(logging.lastResort or logging.StreamHandler())
+    handler = logging.lastResort or logging.StreamHandler()
+    handler.addFilter(hide_secrets)
+    logging.getLogger().addHandler(handler)
     # Imported modules stay: looking for garbage in them would take a sixth of the time until a verb begins (`run`).
     gc.disable()
 
@@ -141,7 +144,7 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
             traceback.print_exc()
         expected = isinstance(error, EXPECTED)
         # Text of files and names of folders may be a part of it.
-        message = make_visible(' '.join(str(error).split('\n')).strip())
+        message = redact(make_visible(' '.join(str(error).split('\n')).strip()))
         message = message if expected else f'{type(error).__name__}: {message[:500]}'
         remedy = '' if expected or arguments.debug else ' (run it again with --debug for the traceback)'
         kind = '' if isinstance(error, Preempted) else 'error: '

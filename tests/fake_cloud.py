@@ -180,7 +180,8 @@ def main() -> int:
         return 1
     if verb == 'scp':
         *sources, target = rest
-        return copy(cloud / 'pods' / target.partition(':')[0], sources)
+        pod, _, name = target.partition(':')
+        return copy(cloud / 'pods' / pod, sources, name)
     pod = cloud / 'pods' / rest[0]
     if kind == 'tpu-vm' and not pod.exists():  # one of several slices
         pod = pod.with_name(pod.name.rpartition('-')[0])
@@ -244,14 +245,14 @@ def is_reachable(pod: pathlib.Path) -> bool:
         return False
 
 
-def copy(pod: pathlib.Path, sources: list[str]) -> int:
+def copy(pod: pathlib.Path, sources: list[str], name: str) -> int:
     if not is_reachable(pod):
         return 255
     for worker in range(workers(pod)):
         home = pod / f'home-{worker}'
         home.mkdir(exist_ok=True)
         for source in sources:
-            shutil.copy(source, home)
+            shutil.copy(source, home / name)
     return 0
 
 

@@ -15,6 +15,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--assemble', action='store_true', help='join what all --shard have made; with --shard, a share of this work'
     )
+    parser.add_argument(
+        '--prove',
+        type=float,
+        metavar='SHARE',
+        help='of a finished store: read so much of the source again, such as 0.01, and compare it with the tokens',
+    )
     parser.add_argument('--engine', choices=('beam',), help='what shares the work out; default: --processes')
     parser.add_argument(
         '--beam_options',
@@ -27,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.data.prepare.parts import read_share
-    from lm.data.prepare.run import run_prepare, run_prepare_share, run_prepare_with_beam
+    from lm.data.prepare.run import run_prepare, run_prepare_share, run_prepare_with_beam, run_prove
 
     in_shares = arguments.shard is not None or arguments.assemble
     if arguments.engine and in_shares:
@@ -39,6 +45,10 @@ def make_call(arguments: argparse.Namespace) -> Call:
     share = read_share(arguments.shard or '0/1')
     experiment = read_experiment(arguments, bindings('prepare', pick(arguments, 'strict', 'processes')))
     job = experiment.prepare, experiment.data.path
+    if arguments.prove is not None:
+        if arguments.engine or in_shares:
+            raise ConfigError('--prove: compares a finished store; leave out --shard, --assemble and --engine')
+        return functools.partial(run_prove, *job, arguments.prove)
     if arguments.engine:
         return functools.partial(run_prepare_with_beam, *job, arguments.beam_options)
     if not in_shares:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 from lm.errors import ConfigError
+from lm.secrets import Secret
 
 
 class Configurable:
@@ -62,6 +63,7 @@ def field(
     formerly: str | None = None,
     omit_default: bool = False,
     inherit: bool | None = None,
+    secret: bool = False,
 ) -> Any:
     """Returns a dataclass field with the range of its values.
 
@@ -78,9 +80,11 @@ def field(
             stood in another configurable. Where the value was the name of a configurable, it becomes a reference.
         omit_default: config.gin and other texts leave the field out while it has its default.
         inherit: a student has the value of its teacher (`lm distill`); None: nobody has said so, and it has.
+        secret: no text, log or file shows the value (`lm.secrets`). The default is the variable that holds it.
     """
     rules = dict(minimum=minimum, maximum=maximum, above=above, below=below, even=even, choices=choices, check=check)
-    facts = {'help': help, 'resume': resume, 'formerly': formerly, 'omit_default': omit_default, 'inherit': inherit}
+    facts = {'help': help, 'resume': resume, 'formerly': formerly, 'omit_default': omit_default}
+    facts |= {'inherit': inherit, 'secret': secret}
     return dataclasses.field(default=default, metadata={'rules': rules} | facts)
 
 
@@ -140,10 +144,20 @@ def check_fields(config: Configurable) -> None:
                 f'{label} = {value!r}: must be {describe(annotations[spec.name])}, not {type(value).__name__}'
                 + (f' (write {int(value)})' if isinstance(value, float) and value == value // 1 else '')
             ) from None
+        if spec.metadata.get('secret'):
+            converted = _hide(label, converted, spec)
         if converted is not value:
             object.__setattr__(config, spec.name, converted)
         if not (isinstance(converted, str) and converted == spec.default):  # a word for the default has no range
             _check_range(label, converted, spec.metadata.get('rules', {}))
+
+
+def _hide(label: str, value: Any, spec: dataclasses.Field) -> str:
+    """Returns the value of a secret field in the form that shows a variable. Raises ConfigError, without the value."""
+    check = spec.metadata['rules'].get('check')
+    if not isinstance(value, Secret) and check and (remedy := check(value)):
+        raise ConfigError(f'{label}: {remedy}')
+    return value if value.startswith('$') else Secret.hide(value, spec.default)
 
 
 def check_kind(name: str, given: object, kind: type, remedy: str) -> None:

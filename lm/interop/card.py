@@ -7,6 +7,7 @@ from lm.data.store import TokenStore
 from lm.errors import writing
 from lm.inference.loaded_run import LoadedRun
 from lm.runs.records import Run
+from lm.secrets import redact
 
 CARD = 'README.md'
 
@@ -74,7 +75,7 @@ def describe_training(run: LoadedRun, record: Run) -> list[str]:
     if record.imported is not None and run.step == 0:
         return [f'The weights are imported from `{record.imported}`. They were not trained further.']
     train = run.experiment.train
-    command = record.info.get('command')
+    command = redact(record.info.get('command') or '')
     said = [f'{run.step:,} steps of {train.tokens_per_step:,} tokens: {run.step * train.tokens_per_step:,} in all.']
     return said + ([f'```\n{command}\n```'] if command else [])
 

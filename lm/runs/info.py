@@ -22,6 +22,7 @@ from etils import epath
 import lm
 from lm.errors import ConfigError, LmError
 from lm.files import GONE, parse_json, reaching, read_bytes
+from lm.secrets import redact
 from lm.text import make_all_visible
 
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy', 'sentencepiece')
@@ -176,7 +177,7 @@ def describe_machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return {
-        'command': shlex.join(sys.argv),
+        'command': shlex.join(map(redact, sys.argv)),
         'folder': os.getcwd(),
         'versions': versions,
         'git_commit': git_commit(),

@@ -45,6 +45,7 @@ class ClusterOptions:
     queue: str | None = option('the local queue of Kueue, or the partition of Slurm', 'NAME')
     namespace: str | None = option('of Kubernetes', 'NAME')
     service_account: str | None = option('of Kubernetes: its identity opens the bucket', 'NAME')
+    secret: str | None = option('of Kubernetes: the Secret whose variables the pods get, such as WANDB_API_KEY', 'NAME')
     claim: str | None = option('of Kubernetes: the volume that pods mount at ROOT', 'NAME')
     spot: bool = option('machines that may be taken away at any time', default=False)
     failures: int | None = option('tries again after exit codes without a rule; default: 3', 'N', least=0)

@@ -18,6 +18,7 @@ from lm.errors import ConfigError, LmError, Preempted
 from lm.files import LockedError, lock
 from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
+from lm.secrets import list_variables
 from lm.signals import ENDING, INTERRUPTED
 from lm.sweep.options import SweepOptions
 from lm.sweep.points import Point
@@ -141,7 +142,7 @@ class Runner:
         begin = os.fstat(log.fileno()).st_size
         command = ['train', '--run_dir', str(self.sweep.root / point.name), '--gin_file', config]
         command += ['--allow_gin_imports'] if self.options.allow_gin_imports else []
-        environment = dict(os.environ)
+        environment = os.environ | list_variables()
         if self.options.gpus_per_job:
             environment['CUDA_VISIBLE_DEVICES'] = ','.join(_gpus(self.options.gpus_per_job, slot))
         process = subprocess.Popen(

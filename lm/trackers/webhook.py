@@ -1,5 +1,6 @@
 """A message by HTTP when a run ends, for a chat room or a program that restarts it."""
 
+import base64
 import datetime
 import json
 import logging
@@ -10,6 +11,7 @@ import urllib.parse
 import urllib.request
 
 from lm.config.configurable import configurable, field
+from lm.secrets import Secret, reveal
 from lm.text import make_visible
 from lm.trackers.base import RunFacts, Tracker, TrackerWriter
 
@@ -38,18 +40,34 @@ class Webhook(Tracker):
     url: str = field(
         default='$LM_WEBHOOK',
         check=_check_url,
-        help="an address, or '$NAME' of the environment, which config.gin then keeps",
+        secret=True,
+        help="'$NAME' of the environment; or an address, which no file keeps: config.gin has '$LM_WEBHOOK' then",
     )
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        url = os.path.expandvars(self.url)
+        url = reveal(self.url)
         if not url.startswith(('http://', 'https://')):
-            raise ValueError(f'webhook.url = {self.url!r}: the environment has no such variable')
-        if url == self.url:
+            raise ValueError(f'webhook.url = {self.url!r}: the environment has no such variable; set it')
+        if isinstance(self.url, Secret):
             # The file may be a stranger's.
             host = make_visible(urllib.parse.urlsplit(url).netloc.rpartition('@')[2])
-            log.warning('webhook.url: %s gets a message when this run ends, as the configuration says', host)
+            log.warning(
+                'webhook.url: %s gets a message when this run ends, as the configuration says; no file keeps the '
+                'address: set %s before a resume',
+                host,
+                self.url.removeprefix('$'),
+            )
         return _Messages(url, run)
+
+
+def make_request(url: str, body: bytes) -> urllib.request.Request:
+    """Returns a POST of JSON. A name and a password in the address become a header: urllib takes them for a host."""
+    parts, headers = urllib.parse.urlsplit(url), {'Content-Type': 'application/json'}
+    user, _, host = parts.netloc.rpartition('@')
+    if user:
+        plain = urllib.parse.unquote(user).encode()
+        headers['Authorization'] = f'Basic {base64.b64encode(plain).decode()}'
+    return urllib.request.Request(parts._replace(netloc=host).geturl(), body, headers, method='POST')
 
 
 class _Messages(TrackerWriter):
@@ -67,7 +85,6 @@ class _Messages(TrackerWriter):
             'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
             'text': f'{self._run.name}: {kind} at step {step}' + ('' if kind == 'done' else f': {message}'),
         }
-        headers = {'Content-Type': 'application/json'}
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method='POST')
+        request = make_request(self._url, json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=SECONDS):
             pass

@@ -12,7 +12,7 @@ SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RE
 VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
 LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
 MAX_BACKOFF_SECONDS RESET_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
-PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION EXTRAS'
+PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION EXTRAS ENV_FILE'
 
 note() { echo "$SCRIPT: $*" >&2; }
 fail() {
@@ -107,7 +107,7 @@ load_settings() {
   : "${DELETE_WHEN_DONE:=always}"
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
   : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}" "${SLICES:=1}" "${MAX_RUN_DURATION:=}"
-  : "${EXTRAS:=}"
+  : "${EXTRAS:=}" "${ENV_FILE:=}"
   for name in SLICES MAX_ATTEMPTS MAX_FAILURES MAX_LOST_POLLS PARALLEL PREPARE_DISK_GB; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: give a whole number of at least 1"
   done
@@ -119,6 +119,7 @@ load_settings() {
   done
   [[ $POLL_SECONDS =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "POLL_SECONDS=$POLL_SECONDS: give a number, without a unit"
   [[ $EXTRAS =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || fail "EXTRAS=$EXTRAS: give names of extras, such as tokenizers,wandb"
+  if [ -n "$ENV_FILE" ]; then check_env_file; fi
   RUN_DIR=${RUN_DIR%/}
   if [ -z "$RUN_NAME" ]; then RUN_NAME=${RUN_DIR##*/}; fi
   if [ -z "$RUN_NAME" ]; then RUN_NAME=$TPU_NAME; fi
@@ -128,6 +129,20 @@ load_settings() {
   LOCATION=(--zone="$ZONE" --project="$PROJECT")
   # shellcheck disable=SC2086,SC2163
   export $SETTINGS LM_TPU_SETTINGS_READ=1
+}
+
+# Refuses a file of secrets that others can read, and one that holds more than variables.
+check_env_file() {
+  local line number=0
+  [ -f "$ENV_FILE" ] || fail "ENV_FILE=$ENV_FILE: no such file"
+  # shellcheck disable=SC2012
+  [[ $(ls -lL "$ENV_FILE") == -???------* ]] || fail "ENV_FILE=$ENV_FILE: others can read it; chmod 600 $ENV_FILE"
+  while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1))
+    # The line itself may be a secret.
+    [[ $line =~ ^[[:space:]]*(#.*)?$ || $line =~ ^[A-Za-z_][A-Za-z_0-9]*=[^[:space:]\'\"\$\`\;\&\|\<\>\(\)\\]*$ ]] ||
+      fail "ENV_FILE=$ENV_FILE: line $number: write NAME=VALUE, without blanks, quotes or signs of the shell"
+  done <"$ENV_FILE"
 }
 
 # Sets RUNTIME_VERSION, PROCESSES (one per machine, two on TPU7x) and DEVICES of all slices, unless the settings give them.

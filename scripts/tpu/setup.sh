@@ -11,4 +11,5 @@ help_if_asked "$@"
 load_settings
 pack_commit
 tpu_vm scp "$BUNDLE" "$HERE/vm/setup.sh" "$TPU_NAME:" --worker=all
+if [ -n "$ENV_FILE" ]; then tpu_vm scp "$ENV_FILE" "$TPU_NAME:lm-env.new" --worker=all; fi
 on_workers all "bash setup.sh $(quote_all "$COMMIT" "tpu${EXTRAS:+,$EXTRAS}" "$PYTHON_VERSION")"

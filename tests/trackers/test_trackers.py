@@ -1,5 +1,6 @@
 """Trackers get the figures of a run and its outcome, and none of them stops it."""
 
+import base64
 import contextlib
 import dataclasses
 import http.server
@@ -26,7 +27,7 @@ from lm.trackers import Tracker, Trackers, TrackerWriter, tensorboard
 from lm.trackers.base import RunFacts
 from lm.trackers.services import Trackio, Wandb
 from lm.trackers.tensorboard import TensorBoard
-from lm.trackers.webhook import Webhook
+from lm.trackers.webhook import Webhook, make_request
 
 RECORD = {'kind': 'train', 'step': 3, 'loss': 2.5, 'mfu': None, 'grad_norm': float('inf')}
 
@@ -62,7 +63,7 @@ def test_gin_names_trackers_and_a_resumed_run_may_change_them():
     text = [line for line in dump(experiment).splitlines() if '=' in line]
     assert load([], text, root=Experiment) == experiment
     assert Experiment().train.trackers == ()
-    with pytest.raises(ConfigError, match=r"webhook.url = 'ftp://x': must begin with http"):
+    with pytest.raises(ConfigError, match=r'webhook\.url: must begin with http'):
         Webhook(url='ftp://x')
 
 
@@ -112,10 +113,20 @@ def test_an_address_in_the_configuration_is_announced(facts, caplog, monkeypatch
     with caplog.at_level(logging.WARNING):
         Webhook(url='http://name:key@127.0.0.1:9/x').open(facts)
         Webhook(url='$OWN').open(facts)
-    assert caplog.messages == ['webhook.url: 127.0.0.1:9 gets a message when this run ends, as the configuration says']
+    assert caplog.messages == [
+        'webhook.url: 127.0.0.1:9 gets a message when this run ends, as the configuration says; no file keeps the '
+        'address: set LM_WEBHOOK before a resume'
+    ]
     for url in ('https://127.0.0.1/$SECRET', '$OWN/more', 'http://x/${SECRET}'):
         with pytest.raises(ConfigError, match='must be one environment variable'):
             Webhook(url=url)
+
+
+def test_a_name_and_a_password_in_the_address_become_a_header():
+    request = make_request('https://me:a%2Fb@example.org:8443/hook?x=1', b'{}')
+    assert request.full_url == 'https://example.org:8443/hook?x=1'
+    assert request.get_header('Authorization') == 'Basic ' + base64.b64encode(b'me:a/b').decode()
+    assert make_request('https://example.org/hook', b'{}').get_header('Authorization') is None
 
 
 def test_a_dead_webhook_is_only_a_warning(facts, caplog):

@@ -36,7 +36,7 @@ class JobSetFormat(ManifestFormat):
 
     name = 'jobset'
     needs = ('image',)
-    uses = ('topology', 'gpus', 'nodes', 'queue', 'namespace', 'service_account', 'claim', 'spot', 'failures')
+    uses = ('topology', 'gpus', 'nodes', 'queue', 'namespace', 'service_account', 'secret', 'claim', 'spot', 'failures')
     submit = 'kubectl replace --force -f {folder}'
 
     def check_machines(self, options: ClusterOptions, is_local: bool) -> None:
@@ -146,4 +146,6 @@ def make_container(job: ClusterJob, options: ClusterOptions) -> Tree:
         command += ['--coordinator_address', f'{job.name}-{CONTAINER}-0-0.{job.name}:{PORT}']
         command += ['--process_count', str(options.processes), '--process_id', '$(PROCESS_ID)']
     found: Tree = {'name': CONTAINER, 'image': options.image, 'command': command, 'env': environment}
+    if options.secret:
+        found['envFrom'] = [{'secretRef': {'name': options.secret}}]
     return found | ({'resources': {'limits': resources}} if resources else {})

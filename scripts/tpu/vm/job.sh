@@ -68,6 +68,12 @@ case $verb in
     shift
     cd "$HOME/lm"
     export PATH=$HOME/lm/.venv/bin:$PATH PYTHONUNBUFFERED=1
+    if [ -f "$HOME/.lm-env" ]; then
+      set -a
+      # shellcheck disable=SC1091
+      . "$HOME/.lm-env"
+      set +a
+    fi
     echo "== $(date -u '+%Y-%m-%d %H:%M:%S') UTC  $(cat "$folder/command")"
     copier=''
     if [ -n "$url" ]; then

@@ -5,6 +5,12 @@
 set -euo pipefail
 commit=$1 extras=$2 python=$3
 cd "$HOME"
+# The variables of ENV_FILE, for jobs alone. Without the setting none are left from earlier.
+rm -f .lm-env
+if [ -f lm-env.new ]; then
+  chmod 600 lm-env.new
+  mv lm-env.new .lm-env
+fi
 ready=lm/.venv/.lm-ready
 if [ "$(cat "$ready" 2>/dev/null)" = "$commit $extras $python" ]; then
   echo "$(hostname): lm $commit is ready"
