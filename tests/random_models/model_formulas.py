@@ -303,8 +303,6 @@ class Rotation:
         frequencies = base ** (-np.arange(turning) / turning)
         if scaling is None:
             return cls(frequencies)
-        # The traced program holds the factor as float32. The angle of a late position shows the rounding.
-        scaling = dataclasses.replace(scaling, factor=float(np.float32(scaling.factor)))
         return SCALINGS[scaling.gin_name](scaling, frequencies, base)
 
     def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:

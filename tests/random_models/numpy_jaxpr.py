@@ -22,28 +22,35 @@ Arrays = list[np.ndarray]
 AGREEMENT = 1e-6
 """The largest difference, relative to the largest number, between arrays that devices hold as copies of each other."""
 
+EXACT = 2.0**12
+"""Numbers whose multiple by this is whole are taken for those that float32 holds exactly."""
+ROUNDING = 2.0**-24
+"""The largest relative error of a number that is rounded to float32."""
+
 
 class CopiesDiffer(AssertionError):
     """Devices have different numbers where a program says that they have the same."""
 
 
-def evaluate(program: core.ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
-    """Returns the results of a program; the arguments are trees, whose leaves are flattened."""
+def evaluate(
+    program: core.ClosedJaxpr, *arguments: Any, rounding: np.random.Generator | None = None
+) -> list[np.ndarray]:
+    """Returns the results of a program; the arguments are trees, whose leaves are flattened.
+
+    With `rounding`, each constant changes by about as much as float32 has rounded it. Those that float32 holds exactly
+    stay.
+    """
     leaves = [float64.widen(leaf) for leaf in jax.tree.leaves(arguments)]
     assert len(leaves) == len(program.jaxpr.invars), f'{len(leaves)} arrays for {len(program.jaxpr.invars)} arguments'
-    lanes = Lanes([{}])
-    return [each[0] for each in lanes.run(program.jaxpr, _of_constants(program, 1), [[leaf] for leaf in leaves])]
-
-
-def _of_constants(program: core.ClosedJaxpr, lanes: int) -> list[Arrays]:
-    return [[float64.widen(constant)] * lanes for constant in program.consts]
+    lanes = Lanes([{}], rounding)
+    return [each[0] for each in lanes.closed(program, [[leaf] for leaf in leaves])]
 
 
 class Lanes:
     """Devices that run one program side by side; each is at a place of the mesh axes that are split so far."""
 
-    def __init__(self, places: Sequence[dict[str, int]]):
-        self.places = list(places)
+    def __init__(self, places: Sequence[dict[str, int]], rounding: np.random.Generator | None = None):
+        self.places, self.rounding = list(places), rounding
 
     def __len__(self) -> int:
         return len(self.places)
@@ -55,7 +62,7 @@ class Lanes:
 
         def read(atom: Any) -> Arrays:
             if isinstance(atom, core.Literal):
-                return [float64.widen(atom.val, atom.aval)] * len(self)
+                return [self.round(float64.widen(atom.val, atom.aval))] * len(self)
             return values[atom]
 
         last = _find_last_uses(jaxpr)
@@ -82,11 +89,20 @@ class Lanes:
 
     def closed(self, program: core.ClosedJaxpr, arguments: Sequence[Arrays]) -> list[Arrays]:
         """Runs a program with constants of its own."""
-        return self.run(program.jaxpr, _of_constants(program, len(self)), arguments)
+        constants = [[self.round(float64.widen(constant))] * len(self) for constant in program.consts]
+        return self.run(program.jaxpr, constants, arguments)
+
+    def round(self, constant: np.ndarray) -> np.ndarray:
+        """Returns a constant, changed as `evaluate` says."""
+        if self.rounding is None or constant.dtype.kind != 'f':
+            return constant
+        is_exact = (constant * EXACT == np.round(constant * EXACT)) | ~np.isfinite(constant)
+        error = ROUNDING * self.rounding.uniform(-1, 1, constant.shape)
+        return np.where(is_exact, constant, constant * (1 + error))
 
     def alone(self, lane: int) -> 'Lanes':
         """Returns one of the lanes. It cannot exchange arrays with the others."""
-        return Lanes([self.places[lane] | {'': lane}])
+        return Lanes([self.places[lane] | {'': lane}], self.rounding)
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """Returns the lanes that differ in `axes` alone, in the order of the axes."""

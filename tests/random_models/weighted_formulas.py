@@ -118,6 +118,10 @@ def weigh_by_random_features(layer: Layer) -> tuple[np.ndarray, float]:
     return compare(q, k), 0.0
 
 
+LIMIT = 35.0
+"""The largest exponent of features: their products, summed over millions of keys, stay finite in float32."""
+
+
 def random_features(layer: Layer, x: np.ndarray, of_query: bool) -> np.ndarray:
     """Returns φ of scaled vectors.
 
@@ -131,9 +135,9 @@ def random_features(layer: Layer, x: np.ndarray, of_query: bool) -> np.ndarray:
     if kind in ('positive', 'hyperbolic'):
         if kind == 'hyperbolic':
             products = np.concatenate([products, -products], -1)
-        return (np.exp(products - half) + (0.0 if free else config.stabilizer)) / math.sqrt(count)
+        return (np.exp(np.minimum(products - half, LIMIT)) + (0.0 if free else config.stabilizer)) / math.sqrt(count)
     if kind in ('trigonometric', 'random_phases'):
-        outer = 1.0 if free else np.exp(half)
+        outer = 1.0 if free else np.exp(np.minimum(half, LIMIT))
         if kind == 'trigonometric':
             return outer * np.concatenate([np.sin(products), np.cos(products)], -1) * math.sqrt(2 / count)
         return outer * np.cos(products + phases) * math.sqrt(2 / count)
@@ -253,8 +257,7 @@ def attend_hybrid(layer: Layer) -> np.ndarray:
     """Weighs recent keys by exp(s) and older ones by a polynomial P(s), or by Π P of parts (Graef et al. 2024)."""
     config = layer.config
     scale = config.scale or layer.q.shape[-1] ** -0.5
-    # The traced program holds them as float32; their rounding can move the logits by more than is allowed.
-    coefficients = np.float32(approximate(config.approximation, config.degree, config.radius / config.parts))
+    coefficients = approximate(config.approximation, config.degree, config.radius / config.parts)
     far = np.ones(1)
     for q, k in zip(*(np.split(x, config.parts, axis=-1) for x in (layer.q, layer.k)), strict=True):
         far = far * np.polynomial.polynomial.polyval(scale * compare(q, k), coefficients)
