@@ -19,6 +19,7 @@ from etils import epath
 from fsspec.config import conf as fsspec_conf
 from fsspec.core import url_to_fs
 
+from lm.buckets import LIMITS, SILENT_SECONDS, NoAnswerError, explain_identity, register, tell_waiting
 from lm.errors import ConfigError, LmError, MismatchError, MissingPackageError
 
 AnyPath = pathlib.Path | epath.Path
@@ -29,15 +30,8 @@ PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
 DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
 """Beginnings of TensorStore's errors where files are missing or damaged; the last one comes from decompression."""
-RETRIES = {'max_retries': 6, 'initial_delay': '1s', 'max_delay': '32s'}
-"""TensorStore's tries of one request: about a minute, as gcsfs and s3fs wait; by default a quarter of an hour."""
-SILENT_SECONDS = 5.0
-"""The time after which a line says what a remote call waits for."""
-IDENTITIES = {
-    'gs': (('GOOGLE_APPLICATION_CREDENTIALS',), '~/.config/gcloud/application_default_credentials.json'),
-    's3': (('AWS_ACCESS_KEY_ID', 'AWS_PROFILE', 'AWS_ROLE_ARN'), '~/.aws/credentials'),
-}
-"""Scheme of a bucket's address → the variables and the file that give this user an identity there."""
+RETRIES = {'max_retries': 6, 'initial_delay': '1s', 'max_delay': '16s'}
+"""TensorStore's tries of one request: less than a minute; by default a quarter of an hour."""
 MOST_NESTED = 64
 """Levels of objects and lists in a JSON file, at most."""
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -110,6 +104,7 @@ def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:
         raise MissingPackageError(_label(path, name), package)
     # TensorStore and other processes write beside fsspec, which would not notice: it may not remember what it has seen.
     fsspec_conf.setdefault(scheme, {})['use_listings_cache'] = False
+    register(scheme)
     logging.getLogger(package).setLevel(logging.CRITICAL)  # it logs tracebacks of errors that it also raises
     return epath.Path(path)
 
@@ -122,6 +117,8 @@ def folder_spec(path: os.PathLike | str) -> dict[str, Any]:
     """
     if not is_remote(path):
         return {'driver': 'file', 'path': os.path.abspath(local_path(path)) + '/'}
+    for name, value in LIMITS.items():
+        os.environ.setdefault(name, value)
     scheme, _, rest = os.fspath(path).partition('://')
     bucket, _, inner = rest.strip('/').partition('/')
     where = {'bucket': bucket, 'path': f'{inner}/' if inner else ''}
@@ -236,6 +233,8 @@ def reaching(path: os.PathLike | str) -> Iterator[None]:
     except Exception as error:
         if not is_remote(path):
             raise
+        if isinstance(error, NoAnswerError):
+            raise OSError(str(error)) from error
         text = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
         raise OSError(text + explain_identity(path)) from error
 
@@ -246,26 +245,13 @@ def waiting_for(path: os.PathLike | str) -> Iterator[None]:
     if not is_remote(path):
         yield
         return
-    line = f'waiting for an answer about {os.fspath(path)}{explain_identity(path)}'
-    timer = threading.Timer(SILENT_SECONDS, log.warning, ('%s', line))
+    timer = threading.Timer(SILENT_SECONDS, tell_waiting, (path,))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def explain_identity(path: os.PathLike | str) -> str:
-    """Returns a remark for a bucket where neither variables nor a file name this user, such as '; no credentials …'; ''
-    elsewhere. A machine in the cloud may have an identity all the same."""
-    scheme = os.fspath(path).partition('://')[0]
-    if scheme not in IDENTITIES:
-        return ''
-    variables, file = IDENTITIES[scheme]
-    if any(os.environ.get(name) for name in variables) or pathlib.Path(file).expanduser().exists():
-        return ''
-    return f'; no credentials are set ({variables[0]}, or the identity of this machine: docs/storage.md)'
 
 
 def lock(path: os.PathLike | str) -> BinaryIO:

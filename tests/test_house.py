@@ -21,7 +21,8 @@ ROOT = pathlib.Path(lm.__file__).parent
 
 LAYERS = (
     ('ops',),
-    ('lm', 'errors', 'output', 'text'),
+    ('lm', 'errors', 'output', 'secrets', 'text'),
+    ('buckets',),
     ('files', 'hardware', 'plots', 'parameters', 'signals', 'options', 'own_folder'),
     ('config', 'compilation'),
     ('attention', 'tasks', 'checkpoint', 'trackers'),

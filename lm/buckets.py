@@ -1,0 +1,161 @@
+"""File systems of buckets that say what they wait for, and that end if a server never answers.
+
+fsspec makes them for gs:// and s3:// once `lm.files.open_path` has met such an address. Their parents wait for ever for
+a server that accepts a connection and then says nothing, or repeat for a quarter of an hour.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import pathlib
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import unquote
+
+import fsspec
+
+from lm.errors import LmError
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 6
+"""The time after which a try counts as failed if no byte comes."""
+MOST_ANSWERS = 15
+"""So many times `ANSWER_SECONDS` all tries of a request may take."""
+SLOWEST = 1e5
+"""Bytes per second; content that is sent more slowly counts as not sent."""
+SILENT_SECONDS = 5.0
+"""The time after which a line says what a remote call waits for."""
+TOLD_SECONDS = 30.0
+"""No line follows another one about the same bucket within this time."""
+LIMITS = {
+    'TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS': str(ANSWER_SECONDS),
+    'TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS': str(ANSWER_SECONDS),
+    'TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES': '1',
+}
+"""Variables that give TensorStore's requests the same limit; by default they wait for ever."""
+IDENTITIES = {
+    'gs': (('GOOGLE_APPLICATION_CREDENTIALS',), '~/.config/gcloud/application_default_credentials.json'),
+    's3': (('AWS_ACCESS_KEY_ID', 'AWS_PROFILE', 'AWS_ROLE_ARN'), '~/.aws/credentials'),
+}
+"""Scheme of a bucket's address → the variables and the file that give this user an identity there."""
+_told: dict[str, float] = {}
+"""Bucket → when a line said that its server is waited for."""
+
+
+class NoAnswerError(LmError):
+    """A silent server. It is no OSError: packages repeat these, or take the file for one that is missing."""
+
+
+def tell_waiting(path: os.PathLike | str) -> None:
+    """Says in one line that a server has not answered about `path` yet; not again at once for the same bucket."""
+    bucket, now = '/'.join(os.fspath(path).split('/')[:3]), time.monotonic()
+    if now - _told.get(bucket, -TOLD_SECONDS) >= TOLD_SECONDS:
+        _told[bucket] = now
+        log.warning('waiting for an answer about %s%s', os.fspath(path), explain_identity(path))
+
+
+def explain_identity(path: os.PathLike | str) -> str:
+    """Returns a remark for a bucket where neither variables nor a file name this user, such as '; no credentials …'; ''
+    elsewhere. A machine in the cloud may have an identity all the same."""
+    scheme = os.fspath(path).partition('://')[0]
+    if scheme not in IDENTITIES:
+        return ''
+    variables, file = IDENTITIES[scheme]
+    if any(os.environ.get(name) for name in variables) or pathlib.Path(file).expanduser().exists():
+        return ''
+    return f'; no credentials are set ({variables[0]}, or the identity of this machine: docs/storage.md)'
+
+
+@contextlib.asynccontextmanager
+async def bounding(address: str, content: Any = None) -> AsyncIterator[None]:
+    """A block with all tries of one request, which may send content: a line says what it waits for.
+
+    Raises NoAnswerError if a server says nothing.
+    """
+    timer = asyncio.get_running_loop().call_later(SILENT_SECONDS, tell_waiting, address)
+    size = len(content) if isinstance(content, bytes | bytearray | memoryview) else 0
+    try:
+        # A server that never asks for the content that it is to get is silent as well, and no try ends by itself.
+        async with asyncio.timeout(MOST_ANSWERS * ANSWER_SECONDS + size / SLOWEST):
+            yield
+    except Exception as error:
+        if not is_silence(error):
+            raise
+        what = f'{address}: its server has not answered, in several tries of {ANSWER_SECONDS} seconds'
+        raise NoAnswerError(f'{what}{explain_identity(address)}; try it again later') from error
+    finally:
+        timer.cancel()
+
+
+def is_silence(error: Exception) -> bool:
+    """Returns whether a server has said nothing, or nothing more."""
+    return isinstance(error, TimeoutError) or 'Timeout' in type(error).__name__  # of botocore
+
+
+def make_google_storage() -> type[fsspec.AbstractFileSystem]:
+    """Returns the class for gs://."""
+    from aiohttp import ClientTimeout
+
+    # `gcsfs.GCSFileSystem` may be an experimental class, which first asks a second server for the bucket's layout.
+    from gcsfs.core import GCSFileSystem
+
+    class GoogleStorage(GCSFileSystem):
+        """gs://, whose requests end if no byte comes for ANSWER_SECONDS, after six tries."""
+
+        def __init__(self, *arguments: Any, **options: Any):
+            limit = ClientTimeout(sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)
+            super().__init__(*arguments, **{'requests_timeout': limit} | options)
+
+        async def _request(self, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+            place = re.search(r'b/([^/?]+)(?:/o(?:/([^?]+))?)?', path.format(*arguments) if arguments else path)
+            async with bounding(
+                'gs://' + '/'.join(map(unquote, filter(None, place.groups() if place else ()))), options.get('data')
+            ):
+                return await super()._request(method, path, *arguments, **options)
+
+    return GoogleStorage
+
+
+def make_s3_storage() -> type[fsspec.AbstractFileSystem]:
+    """Returns the class for s3://."""
+    import s3fs
+    from fsspec.asyn import sync_wrapper
+
+    class S3Storage(s3fs.S3FileSystem):
+        """s3://, whose requests end if no byte comes for ANSWER_SECONDS, after ten tries."""
+
+        retries = 2
+        connect_timeout = ANSWER_SECONDS
+        read_timeout = ANSWER_SECONDS
+
+        def __init__(self, *arguments: Any, **options: Any):
+            given = options.pop('config_kwargs', None) or {}
+            config = {'retries': {'total_max_attempts': 5, 'mode': 'standard'}} | given
+            super().__init__(*arguments, config_kwargs=config, **options)
+
+        async def _call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
+            place = (options.get(name) for name in ('Bucket', 'Key', 'Prefix'))
+            async with bounding('s3://' + '/'.join(filter(None, place)), options.get('Body')):
+                return await super()._call_s3(method, *arguments, **options)
+
+        call_s3 = sync_wrapper(_call_s3)  # of open files; the parent's is bound to the parent's function
+
+    return S3Storage
+
+
+@functools.cache
+def register(scheme: str) -> None:
+    """Makes fsspec use the class for the addresses of a scheme, if its package is installed."""
+    with contextlib.suppress(ImportError):
+        made = MAKERS[scheme]()
+        for name in (made.protocol,) if isinstance(made.protocol, str) else made.protocol:
+            fsspec.register_implementation(name, made, clobber=True)
+
+
+MAKERS = {'gs': make_google_storage, 's3': make_s3_storage}
+"""Scheme → what makes its class: the packages take a second to import."""

@@ -1,0 +1,101 @@
+"""Servers that accept a connection and never answer: each call ends in time, and names the address."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lm import buckets
+from lm.buckets import NoAnswerError
+from lm.files import open_path, read_bytes
+
+
+@pytest.fixture
+def silent(monkeypatch, tmp_path):
+    """Returns the variables that lead to a server that never answers."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        held = []
+
+        def accept():
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        address = f'http://127.0.0.1:{server.getsockname()[1]}'
+        yield {
+            'STORAGE_EMULATOR_HOST': address,
+            'TENSORSTORE_GCS_HTTP_URL': address,
+            'AWS_ENDPOINT_URL': address,
+            'AWS_ACCESS_KEY_ID': 'key',
+            'AWS_SECRET_ACCESS_KEY': 'secret',
+            'AWS_REGION': 'us-east-1',
+        }
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in held:
+            connection.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Makes tries short, and lets none wait for the next."""
+    monkeypatch.setattr(buckets, 'ANSWER_SECONDS', 0.1)
+    monkeypatch.setattr(buckets, 'SILENT_SECONDS', 0.05)
+    monkeypatch.setattr(buckets, '_told', {})
+    monkeypatch.setattr(random, 'random', lambda: -1000.0)  # gcsfs adds it to its pauses
+    buckets.register.cache_clear()
+    yield
+    monkeypatch.undo()
+    buckets.register.cache_clear()
+    for scheme in ('gs', 's3'):
+        buckets.register(scheme)
+
+
+CALLS = {
+    'exists': lambda path: path.exists(),
+    'is_dir': lambda path: path.is_dir(),
+    'iterdir': lambda path: list(path.iterdir()),
+    'read_text': lambda path: path.read_text(),
+    'read_bytes': read_bytes,
+    'write_text': lambda path: path.write_text('x'),
+    'unlink': lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_every_call_ends_and_says_what_it_waits_for(scheme, silent, impatient, monkeypatch, caplog):
+    for name, value in silent.items():
+        monkeypatch.setenv(name, value)
+    for i, (name, call) in enumerate(CALLS.items()):
+        path = open_path(f'{scheme}://bucket-{i}/run')
+        begun = time.monotonic()
+        with pytest.raises(
+            NoAnswerError, match=f'^{scheme}://bucket-{i}.*: its server has not answered, in several'
+        ) as error:
+            call(path)
+        assert time.monotonic() - begun < 60, name
+        assert '\n' not in str(error.value)
+        waiting = f'waiting for an answer about {scheme}://bucket-{i}'
+        assert any(message.startswith(waiting) for message in caplog.messages), name
+
+
+def test_tensorstore_ends_too(silent):
+    """Its limits are read once per process."""
+    limits = dict.fromkeys(buckets.LIMITS, '1')
+    code = (
+        'import tensorstore as ts; from lm.files import folder_spec, RETRIES; '
+        "RETRIES.update(max_retries=1); kvstore = ts.KvStore.open(folder_spec('gs://bucket/x')).result(); "
+        "kvstore.read('y').result()"
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code], env=os.environ | silent | limits, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert 'ValueError' in done.stderr or 'Timeout' in done.stderr
