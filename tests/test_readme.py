@@ -118,6 +118,6 @@ def test_the_quickstart_ends_with_pictures_that_its_text_names(reference_run, tm
     assert named == {'loss.png', 'position.png', 'report.html'}
     verbs = re.findall(r'^"\$lm" (\w+)', script, re.MULTILINE)
     assert verbs == ['prepare', 'train', 'evaluate', 'report']
-    assert "-e '.[report]'" in script, 'pictures need matplotlib'
+    assert 'scripts/install.sh report' in script, 'pictures need matplotlib'
     assert cli.main(['report', str(reference_run[0]), '--out', str(tmp_path / 'out')]) == 0
     assert named <= {path.name for path in (tmp_path / 'out').iterdir()}

@@ -16,7 +16,7 @@ from lm.sweep.manifests.jobset import make_container
 from lm.sweep.options import ClusterOptions
 from lm.trackers.webhook import Webhook
 
-KEY = 'PLANTEDKEY'
+KEY = 'PLANTED' + 'KEY'  # this file does not hold it
 ADDRESS = f'http://user:{KEY}@127.0.0.1:9/hooks/{KEY}'
 WITH_SECRET = ['--set', 'train.trackers=[@webhook()]', '--gin_param', f"webhook.url = '{ADDRESS}'"]
 

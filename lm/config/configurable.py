@@ -157,7 +157,7 @@ def _hide(label: str, value: Any, spec: dataclasses.Field) -> str:
     check = spec.metadata['rules'].get('check')
     if not isinstance(value, Secret) and check and (remedy := check(value)):
         raise ConfigError(f'{label}: {remedy}')
-    return value if value.startswith('$') else Secret.hide(value, spec.default)
+    return value if value.startswith('$') else Secret.hide(value, str(spec.default))
 
 
 def check_kind(name: str, given: object, kind: type, remedy: str) -> None:

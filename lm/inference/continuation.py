@@ -11,7 +11,7 @@ from lm.errors import ConfigError
 
 
 class Stops(NamedTuple):
-    """What ends a continuation: the first text of `texts`, or a token of `ids` (id → name)."""
+    """The end of a continuation: the first text of `texts`, or a token of `ids` (id → name)."""
 
     texts: Sequence[str] = ()
     ids: Mapping[int, str] = {}

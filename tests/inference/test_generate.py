@@ -168,7 +168,7 @@ def test_the_first_complete_stop_counts(text, stops, found):
     cuts=st.lists(st.integers(0, 16), max_size=4),
 )
 def test_a_continuation_in_parts_ends_at_the_first_stop(prompt, text, stops, cuts):
-    """What was shown never has to be taken back, and stops inside the prompt do not count."""
+    """The shown text never has to be taken back, and stops inside the prompt do not count."""
     ids = [0, *(ord(letter) - 96 for letter in prompt + text)]
     made = Continuation(lambda ids: ''.join(chr(96 + i) for i in ids), ids[: 1 + len(prompt)], 12, Stops(tuple(stops)))
     edges = [1, *sorted(1 + min(cut, len(ids) - 1) for cut in cuts), len(ids)]

@@ -17,7 +17,8 @@ def clone(tmp_path):
     programs = tmp_path / '.venv' / 'bin'
     for folder in (tmp_path / 'scripts', programs):
         folder.mkdir(parents=True)
-    shutil.copy(tiny.ROOT / 'scripts' / 'quickstart.sh', tmp_path / 'scripts')
+    for name in ('quickstart.sh', 'install.sh'):
+        shutil.copy(tiny.ROOT / 'scripts' / name, tmp_path / 'scripts')
     for name in ('python', 'lm'):
         (programs / name).write_text(RECORD)
         (programs / name).chmod(0o755)

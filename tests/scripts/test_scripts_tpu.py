@@ -424,15 +424,16 @@ def test_a_crash_of_one_worker_is_a_failure_and_its_log_is_shown(tmp_path):
 def test_secrets_reach_the_jobs_and_no_log(tmp_path):
     """A later installation without them leaves none behind."""
     cloud, secrets = FakeCloud(tmp_path / 'cloud', workers=1), tmp_path / 'secrets'
-    secrets.write_text('# of the tracker\nWANDB_API_KEY=PLANTEDKEY\n')
+    key = 'PLANTED' + 'KEY'  # the machines get a copy of this file
+    secrets.write_text(f'# of the tracker\nWANDB_API_KEY={key}\n')
     secrets.chmod(0o644)
     refused = cloud.run('setup.sh', ENV_FILE=str(secrets))
     assert refused.returncode == 2
     assert 'others can read it; chmod 600' in refused.stderr
     secrets.chmod(0o600)
-    for script in ('create.sh', 'setup.sh'):
-        done = cloud.run(script, ENV_FILE=str(secrets))
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert cloud.run('create.sh', '--wait').returncode == 0
+    done = cloud.run('setup.sh', ENV_FILE=str(secrets))
+    assert done.returncode == 0, done.stdout + done.stderr
     home = cloud.path / 'pods' / 'pod' / 'home-0'
     assert (home / '.lm-env').stat().st_mode & 0o777 == 0o600
     started = cloud.run('run.sh', 'sh', '-c', '[ "${WANDB_API_KEY%KEY}" = PLANTED ] && echo the job has it')
@@ -443,7 +444,7 @@ def test_secrets_reach_the_jobs_and_no_log(tmp_path):
             break
         time.sleep(0.1)
     assert 'the job has it' in log.read_text()
-    holders = [path.name for path in cloud.path.rglob('*') if path.is_file() and b'PLANTEDKEY' in path.read_bytes()]
+    holders = [path.name for path in cloud.path.rglob('*') if path.is_file() and key.encode() in path.read_bytes()]
     assert holders == ['.lm-env']
     assert cloud.run('setup.sh').returncode == 0
     assert not (home / '.lm-env').exists()
