@@ -85,6 +85,12 @@ class Mixture:
     def words(self, split: str) -> int:
         return sum(store.words(split) for store in self.parts(split).values())
 
+    def copied_share(self, split: str) -> float | None:
+        """Returns the same as `TokenStore.copied_share`; None if it is not known of some store."""
+        shares = [(store.copied_share(split), store.tokens(split)) for store in self.parts(split).values()]
+        known = [(share * tokens, tokens) for share, tokens in shares if share is not None]
+        return sum(own for own, _ in known) / sum(own for _, own in known) if len(known) == len(shares) else None
+
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
         """Returns token ids [stop - start], uint16 or uint32, of one store."""
         return self.read_many(split, [start], stop - start)[0]

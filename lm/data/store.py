@@ -38,6 +38,8 @@ CHUNK = 2**14
 SHARD = 2**26
 """Elements in a file: 128 MB of uint16."""
 INDEX_CACHE_BYTES = 2**26
+COPIES = 'in_train'
+"""The entry of a split in dataset.json: its documents that are also in train, and their tokens."""
 VERIFIED = 2**24
 """Elements that `TokenStore.verify` holds in memory."""
 
@@ -121,6 +123,11 @@ class TokenStore:
         if published is None and 'pg19' in (source.get('name'), source.get('layout')):
             published = pg19.published_words(split, found['documents'])
         return found['words'] if published is None else published
+
+    def copied_share(self, split: str) -> float | None:
+        """Returns the share of the tokens that belong to copies of training documents; None where nothing is known."""
+        found = self._split(split)
+        return found[COPIES]['tokens'] / found['tokens'] if COPIES in found else None
 
     def read(self, split: str, start: int, stop: int) -> np.ndarray:
         """Returns token ids [stop - start], uint16 or uint32. Raises MismatchError for damaged or missing data."""

@@ -176,13 +176,15 @@ class Evaluator:
 
     def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
         """Returns the result of these sums for the split of `store` (None: the store of the text)."""
-        masked = {'mask_documents': True} if self.plan.documents else {}
+        facts: dict[str, Any] = {'mask_documents': True} if self.plan.documents else {}
+        if copied := (store or self.store).copied_share(self.split):
+            facts['copied_share'] = copied
         return self.compute_figures(sums, store or self.store) | {
             'split': self.split,
             'context_length': self.windows.context_length,
             'window': self.plan.settings.config.window,
             CONDITIONING: self.conditioning.state(self.store.tokenizer(), self.plan.begin),
-            **masked,
+            **facts,
             'step': step,
         }
 
@@ -201,6 +203,8 @@ class Evaluator:
             parts.append(f'per word {format_word_perplexity(result, 3)}')
         if 'bits_per_byte' in result:
             parts.append(f'bits per byte {result["bits_per_byte"]:.4f}')
+        if 'copied_share' in result:
+            parts.append(f'{100 * result["copied_share"]:.3g} % of the text is a copy of training text')
         if 'baseline_accuracy' in result:
             baseline = f'{result["baseline_perplexity"]:.3f} and {100 * result["baseline_accuracy"]:.2f} %'
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')

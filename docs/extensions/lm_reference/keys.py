@@ -142,6 +142,7 @@ class Evaluation(TypedDict):
     window: NotRequired[str]  #: `disjoint`, or `sliding:STRIDE`
     conditioning: NotRequired[Conditioning]  #: what the tokens were predicted from
     mask_documents: NotRequired[bool]  #: `True` where no token saw another document
+    copied_share: NotRequired[float]  #: share of the split's tokens that are copies of training documents, if above 0
     bytes: NotRequired[int]  #: UTF-8 bytes of the text, if every token of the split was scored
     words: NotRequired[int]  #: words of the text, on the same condition
     documents: NotRequired[int]  #: documents of the text, on the same condition
@@ -221,6 +222,7 @@ class SplitInfo(TypedDict):
     unchanged: NotRequired[int]  #: documents of these that were equal to the text
     bad_records: int  #: documents that were skipped (`bad_records.jsonl`)
     published_words: NotRequired[int]  #: words that the authors of the data publish
+    in_train: NotRequired[dict[str, int]]  #: `documents` that are also in train, letter by letter, and their `tokens`
     sha256: str  #: fingerprint of tokens and document ends
 
 

@@ -14,6 +14,7 @@ from lm.data.prepare.chain import write_chain
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
 from lm.data.sources.base import Shard, inventory
+from lm.data.store import COPIES
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError, MismatchError
 from lm.text import format_count, make_visible
@@ -54,6 +55,12 @@ def describe_split(
         raise MismatchError(f'split {name!r}: no usable documents; leave it out with prepare.splits, or see the source')
     published = config.require_source().published_words(name, split['documents'])
     return split if published is None else split | {'published_words': published}
+
+
+def add_copies(splits: dict[str, dict[str, Any]], copies: dict[str, dict[str, int]]) -> None:
+    """Adds to the entries of splits what `count_copies` has found."""
+    for name, found in copies.items():
+        splits[name][COPIES] = found
 
 
 def finish_store(
@@ -147,6 +154,12 @@ def print_summary(config: PrepareConfig, path: str, info: dict[str, Any], consol
         compared = format_count(decoded, 'document that was compared', 'documents that were compared')
         verb = 'encode' if source.holds_tokens else 'decode'
         console.print(f'{share} of {compared} {verb} to themselves', highlight=False)
+    for name, split in info['splits'].items():
+        if (copies := split.get(COPIES, {})).get('documents'):
+            share = 100 * copies['tokens'] / split['tokens']
+            of = f'{copies["documents"]:,} of {format_count(split["documents"], "document")}'
+            line = f'{name}: {of} ({share:.3g} % of the tokens) are copies of documents in train'
+            console.print(f'{line}: their perplexity says little about new text', highlight=False, soft_wrap=True)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
         skipped = format_count(bad, 'bad record was', 'bad records were')

@@ -27,8 +27,10 @@ from lm.config.configurable import check_kind
 from lm.data import store
 from lm.data.prepare import stages
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import DamagedPartError, ShardCounts
 from lm.data.prepare.description import (
+    add_copies,
     check_bad_records,
     describe_split,
     describe_versions,
@@ -204,6 +206,7 @@ class PartedPreparation:
         for split, counts in self.counts.items():
             digest = self.folder.read(StorePiece(split, DIGEST, 0, 0, '').marker) or b''
             splits[split] = describe_split(self.config, split, counts) | {'sha256': digest.decode()}
+        add_copies(splits, count_copies(stages.list_results(self.job, self.shards), self.counts))
         tokenizer = self.job.tokenizer()
         info = finish_store(self.config, self.path, self.shards, self.settings, tokenizer, splits, self.counts)
         delete_parts(self.path)
@@ -258,6 +261,7 @@ def prepare_share(
                     if not left:
                         raise
                     stages.print_damage(error, console)
+                    discard(work.folder, error)
                     work.forget_counts()
                     units = work.units
                     stages.tokenize_all(work.job, [units[n] for n in work.list_missing()], pool, progress, console)

@@ -27,7 +27,7 @@ from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import LmError, MismatchError
 
-TOKENS, LENGTHS = '.tokens', '.lengths'
+TOKENS, LENGTHS, HASHES = '.tokens', '.lengths', '.hashes'
 """The suffixes of the intermediate files of a shard."""
 MODEL = 'tokenizer.model'
 """The name of the tokenizer among the intermediate files."""
@@ -90,7 +90,7 @@ class Preparation:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The intermediate files of a shard: NAME.tokens, NAME.lengths and, written last, NAME.json with the counts."""
+    """The intermediate files of a shard: NAME.tokens, NAME.lengths, NAME.hashes, and last NAME.json with the counts."""
 
     folder: Workspace
     base: str
@@ -122,6 +122,10 @@ class Result:
         """Returns the tokens of each document [documents]. Raises DamagedPartError."""
         return np.frombuffer(self._read(LENGTHS), np.int64)
 
+    def hashes(self) -> np.ndarray:
+        """Returns 8 bytes of the SHA-256 of each document, uint64 [documents]. Raises DamagedPartError."""
+        return np.frombuffer(self._read(HASHES), np.uint64)
+
     def _read(self, suffix: str) -> bytes:
         content = self.folder.read(self.base + suffix)
         if content is None:
@@ -129,9 +133,11 @@ class Result:
         self.require_counts().check(self.base, suffix, hashlib.sha256(content).hexdigest())
         return content
 
-    def write(self, tokens: list[np.ndarray], lengths: list[np.ndarray], counts: ShardCounts) -> None:
+    def write(
+        self, tokens: list[np.ndarray], lengths: list[np.ndarray], hashes: list[np.ndarray], counts: ShardCounts
+    ) -> None:
         sizes, digests = {}, {}
-        for suffix, arrays in ((TOKENS, tokens), (LENGTHS, lengths)):
+        for suffix, arrays in ((TOKENS, tokens), (LENGTHS, lengths), (HASHES, hashes)):
             digest = hashlib.sha256()
             for array in arrays:
                 digest.update(array.data)
@@ -168,12 +174,12 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
         return
     tokenizer = _tokenizers.get(job.folder) or job.tokenizer()
     _tokenizers[job.folder] = tokenizer
-    tokens, lengths, counts, source = [], [], ShardCounts(), hashlib.sha256()
+    tokens, lengths, hashes, counts, source = [], [], [], ShardCounts(), hashlib.sha256()
     for batch, bad in _batches(job, shard):
         counts.bad += bad
         if not batch:
             continue
-        digest_documents(batch, source)
+        hashes.append(digest_documents(batch, source))
         texts, batch_tokens, batch_lengths = encode(tokenizer, batch, job.source.holds_tokens)
         tokens.append(batch_tokens)
         lengths.append(batch_lengths)
@@ -195,7 +201,7 @@ def tokenize(job: Preparation, shard: Shard, index: int) -> None:
                 _progress[0] += size
                 _progress[1] += len(batch_tokens)
     counts.source = source.hexdigest()
-    result.write(tokens, lengths, counts)
+    result.write(tokens, lengths, hashes, counts)
 
 
 def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shard]) -> None:
@@ -248,12 +254,18 @@ def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> t
     return texts, np.concatenate(parts).astype(tokenizer.dtype), np.array([len(ids) for ids in parts], np.int64)
 
 
-def digest_documents(batch: list[Document], digest: 'hashlib._Hash') -> None:
-    """Adds documents, as they go to the tokenizer, to the digest of a shard's source."""
-    for document in batch:
+def digest_documents(batch: list[Document], digest: 'hashlib._Hash') -> np.ndarray:
+    """Adds documents, as they go to the tokenizer, to the digest of a shard's source.
+
+    Returns 8 bytes of the SHA-256 of each document, uint64 [documents].
+    """
+    hashes = np.empty(len(batch), np.uint64)
+    for i, document in enumerate(batch):
         content = document.text.encode() if document.tokens is None else document.tokens.astype('<i8').tobytes()
-        digest.update(len(content).to_bytes(8, 'little'))
-        digest.update(content)
+        own = hashlib.sha256(content).digest()
+        digest.update(own)
+        hashes[i] = int.from_bytes(own[:8], 'little')
+    return hashes
 
 
 def count_unchanged(

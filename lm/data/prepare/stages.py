@@ -28,9 +28,11 @@ from rich.console import Console
 from lm.config.configurable import check_kind
 from lm.data import store
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import DamagedPartError
 from lm.data.prepare.description import (
     EmptySplitError,
+    add_copies,
     check_strict,
     describe_split,
     finish_store,
@@ -174,6 +176,11 @@ def list_units(shards: dict[str, list[Shard]]) -> list[Unit]:
     return [Unit(shard, i) for own in shards.values() for i, shard in enumerate(own)]
 
 
+def list_results(job: Preparation, shards: dict[str, list[Shard]]) -> dict[str, list[Result]]:
+    """Returns split → the intermediate files of its shards."""
+    return {name: [job.result(shard, i) for i, shard in enumerate(own)] for name, own in shards.items()}
+
+
 def make_job(config: PrepareConfig, settings: Mapping[str, Any], folder: Workspace) -> Preparation:
     """Returns what the worker processes have in common; `settings` come from `collect_settings`."""
     limit, eod = config.max_document_bytes, settings['tokenizer'].get('end_of_document')
@@ -283,7 +290,7 @@ def assemble(
     The memory that it takes depends on the largest shard, not on the number of tokens and documents.
     """
     tokenizer = job.tokenizer()
-    results = {name: [job.result(shard, i) for i, shard in enumerate(own)] for name, own in shards.items()}
+    results = list_results(job, shards)
     counts = {name: [result.require_counts() for result in own] for name, own in results.items()}
     splits = {name: describe_split(config, name, own, shards[name][0].held_out) for name, own in counts.items()}
     for name, split in splits.items():
@@ -294,6 +301,7 @@ def assemble(
         ends = _digest_ends((result.lengths() for result in results[name]), digest)
         store.write_array(path, name, 'document_ends', ends, split['documents'], 'int64')
         split['sha256'] = digest.hexdigest()
+    add_copies(splits, count_copies(results, counts))
     return finish_store(config, path, shards, settings, tokenizer, splits, counts)
 
 
