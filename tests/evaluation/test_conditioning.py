@@ -47,6 +47,9 @@ class Store:
 
     words = documents = bytes
 
+    def copied_share(self, split):
+        return None
+
     def tokenizer(self):
         return types.SimpleNamespace(eod_id=EOD, piece='<{}>'.format)
 

@@ -61,6 +61,9 @@ class Store:
     def documents(self, split):
         return 2
 
+    def copied_share(self, split):
+        return None
+
     def tokenizer(self):
         return types.SimpleNamespace(eod_id=EOD, piece='<{}>'.format)
 
