@@ -15,6 +15,7 @@ from lm.report.curves import MOST_NAMED, describe_settings, find_differing_bindi
 from lm.report.ladder import Ladder, Speedup, format_power
 from lm.report.ladder_table import format_ladder, make_ladder_table
 from lm.report.measures import Measures, get_status, is_conditioned, measure_microseconds_per_token
+from lm.report.out_folder import HEAD, PAGE, TEXT, check_folder
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
 from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
@@ -34,6 +35,8 @@ HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_la
 """Bindings with a column of their own, by this or another name."""
 LEFT = ('run', 'status', 'attention', 'settings')
 """Columns of words, which come first."""
+TABLES = ('runs.csv', 'curves.csv', 'paper.csv', 'ladder.csv')
+"""The files of figures; most reports have some of them."""
 PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
 """How figures of the named sets of an evaluation begin."""
 
@@ -101,10 +104,12 @@ class Report:
         for i, search in enumerate(self.searches):
             made.made += make_search_pictures(search, f'_{i}' if i else '')
         made.made += make_student_pictures(self.students)
-        self.written = ['report.md']
+        drawn = [f'{picture.name}{end}' for picture in made.made if pictures for end in ('.png', '.pdf')]
+        check_folder(self.out, [PAGE, TEXT, *TABLES, *drawn])
+        self.written = [TEXT]
         for picture in made.made if pictures else ():
             picture.draw(self.out)
-            self.written += [f'{picture.name}.png', f'{picture.name}.pdf']
+        self.written += drawn
         self._write_csv('runs.csv', self.rows)
         if points := [point for picture in made.made for point in picture.list_points()]:
             self._write_csv('curves.csv', points)
@@ -112,7 +117,7 @@ class Report:
             self._write_csv('paper.csv', [compared.as_row() for compared in self.comparison])
         if self.ladder:
             self._write_csv('ladder.csv', self.ladder.list_rows())
-        text = ['# Report', '', self.format_table(), '']
+        text = [*HEAD, self.format_table(), '']
         text += ['## Ladder', '', format_ladder(self.ladder), ''] if self.ladder else []
         text += format_students(self.students)
         text += paper.format_tables(self.comparison, self.corpus)
@@ -123,11 +128,11 @@ class Report:
             text += [escape_markdown(note), '']
         lines = [f'- {escape_markdown(f"{run.name}: {self.describe_provenance(run)}")}' for run in self.runs]
         text += ['## Runs', '', *lines, '']
-        write_atomically(self.out / 'report.md', '\n'.join(text))
+        write_atomically(self.out / TEXT, '\n'.join(text))
         notes = [note] if note else []
         page = format_page(self.make_tables(), made.made, notes, self.written, refresh)
-        write_atomically(self.out / 'report.html', page)
-        self.written.insert(0, 'report.html')
+        write_atomically(self.out / PAGE, page)
+        self.written.insert(0, PAGE)
 
     def make_tables(self) -> list[SortableTable]:
         """Returns the tables of the page: figures, differences of configurations, the papers' numbers, provenance."""
