@@ -55,7 +55,7 @@ class CheckpointFolder:
         if not path.exists() and (self.path / 'config.gin').exists():
             return {'model_type': MODEL_TYPE}
         try:
-            config = parse_json(path.read_text())
+            config = parse_json(path.read_bytes())  # with a byte order mark, too
             config.get('model_type')
         except FileNotFoundError:
             raise MismatchError(

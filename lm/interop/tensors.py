@@ -157,7 +157,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if not (folder / INDEX).exists():
         raise MismatchError(f'{folder}: holds neither {WEIGHTS} nor {INDEX}; other formats are not read')
     try:
-        parts = parse_json((folder / INDEX).read_text())['weight_map'].values()
+        parts = parse_json((folder / INDEX).read_bytes())['weight_map'].values()
         return [folder / pathlib.PurePath(part).name for part in sorted(set(parts))]
     except (ValueError, KeyError, AttributeError, TypeError):
         raise MismatchError(f'{folder / INDEX}: is damaged; fetch it again') from None

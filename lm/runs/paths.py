@@ -1,13 +1,14 @@
 """The paths of a run: which names are allowed, and where the files of a run directory lie."""
 
 import os
+import pathlib
 import re
 import shlex
 
 from etils import epath
 
 from lm.errors import ConfigError
-from lm.files import AnyPath, is_remote, open_path, read_bytes
+from lm.files import AnyPath, is_remote, open_path, read_bytes, refuse_special_files
 
 SWEEP = 'sweep.json'
 """The file that makes a folder the folder of a sweep (`lm.runs.sweep_file`), which is no run itself."""
@@ -17,13 +18,14 @@ class RunPaths:
     """The files of the run in `path`: a local folder or an address such as gs://bucket/run.
 
     Raises ConfigError for a path that `check_path` refuses. With `found` it only raises the errors of `open_path`: a
-    folder that exists is read under any name.
+    folder that exists is read under any name. Raises MismatchError if a pipe or a device lies in the place of a file.
     """
 
     def __init__(self, path: epath.PathLike, found: bool = False):
         self.path = epath.Path(open_path(path) if found else check_path(path))
         if not is_remote(self.path):
             self.path = self.path.absolute()
+            refuse_special_files(pathlib.Path(self.path))
         self.config = self.path / 'config.gin'
         self.info = self.path / 'run.json'
         self.metrics_file = self.path / 'metrics.jsonl'

@@ -188,6 +188,13 @@ def test_the_file_and_the_tensor_at_fault_are_named(damage, tmp_path):
     assert re.search(said, tell_damage(tmp_path / 'llama') or '')
 
 
+def test_byte_order_marks_are_no_damage(tmp_path):
+    write_llama(tmp_path / 'llama')
+    for path in (tmp_path / 'llama').glob('*.json'):
+        path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
+    assert tell_damage(tmp_path / 'llama') is None
+
+
 @pytest.mark.parametrize('wrapper', ['_orig_mod.', 'module.', 'module._orig_mod.'])
 def test_names_of_wrapped_models_are_read(wrapper, tmp_path):
     write_llama(tmp_path / 'llama')
