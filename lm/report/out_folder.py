@@ -1,4 +1,4 @@
-"""The folder of a report: its files replace those of an earlier report, and no others."""
+"""The folder of a report: new files replace the files of an earlier report, and no others."""
 
 import pathlib
 from collections.abc import Iterable
