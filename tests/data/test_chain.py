@@ -166,7 +166,7 @@ def test_tokens_of_another_source_are_named(config, tmp_path, monkeypatch):
     prepare(config, str(path))
     read = TokenStore.read
     monkeypatch.setattr(TokenStore, 'read', lambda *arguments: read(*arguments) ^ 1)
-    with pytest.raises(MismatchError, match='its tokens are not those of the source'):
+    with pytest.raises(MismatchError, match='its tokens differ from the tokens of the source'):
         prove(config, path)
 
 

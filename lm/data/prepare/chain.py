@@ -98,7 +98,7 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
                 raise MismatchError(f'{where}: the documents of the source have changed since; prepare the data again')
             tokens = opened.read(split, int(starts[i]), int(starts[i + 1]))
             if not {counts.sha256[shards.TOKENS], _digest(tokens)} == {line['tokens_sha256']}:
-                raise MismatchError(f'{where}: its tokens are not those of the source; prepare the data again')
+                raise MismatchError(f'{where}: its tokens differ from the tokens of the source; prepare the data again')
             proved += 1
     of = format_count(len(chain), 'shard')
     console.print(f'{path}: {proved} of {of} proved: the source is the same, and so are the tokens', highlight=False)
