@@ -8,12 +8,13 @@ import sys
 from lm.errors import EXIT_CODES, EXPECTED, ConfigError, Preempted, exit_code_of
 from lm.output import lasting, prepare_streams, quiet_libtpu
 from lm.secrets import hide_secrets, redact
-from lm.signals import end_on_signals, end_plainly, handle_signals
+from lm.signals import end_on_signals, end_plainly, handle_signals, print_stacks_on_signal
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
     # Only the program does this, and neither its workers nor programs that import this module. It comes before anything
     # slow.
     end_on_signals('lm')
+    print_stacks_on_signal()
     prepare_streams()
     quiet_libtpu()
     # Warnings are plain lines. Otherwise the first library that logs by absl, as Orbax does, gives them another form.

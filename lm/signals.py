@@ -1,6 +1,7 @@
 """Ending a process: the signals that ask for it, what each command makes of them, and an end from any thread."""
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -76,6 +77,13 @@ def end_on_signals(label: str) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as shells begin what runs in the background, and nohup
             signal.signal(number, end)
     threading.Thread(target=listen, args=(reading,), name='signals', daemon=True).start()
+
+
+def print_stacks_on_signal() -> None:
+    """Makes SIGUSR1 print the stacks of all threads to stderr; the process goes on. The handler is C code, which runs
+    while the main thread waits for other processes."""
+    if sys.__stderr__ is not None and hasattr(faulthandler, 'register'):  # Windows has no such signal
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
 def end_plainly() -> None:

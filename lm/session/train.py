@@ -103,6 +103,7 @@ def open_session(
     with contextlib.ExitStack() as stack:
         folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
         programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
+        watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
         # All errors are found before any file is written: only then does the corrected command work.
         experiment = settle_texts(experiment, run, request.branch_from)
         plan = make_plan(experiment, Target.of_devices(jax.devices()))
@@ -148,7 +149,7 @@ def open_session(
         records = stack.enter_context(open_records(run, plan, origin, start, mesh.size, lock))
         profiled = experiment.train.profile if jax.process_index() == 0 else None
         profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
-        watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
+        stack.callback(watchdog.begin, 'end')
         yield Trainer(
             config=experiment.train,
             computation=Computation(plan.program.step, batches, advance, redraw, evaluator, replay, copies),

@@ -252,10 +252,15 @@ class Trainer:
 
         Stops the run if the process is asked to. If the evaluation fails, the step is saved first.
         """
-        records, evaluator, preemption = self.records, self.computation.evaluator, self.services.preemption
+        records, evaluator, services = self.records, self.computation.evaluator, self.services
+
+        def should_stop() -> bool:
+            services.watchdog.beat()
+            return services.preemption.is_requested(step)
+
         try:
             with records.throughput.pause(), self.pause('evaluation'):
-                result = evaluator(select_final(self.state), step, lambda: preemption.is_requested(step))
+                result = evaluator(select_final(self.state), step, should_stop)
         except Exception:
             if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
                 with contextlib.suppress(LmError):  # the first error is the one to report
@@ -330,8 +335,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def pause(self, account: str) -> Iterator[None]:
-        """Charges the time of its block, which is not part of a step, to another account of the goodput."""
-        with self.services.goodput.charge(account), self.services.watchdog.pause():
+        """Charges the time of its block, which is not part of a step, to another account of the goodput, and watches
+        over it."""
+        with self.services.goodput.charge(account), self.services.watchdog.watch(account):
             yield
 
     def record_goodput(self, finished: bool = False) -> dict[str, Any]:

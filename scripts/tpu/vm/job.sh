@@ -6,6 +6,7 @@
 #                                         OTHER where another command runs, as this job or as another one
 #   job.sh stop NAME                      SIGTERM: the run saves and ends with 42
 #   job.sh logs NAME LINES|all [follow]
+#   job.sh stacks NAME                    makes the run print the stacks of all its threads, and shows them; it goes on
 #   job.sh ended NAME CODE LINES          the last lines of the log, if the job ended with this code
 set -euo pipefail
 verb=$1 name=$2
@@ -120,6 +121,21 @@ case $verb in
     else
       echo "$(hostname): not running"
     fi
+    ;;
+  stacks)
+    # The signal kills a program that does not expect it: /proc says which signals a process handles (bit 9: SIGUSR1).
+    child=''
+    for pid in $(pgrep -P "$(cat "$folder/pid" 2>/dev/null || echo 0)" || true); do
+      if (($((0x$(awk '$1 == "SigCgt:" { print $2 }' "/proc/$pid/status" 2>/dev/null || echo 0))) & 0x200)); then child=$pid; fi
+    done
+    if ! is_alive || [ -z "$child" ]; then
+      echo "$(hostname): no lm runs here"
+      exit 0
+    fi
+    before=$(wc -c <"$folder/log")
+    kill -USR1 "$child"
+    sleep 2
+    tail -c +$((before + 1)) "$folder/log" | sed "s/^/$(hostname): /"
     ;;
   logs)
     if [ "$1" = all ]; then
