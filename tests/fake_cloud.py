@@ -83,6 +83,7 @@ class FakeCloud:
             'ACCELERATOR_TYPE': f'v4-{8 * workers}',
             'RUN_DIR': 'gs://my-bucket/runs/small',
             'POLL_SECONDS': '0.1',
+            'LEASE_SECONDS': '0.05',
             'BACKOFF_SECONDS': '0',
             'ALLOW_DIRTY': '1',
             'CHECK': '0',
@@ -94,6 +95,7 @@ class FakeCloud:
             'FAKE_PYTHON': sys.executable,
             'FAKE_WORKERS': str(workers),
             'RETRY_SECONDS': '0',
+            'LM_TPU_STATE': str(path / 'state'),
         }
 
     def run(self, script: str, *arguments: str, timeout: float = 120, **settings: str) -> subprocess.CompletedProcess:
@@ -172,6 +174,12 @@ def main() -> int:
     words = [a for a in arguments if not a.startswith('--') and a != 'alpha']
     flags = dict(a[2:].partition('=')[::2] for a in arguments if a.startswith('--'))
     kind, *rest = words[2:] if words[1] == 'tpus' else words[1:]
+    if words[0] == 'storage':  # gcloud storage cat gs://…: files of the folder `bucket`; nothing else of it is there
+        file = cloud / 'bucket' / words[-1].removeprefix('gs://')
+        if words[1] != 'cat' or not file.exists():
+            return 1
+        print(file.read_text())
+        return 0
     if kind in ('ssh', 'scp'):  # gcloud compute ssh
         kind, rest = 'compute', [kind, *rest]
     verb, *rest = rest

@@ -12,7 +12,7 @@ SETTINGS='PROJECT ZONE TPU_NAME ACCELERATOR_TYPE RUNTIME_VERSION PROVISIONING RE
 VALID_UNTIL_DURATION NETWORK SUBNETWORK SERVICE_ACCOUNT INTERNAL_IPS TUNNEL_THROUGH_IAP PROCESSES DEVICES RUN_DIR RUN_NAME
 LOG_URL DATA_PATH MIN_FREE_GB PYTHON_VERSION ALLOW_DIRTY MAX_ATTEMPTS MAX_FAILURES POLL_SECONDS BACKOFF_SECONDS
 MAX_BACKOFF_SECONDS RESET_SECONDS MAX_LOST_POLLS DELETE_WHEN_DONE PARALLEL SWEEP_LOG_DIR PREPARE_MACHINE_TYPE PREPARE_DISK_GB
-PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION EXTRAS ENV_FILE'
+PREPARE_MAX_DURATION CHECK SLICES MAX_RUN_DURATION EXTRAS ENV_FILE LEASE_SECONDS'
 
 note() { echo "$SCRIPT: $*" >&2; }
 fail() {
@@ -107,7 +107,7 @@ load_settings() {
   : "${DELETE_WHEN_DONE:=always}"
   : "${PARALLEL:=4}" "${SWEEP_LOG_DIR:=runs/sweep-logs}" "${PREPARE_MACHINE_TYPE:=n2-standard-64}"
   : "${PREPARE_DISK_GB:=1000}" "${PREPARE_MAX_DURATION:=48h}" "${CHECK:=1}" "${SLICES:=1}" "${MAX_RUN_DURATION:=}"
-  : "${EXTRAS:=}" "${ENV_FILE:=}"
+  : "${EXTRAS:=}" "${ENV_FILE:=}" "${LEASE_SECONDS:=8}"
   for name in SLICES MAX_ATTEMPTS MAX_FAILURES MAX_LOST_POLLS PARALLEL PREPARE_DISK_GB; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: give a whole number of at least 1"
   done
@@ -117,7 +117,9 @@ load_settings() {
   for name in PROCESSES DEVICES; do
     [[ ${!name} =~ ^([1-9][0-9]*)?$ ]] || fail "$name=${!name}: give a whole number of at least 1, or nothing"
   done
-  [[ $POLL_SECONDS =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "POLL_SECONDS=$POLL_SECONDS: give a number, without a unit"
+  for name in POLL_SECONDS LEASE_SECONDS; do
+    [[ ${!name} =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "$name=${!name}: give a number, without a unit"
+  done
   [[ $EXTRAS =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || fail "EXTRAS=$EXTRAS: give names of extras, such as tokenizers,wandb"
   if [ -n "$ENV_FILE" ]; then check_env_file; fi
   RUN_DIR=${RUN_DIR%/}
@@ -248,6 +250,37 @@ node_state() {
 }
 slice_state() { ask READY gcloud compute tpus tpu-vm describe "$1" "${LOCATION[@]}" '--format=value(state)'; }
 
+# The folder of what this checkout knows of the pod: the commit that its run uses, and that the pod is its own.
+pod_folder() { echo "${LM_TPU_STATE:-$ROOT/build/tpu}/$TPU_NAME"; }
+# Notes that this checkout created the pod, or started its command there. Supervisors delete no other pod.
+own_pod() {
+  if is_dry; then return; fi
+  mkdir -p "$(pod_folder)"
+  echo "$PROJECT/$ZONE/$TPU_NAME" >"$(pod_folder)/owned"
+}
+owns_pod() { [ "$(cat "$(pod_folder)/owned" 2>/dev/null)" = "$PROJECT/$ZONE/$TPU_NAME" ]; }
+
+# Prints the lease of the run, which its process 0 renews every 10 seconds. Prints nothing if there is none, or if this
+# machine cannot read it.
+read_lease() {
+  case $RUN_DIR in
+    gs://*) gcloud storage cat "$RUN_DIR/lock.json" 2>/dev/null </dev/null || true ;;
+    s3://*) aws s3 cp "$RUN_DIR/lock.json" - 2>/dev/null </dev/null || true ;;
+    *) cat "$RUN_DIR/lock.json" 2>/dev/null || true ;;
+  esac
+}
+# True if the run renews its lease. The clocks of the machines do not matter.
+renews_lease() {
+  local before now try
+  before=$(read_lease)
+  for ((try = 0; try < 4; try++)); do
+    sleep "$LEASE_SECONDS"
+    now=$(read_lease)
+    if [ -n "$now" ] && [ "$now" != "$before" ]; then return 0; fi
+  done
+  return 1
+}
+
 # Returns when the queued resource is ACTIVE, with 1 when it will not become ACTIVE.
 wait_until_active() {
   local state last='' unknown=0
@@ -296,7 +329,7 @@ pack_commit() {
     COMMIT=$LM_TPU_COMMIT BUNDLE=$LM_TPU_BUNDLE
     return
   fi
-  BUNDLE=${1:-$ROOT/build/tpu/$TPU_NAME/lm.bundle}
+  BUNDLE=${1:-$(pod_folder)/lm.bundle}
   COMMIT=$(shipped_commit) || exit
   make_bundle "$BUNDLE"
   export LM_TPU_COMMIT=$COMMIT LM_TPU_BUNDLE=$BUNDLE

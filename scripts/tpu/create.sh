@@ -54,6 +54,7 @@ if [ -n "$SERVICE_ACCOUNT" ]; then
 fi
 if [ "$INTERNAL_IPS" = 1 ]; then command+=(--internal-ips); fi
 run "${command[@]}" --quiet
+own_pod
 if [ "$wait" = 1 ]; then
   wait_until_active || {
     note "$TPU_NAME did not become ACTIVE; ask why with scripts/tpu/status.sh"

@@ -13,3 +13,4 @@ if ! is_dry && [ "$(queue_state)" = ABSENT ]; then
 fi
 # --force deletes the machines too; without it a request that was served cannot be deleted.
 run gcloud compute tpus queued-resources delete "$TPU_NAME" "${LOCATION[@]}" --force --quiet
+if ! is_dry; then rm -f "$(pod_folder)/owned"; fi

@@ -20,7 +20,8 @@
 # It uses the settings and the commit of its first start. Edits while it runs are not part of the run.
 # The run directory must outlive the machines: gs://, s3://, or an absolute path on a disk that they share.
 # The last action is to delete the pod, unless DELETE_WHEN_DONE forbids it. The script deletes no pod because a query
-# failed, and no pod on which another command runs.
+# failed, no pod on which another command runs, and no pod that this checkout neither created nor started a job on.
+# Where no worker answers, it asks the run's lease (lock.json in RUN_DIR): a run that renews it goes on.
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
 if [ "${1:-}" = -- ]; then shift; fi
@@ -67,12 +68,27 @@ joins() {
 
 # The commit that the run was started from, if this script joined it and still has the commit. Otherwise the last one.
 pack() {
-  local bundle=$ROOT/build/tpu/$TPU_NAME/lm.bundle
+  local bundle
+  bundle=$(pod_folder)/lm.bundle
   if [ -n "$is_joined" ] && [ -z "${LM_TPU_COMMIT:-}" ] && [ -f "$bundle" ]; then
     LM_TPU_COMMIT=$(git -C "$ROOT" bundle list-heads "$bundle" | cut -d ' ' -f 1)
     export LM_TPU_COMMIT LM_TPU_BUNDLE=$bundle
   fi
   pack_commit
+}
+
+# Deletes the pod, if it may, and says why.
+remove_pod() {
+  if ! owns_pod; then
+    say "$TPU_NAME was not created from this checkout, and is left as it is ($1); scripts/tpu/delete.sh deletes it"
+    exit 1
+  fi
+  if renews_lease; then
+    say "the run in $RUN_DIR renews its lease: $TPU_NAME is left as it is ($1)"
+    return
+  fi
+  say "deleting $TPU_NAME: $1"
+  "$HERE/delete.sh" || pause 1
 }
 
 # Makes the pod ACTIVE and READY. $1 = fresh: another pod than the present one.
@@ -110,14 +126,13 @@ ensure_pod() {
         ;;
       ACTIVE,* | SUSPENDED, | FAILED,)
         fresh=''
-        say "$TPU_NAME is $state${node:+, its machines $node}: deleting it"
-        "$HERE/delete.sh" || pause 1
+        remove_pod "it is $state${node:+, its machines $node}"
         ;;
       SUSPENDING, | DELETING,) sleep "$POLL_SECONDS" ;;
       *)
         if [ -n "$fresh" ]; then
           fresh=''
-          "$HERE/delete.sh" || pause 1
+          remove_pod "another one takes its place"
         else
           wait_until_active || sleep "$POLL_SECONDS"
         fi
@@ -153,6 +168,7 @@ attempt() {
     "$HERE/setup.sh" || return 0
     "$HERE/run.sh" "$@" || return 0
   fi
+  own_pod
   watch_job
 }
 
@@ -182,6 +198,10 @@ watch_job() {
         UNKNOWN) lost=0 ;; # this machine has lost its network, not the pod: the job goes on
         *) lost=$MAX_LOST_POLLS ;;
       esac
+      if [ "$lost" -ge "$MAX_LOST_POLLS" ] && [ -z "$worst" ] && renews_lease; then
+        say "the run renews its lease, so it is healthy: it is this machine that does not reach $TPU_NAME"
+        lost=0
+      fi
       if [ "$lost" -ge "$MAX_LOST_POLLS" ]; then
         OUTCOME=${worst:-lost}
         if [ "$OUTCOME" != 42 ]; then OUTCOME=lost; fi
@@ -222,6 +242,11 @@ show_log() {
 
 finish() {
   local code=$1
+  # No worker said how the run ended: it may go on.
+  if [[ ${OUTCOME:-none} == *[!0-9]* ]] && renews_lease; then
+    say "the run in $RUN_DIR renews its lease: $TPU_NAME is left as it is, and costs money"
+    exit "$code"
+  fi
   if [ "$code" != 0 ]; then show_log "$code"; fi
   if [ "$DELETE_WHEN_DONE" = always ] || { [ "$DELETE_WHEN_DONE" = success ] && [ "$code" = 0 ]; }; then
     "$HERE/delete.sh" || say "could not delete $TPU_NAME: do it by hand, it costs money"
@@ -259,6 +284,8 @@ while [ "$attempts" -lt "$MAX_ATTEMPTS" ]; do
   state=$(queue_state)
   if [ "$OUTCOME" = setup ] && [ "$state" = UNKNOWN ]; then
     say "this machine reaches neither $TPU_NAME nor the service"
+  elif [ "$OUTCOME" = setup ] && renews_lease; then
+    say "this machine does not reach $TPU_NAME, whose run renews its lease"
   elif [ "$OUTCOME" = 42 ] || [ "$OUTCOME" = lost ] || { [ "$state" != ACTIVE ] && [ "$state" != UNKNOWN ]; }; then
     failures=0
     say "preempted (outcome $OUTCOME, $TPU_NAME is $state)"

@@ -3,7 +3,9 @@
 No run is lost, no working machine is deleted, and no machine keeps costing money without a message.
 """
 
+import json
 import os
+import threading
 import time
 
 import pytest
@@ -108,6 +110,88 @@ def test_a_pod_that_never_answered_is_kept(running):
     assert done.returncode == 1, done.stdout + done.stderr
     assert 'no worker of pod ever answered here' in done.stdout
     assert running.pods() == ['pod']
+
+
+@pytest.fixture
+def healthy(running):
+    """The same pod, whose run renews its lease in the bucket. No worker answers."""
+    lease = running.path / 'bucket' / 'my-bucket' / 'runs' / 'small' / 'lock.json'
+    lease.parent.mkdir(parents=True)
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.02):
+            new = lease.with_suffix('.new')
+            new.write_text(json.dumps({'host': 'pod-w-0', 'renewed': time.time()}))
+            new.replace(lease)
+
+    heart = threading.Thread(target=renew)
+    heart.start()
+    yield running
+    over.set()
+    heart.join()
+
+
+def test_a_healthy_run_whose_workers_do_not_answer_is_left_alone(healthy):
+    supervisor = healthy.start('supervise.sh', *COMMAND, MAX_LOST_POLLS='2')
+    read_to('joining', supervisor.stdout)
+    healthy.fail('tpu-vm ssh', 30)
+    read_to('the run renews its lease, so it is healthy', supervisor.stdout)
+    healthy.fail('tpu-vm ssh', 0)
+    healthy.release()
+    out, err = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0, out + err
+    assert len(healthy.lm_calls()) == 1
+    assert len(healthy.gcloud_calls('queued-resources', 'create')) == 1
+
+
+def test_a_supervisor_that_never_reaches_a_healthy_run_deletes_nothing(healthy):
+    healthy.fail('tpu-vm ssh', 1000)
+    healthy.fail('tpu-vm scp', 1000)
+    done = healthy.run('supervise.sh', *COMMAND, MAX_ATTEMPTS='3', POLL_SECONDS='0.02')
+    assert done.returncode == 42, done.stdout + done.stderr
+    assert 'renews its lease: pod is left as it is, and costs money' in done.stdout
+    assert healthy.pods() == ['pod']
+
+
+def test_a_silent_lease_saves_no_pod(healthy):
+    lease = healthy.path / 'bucket' / 'my-bucket' / 'runs' / 'old' / 'lock.json'
+    lease.parent.mkdir()
+    lease.write_text('{}')
+    (healthy.path / 'pods' / 'pod' / 'state').write_text('SUSPENDED')
+    healthy.release()
+    done = healthy.run('supervise.sh', *COMMAND, RUN_DIR='gs://my-bucket/runs/old')
+    assert done.returncode == 43, done.stdout + done.stderr  # the second start of the scenario
+    assert len(healthy.gcloud_calls('queued-resources', 'create')) == 2
+
+
+@pytest.mark.parametrize('state', ['SUSPENDED', 'FAILED'])
+def test_a_pod_of_somebody_else_is_never_deleted(state, cloud):
+    theirs = cloud.path / 'pods' / 'pod'
+    theirs.mkdir(parents=True)
+    (theirs / 'state').write_text(state)
+    done = cloud.run('supervise.sh', *COMMAND)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert 'pod was not created from this checkout, and is left as it is' in done.stdout
+    assert cloud.pods() == ['pod']
+    assert cloud.run('delete.sh').returncode == 0
+    assert cloud.pods() == []
+
+
+def test_stacks_reach_a_program_that_expects_the_signal_and_no_other(cloud):
+    program = 'import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); print("begun", flush=True)'
+    assert cloud.run('create.sh', '--wait').returncode == 0
+    assert cloud.run('setup.sh').returncode == 0
+    for body, shown in (
+        (f'{program}; time.sleep(30)', 'most recent call first'),
+        ('time.sleep(30)', 'no lm runs here'),
+    ):
+        assert cloud.run('run.sh', 'python', '-c', f'import time; {body}').returncode == 0
+        wait_for(lambda body=body: 'begun' in cloud.run('status.sh').stdout or 'faulthandler' not in body)
+        assert cloud.run('stacks.sh').stdout.count(shown) == 2
+        assert cloud.run('status.sh').stdout.count('RUNNING') == 2
+        cloud.run('run.sh', '--stop')
+        wait_for(lambda: cloud.run('status.sh').stdout.count('EXIT') == 2)
 
 
 def test_uncommitted_changes_are_refused_before_a_pod_is_asked_for(cloud):

@@ -60,6 +60,7 @@ DRY_RUNS = {
     'run_stop': (['run.sh', '--stop'], {'INTERNAL_IPS': '1'}),
     'status': (['status.sh'], {'TUNNEL_THROUGH_IAP': '1'}),
     'logs': (['logs.sh', '-n', '200', '--worker', '3', '--follow'], {}),
+    'stacks': (['stacks.sh'], {}),
     'logs_fetch': (['logs.sh', '--fetch', 'logs of today'], {}),
     'preflight': (['preflight.sh', '--fix'], {}),
     'preflight_precision': (['preflight.sh', '--precision', '--gin_param', "model.dtype = 'bfloat16'"], {}),
