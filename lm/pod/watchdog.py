@@ -25,8 +25,8 @@ START_MINUTES = 60.0
 class Watchdog:
     """A context manager that ends the process where its work stands still.
 
-    The work is a sequence of pieces: a step, a batch of an evaluation, a save. A piece may take `minutes` if it is a
-    step, PATIENCE times as long in another phase, and FACTOR times the median piece of its phase in both. The first
+    The work is a sequence of pieces: a step, a batch of an evaluation, a save. A step may take `minutes`, and a piece
+    of another phase PATIENCE times as long. Both may take FACTOR times the median piece of their phase. The first
     phase is the start of the session. Call `step` after each finished step: it costs less than a microsecond.
 
     Args:
@@ -97,6 +97,6 @@ class Watchdog:
                 what = 'it' if self._phase == 'step' else f'its {self._phase}'
                 end_process(
                     f'lm train: step {self._number}: {what} has not gone on for {late / 60:.1f} minutes (limit '
-                    f'{limit / 60:.1f}, which train.hang_minutes = {self.minutes:g} decides): the stacks of all threads '
-                    'are above; run the same command again'
+                    f'{limit / 60:.1f}, which train.hang_minutes = {self.minutes:g} decides): the stacks of all '
+                    'threads are above; run the same command again'
                 )

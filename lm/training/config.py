@@ -59,8 +59,8 @@ class TrainConfig(Configurable):
         minimum=0.01,
         resume=True,
         inherit=True,
-        help='a step that takes so long, and 20 median steps, ends with 42; evaluations, saves and replays have 6 times '
-        'as long; None: never',
+        help='a step that takes so long, and 20 median steps, ends with 42; evaluations, saves and replays '
+        'have 6 times as long; None: never',
     )
     replay_every: int | None = field(
         default=None,

@@ -71,9 +71,9 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_each_phase_of_a_run_has_a_limit(module, name, method, phase, settings, tiny_flags, tmp_path):
     flags = [*tiny_flags, *tiny.params({'train.hang_minutes': 0.1} | settings)]
     start = 0.5 if phase == 'start' else 10
+    program = STUCK.format(module=module, name=name, method=method, start=start)
     done = subprocess.run(
-        [sys.executable, '-c', STUCK.format(module=module, name=name, method=method, start=start), 'train']
-        + ['--run_dir', str(tmp_path / 'run'), *flags],
+        [sys.executable, '-c', program, 'train', '--run_dir', str(tmp_path / 'run'), *flags],
         env=tiny.environment(),
         cwd=tiny.ROOT,
         capture_output=True,
