@@ -34,7 +34,7 @@ LAYERS = (
     ('cost_model',),
     ('session', 'inference'),
     ('eval_harness',),
-    ('check', 'sweep', 'report', 'bench', 'summary', 'interop'),
+    ('check', 'sweep', 'report', 'bench', 'summary', 'interop', 'doctor'),
     ('commands',),
     ('cli',),
     ('__main__',),

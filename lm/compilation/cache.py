@@ -61,8 +61,8 @@ class CompileCache:
     def __enter__(self) -> 'CompileCache':
         if self.folder is not None:
             try:
-                _check_owner(self.folder.parent)
-                _check_owner(self.folder)
+                check_owner(self.folder.parent)
+                check_owner(self.folder)
                 self._private = _private_folder()
                 with reaching(self.folder):
                     self._fetch(self.folder, self._private)
@@ -120,7 +120,7 @@ class CompileCache:
         for path in _programs(folder):
             name, _, digest = path.name.rpartition('.')
             try:
-                _check_owner(path)
+                check_owner(path)
                 data = path.read_bytes()
             except FileNotFoundError:  # another process has deleted it meanwhile
                 continue
@@ -151,7 +151,7 @@ def _read_time(path: epath.Path) -> float:
         return 0.0
 
 
-def _check_owner(path: epath.Path) -> None:
+def check_owner(path: epath.Path) -> None:
     """Raises OSError for a local file or folder to which other users than this one and root may write."""
     if is_remote(path) or not os.path.lexists(path):
         return

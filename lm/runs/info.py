@@ -170,21 +170,26 @@ def to_text(info: Mapping[str, Any]) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Returns versions, git commit, command and its folder, and devices, for run.json."""
+    return {
+        'command': shlex.join(map(redact, sys.argv)),
+        'folder': os.getcwd(),
+        'versions': find_versions(),
+        'git_commit': git_commit(),
+        'device_kind': jax.devices()[0].device_kind,
+        'device_count': jax.device_count(),
+        'process_count': jax.process_count(),
+    }
+
+
+def find_versions() -> dict[str, str | None]:
+    """Returns package → version; None: it is not installed."""
     versions: dict[str, str | None] = {'lm': lm.__version__, 'python': platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    return {
-        'command': shlex.join(map(redact, sys.argv)),
-        'folder': os.getcwd(),
-        'versions': versions,
-        'git_commit': git_commit(),
-        'device_kind': jax.devices()[0].device_kind,
-        'device_count': jax.device_count(),
-        'process_count': jax.process_count(),
-    }
+    return versions
 
 
 def git_commit() -> str | None:

@@ -43,7 +43,7 @@ def test_issue_forms_follow_their_schema(form):
         for option in attributes.get('options', ()):
             assert set(option) <= {'label', 'required'}
         for verb in re.findall(r'`lm ([a-z]+)', str(attributes)):
-            assert verb in ('bench', 'train', 'check')
+            assert verb in ('bench', 'train', 'check', 'doctor')
 
 
 def test_the_workflow_runs_what_ci_runs():
