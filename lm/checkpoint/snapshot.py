@@ -322,7 +322,7 @@ def _is_whole(record: dict) -> bool:
         and all(isinstance(value, str) for value in fingerprints.values())
         and all(isinstance(value, float | int | str) for value in metrics.values())
         and all(type(value) in (int, float) and math.isfinite(value) for value in seconds)
-        and isinstance(metadata.get('config') or '', str)
+        and all(isinstance(metadata.get(name) or '', str) for name in ('config', 'metrics_sha256'))
         and all(type(metadata.get(name, 0)) is int for name in ('metrics_lines', 'kept_numbers'))
         and isinstance(skipped, list)
         and all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in skipped)

@@ -1,15 +1,18 @@
 """metrics.jsonl: one JSON object per logged step, in the order of the steps, each step once even after a restart.
 
 JSON has no numbers for what is not finite: they are written as the strings 'NaN', 'Infinity' and '-Infinity'.
+
+Each checkpoint seals the lines before it with their count and their SHA-256. So a digit that is changed later is seen.
 """
 
+import hashlib
 import io
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,13 +58,16 @@ class MetricsFile:
         self._trackers = trackers
         self.count = 0
         """The lines that the file has; on processes other than the first, the lines of this process."""
+        self._sha256 = hashlib.sha256()
+        self._begun_with: list[str] = []
         if self._leader:
-            lines = self._keep(resume_at)
+            lines = self._begun_with = self._keep(resume_at)
             self.count = len(lines)
+            self._sha256.update(''.join(lines).encode())
             if trackers:
                 trackers.begin(lambda: map(json.loads, lines))
             if self._remote:
-                self._lines = lines
+                self._lines = list(lines)
             else:
                 with writing(self.path):
                     self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115 (closed by close)
@@ -77,6 +83,7 @@ class MetricsFile:
         if not self._leader:
             return
         line = json.dumps(to_plain(record), allow_nan=False) + '\n'
+        self._sha256.update(line.encode())
         if self._remote:
             self._lines.append(line)
             self._unwritten = True
@@ -91,11 +98,16 @@ class MetricsFile:
         """Returns whether the file has an evaluation of `step`, which is `resume_at` or later."""
         return step in self._evaluated
 
-    def warn_of_loss(self, saved: int | None) -> None:
-        """Warns if the file has fewer lines than `saved`, its lines at the save; None: the checkpoint does not tell."""
-        if self._leader and saved is not None and self.count < saved:
-            missing = f'{saved - self.count} of the {saved} lines that it had when the checkpoint was saved are gone'
-            log.warning('%s: %s; the run goes on without them', self.path, missing)
+    def seal(self) -> dict[str, Any]:
+        """Returns the entries of a checkpoint that tell later whether the lines of the file are the same."""
+        return {'metrics_lines': self.count, 'metrics_sha256': self._sha256.hexdigest()}
+
+    def warn_of_change(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Warns if lines are gone or changed since the checkpoint of `step` sealed them in the entries `saved`."""
+        change = find_change([line.encode() for line in self._begun_with], {step: saved})
+        if self._leader and change:
+            log.warning('%s: %s; the run goes on with what is there', self.path, change)
+        self._begun_with = []
 
     def flush(self) -> None:
         """Returns when all lines are on the disk, or in the object store. Call it before a checkpoint is saved."""
@@ -159,6 +171,28 @@ class MetricsFile:
             if len(kept) != len(found):
                 write_atomically(self.path, b''.join(kept))
         return [line.decode() for line in kept]
+
+
+def find_change(lines: Sequence[bytes], seals: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Says which of the lines are gone, or are not what a checkpoint sealed; None: all are as they were.
+
+    Args:
+        lines: the lines of the file.
+        seals: step → the entries of `MetricsFile.seal` in its checkpoint; older checkpoints have none.
+    """
+    sound = 0
+    for step, seal in sorted(seals.items()):
+        count, digest = seal.get('metrics_lines'), seal.get('metrics_sha256')
+        if count is not None and count > len(lines):
+            gone = f'{count - len(lines)} of the {count} lines that it had when the checkpoint was saved are gone'
+            return f'{gone} (step {step})'
+        if count is None or digest is None:
+            continue
+        if hashlib.sha256(b''.join(lines[:count])).hexdigest() != digest:
+            which = f'one of its lines {sound + 1} to {count}' if count > sound + 1 else f'its line {count}'
+            return f'{which} has changed since the checkpoint of step {step} was saved'
+        sound = count
+    return None
 
 
 def read_lines(path: epath.Path) -> list[tuple[bytes, dict[str, Any] | None]]:

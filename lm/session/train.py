@@ -178,7 +178,7 @@ def open_records(
     ):
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)
-            metrics_file.warn_of_loss(start.saved.get('metrics_lines'))
+            metrics_file.warn_of_change(start.step, start.saved)
             place = 'the memory of the hosts' if start.is_from_memory else origin.directory
             progress.note(f'resumed from step {start.step} of {place}')
         yield Records(

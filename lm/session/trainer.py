@@ -302,7 +302,7 @@ class Trainer:
             'step_seconds': self.services.goodput.total('step'),
             'config': self.records.text,
             'skipped_batches': self.computation.batches.windows.skipped_before(step),
-            'metrics_lines': self.records.metrics_file.count,
+            **self.records.metrics_file.seal(),
             **({'kept_numbers': self.kept} if self.kept else {}),
         }
 

@@ -12,6 +12,7 @@ from lm.checkpoint.snapshot import Damaged, Snapshot
 from lm.errors import ConfigError, MismatchError
 from lm.experiment import load
 from lm.model.functions import count_parameters
+from lm.runs.metrics_file import find_change, read_lines
 from lm.runs.paths import read_text
 from lm.runs.records import Run
 
@@ -29,6 +30,10 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
     run = Run.read(path)
     steps, others = saved_steps(run.directory.checkpoints)
     checkpoints = [found for step in steps if (found := inspect_checkpoint(run, step, verify))]
+    lines = [line for line, _ in read_lines(run.directory.metrics_file)]
+    seals = {} if run.imported else {found['step']: found['metrics'] for found in checkpoints}
+    changed = find_change(lines, seals)
+    damage = [f'checkpoint step {c["step"]}: {c["health"]}' for c in checkpoints if not c['sound']]
     return {
         'kind': 'run',
         'path': str(run.directory.path),
@@ -48,7 +53,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
         'configuration': run.config,
         'attention': run.attention,
         'info': run.info,
-        'damage': [f'checkpoint step {c["step"]}: {c["health"]}' for c in checkpoints if not c['sound']],
+        'damage': [*damage, *([f'metrics.jsonl: {changed}'] if changed else [])],
     }
 
 
@@ -89,6 +94,7 @@ def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
             health = 'verified'
     except (Damaged, MismatchError) as damage:
         health, sound = ' '.join(str(damage).split()), False
+    metadata = record.get('metadata', {})
     committed = path / 'commit_success.txt'
     saved = committed.stat().mtime if committed.exists() else None
     return {
@@ -100,6 +106,7 @@ def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
         'loss': record.get('metrics', {}).get('loss'),
         'arrays': len(record.get('leaves', ())),
         'fingerprints': record.get('fingerprints', {}),
+        'metrics': {name: metadata[name] for name in ('metrics_lines', 'metrics_sha256') if name in metadata},
     }
 
 

@@ -668,16 +668,41 @@ def test_lines_that_were_lost_since_the_checkpoint_are_counted(tmp_path, caplog)
     with RunDir(tmp_path).metrics() as metrics:
         for step in (1, 2, 3):
             metrics.write(record(step))
-        saved = metrics.count
-    assert saved == 3
+        saved = metrics.seal()
+    assert saved['metrics_lines'] == 3
     for steps, lost in (((1, 2, 3, 4), 0), ((1, 3), 1), ((), 3)):
         caplog.clear()
         path.write_text(''.join(json.dumps(record(step)) + '\n' for step in steps))
-        with RunDir(tmp_path).metrics(resume_at=3) as metrics:
-            metrics.warn_of_loss(saved)
-            metrics.warn_of_loss(None)  # of an older version
+        for sealed in (saved, {}):  # an older version seals nothing
+            with RunDir(tmp_path).metrics(resume_at=3) as metrics:
+                metrics.warn_of_change(3, sealed)
         assert caplog.text.count('WARNING') == bool(lost)
         assert not lost or f'{lost} of the 3 lines that it had when the checkpoint was saved are gone' in caplog.text
+
+
+def test_a_digit_that_was_changed_since_a_checkpoint_is_named(tmp_path, caplog):
+    path, seals = tmp_path / 'metrics.jsonl', {}
+    for first in (0, 4, 8):  # three sessions, of which the second finds the lines of the first
+        with RunDir(tmp_path).metrics(resume_at=first) as metrics:
+            metrics.warn_of_change(first, seals.get(first, {}))
+            for step in range(first + 1, first + 5):
+                metrics.write(record(step, loss=2.5))
+            seals[first + 4] = metrics.seal()
+    assert caplog.text == ''
+    found = path.read_bytes().splitlines(keepends=True)
+    assert metrics_file.find_change(found, seals) is None
+    for number, named in (
+        (1, 'lines 1 to 4 has changed since the checkpoint of step 4'),
+        (6, 'lines 5 to 8'),
+        (12, '9 to 12'),
+    ):
+        changed = list(found)
+        changed[number - 1] = changed[number - 1].replace(b'2.5', b'2.4')
+        assert named in metrics_file.find_change(changed, seals)
+    path.write_bytes(b''.join(changed[:11]) + found[11].replace(b'2.5', b'2.6'))
+    with RunDir(tmp_path).metrics(resume_at=12) as metrics:
+        metrics.warn_of_change(12, seals[12])
+    assert 'one of its lines 1 to 12 has changed since the checkpoint of step 12 was saved' in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path):

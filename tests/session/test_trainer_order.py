@@ -34,6 +34,9 @@ class Metrics:
     def has_evaluation(self, step):
         return step in self.evaluated
 
+    def seal(self):
+        return {'sealed': self.count}
+
     def flush(self):
         self.diary.append('flush')
 
@@ -88,8 +91,11 @@ class Watch:
     def step(self, step):
         self.deadlines.append(step)
 
+    def beat(self):
+        pass
+
     @contextlib.contextmanager
-    def pause(self):
+    def watch(self, phase):
         self.pauses, self.is_paused = self.pauses + 1, True
         yield
         self.is_paused = False
@@ -267,7 +273,7 @@ def test_a_checkpoint_records_what_a_resume_needs():
     saved = session.checkpoints.saved[3]
     assert saved.count == 3
     assert saved.metrics == {}
-    assert saved.metadata.keys() == {'seconds', 'step_seconds', 'config', 'skipped_batches', 'metrics_lines'}
+    assert saved.metadata.keys() == {'seconds', 'step_seconds', 'config', 'skipped_batches', 'sealed'}
     assert saved.metadata['config'] == 'the configuration'
     assert saved.metadata['seconds'] >= 1000
     assert 0 <= saved.metadata['step_seconds'] < 60

@@ -1,6 +1,7 @@
 """`lm inspect`: its output agrees with the files, and it finds damage."""
 
 import json
+import re
 import shutil
 
 import made_up_runs
@@ -126,6 +127,18 @@ def test_only_verify_finds_damage_in_a_checkpoint(run, capsys):
     assert [c['sound'] for c in found['checkpoints']] == [True, False]
 
 
+def test_a_changed_digit_of_the_metrics_is_named(run, capsys):
+    path = run / 'metrics.jsonl'
+    before = path.read_text()
+    assert main(['inspect', str(run)]) == 0
+    path.write_text(before.replace('"loss": ', '"loss": 1', 1))
+    assert main(['inspect', str(run)]) == 44
+    assert re.search(
+        r'metrics.jsonl: one of its lines 1 to \d+ has changed since the checkpoint', capsys.readouterr().err
+    )
+    path.write_text(before)
+
+
 def test_a_damaged_record_is_found_without_verify(run, capsys):
     record = run / 'checkpoints' / '30' / 'metadata' / 'metadata'
     record.write_text(record.read_text().replace('"step": 30', '"step": 31').replace('"step":30', '"step":31'))
@@ -216,7 +229,7 @@ def test_a_run_in_progress_is_described(run):
     (run / 'metrics.jsonl').unlink()
     (run / 'run.json').unlink()
     assert Run.read(run).step == 0
-    assert main(['inspect', str(run)]) == 0
+    assert main(['inspect', str(run)]) == 44  # the lines of its checkpoint are gone
 
 
 def test_a_token_store_is_described(tokens, capsys, tmp_path):
