@@ -6,6 +6,7 @@ before. Beyond MOST_STARTS the oldest starts after the first one are left out: a
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -155,6 +156,14 @@ def find_version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str
     before = before if isinstance(before, dict) else {}
     found = {name: [before.get(name), now.get(name)] for name in COMPILERS}
     return {name: pair for name, pair in found.items() if all(pair) and pair[0] != pair[1]}
+
+
+def count_fruitless(info: Mapping[str, Any]) -> int:
+    """Returns how many starts in a row, the newest ones, have saved no new step."""
+    steps = [start.get('first_step') for start in info.get('starts', []) if isinstance(start, dict)]
+    if not steps or (info.get('saved_step') or 0) > (steps[-1] or 0):
+        return 0
+    return sum(1 for _ in itertools.takewhile(lambda step: step == steps[-1], reversed(steps)))
 
 
 def starts_left_out(info: Mapping[str, Any]) -> int:

@@ -12,11 +12,14 @@ tried again. One that another process trains is left to it, and is no failure. W
 end with it: they save and exit when it dies.
 """
 
+import shlex
+
 import jax
 
-from lm.errors import AbsentError, LmError, WrongResults, exit_code_of
+from lm.errors import AbsentError, ConfigError, LmError, WrongResults, exit_code_of
 from lm.plan import PlanCache, validate
 from lm.pod.job import JobAddress, joined
+from lm.runs.info import count_fruitless, read_info
 from lm.runs.lock import OccupiedError
 from lm.runs.run_dir import RunDir
 from lm.session.train import train_in_job
@@ -26,6 +29,9 @@ from lm.sweep.points import Point, find_point
 from lm.sweep.runner import Runner
 from lm.sweep.sweep import Sweep
 from lm.text import format_count
+
+FRUITLESS_STARTS = 10
+"""A cluster starts a point no more after so many starts in a row that saved no step."""
 
 
 def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> None:
@@ -77,6 +83,12 @@ def run_point(sweep: Sweep, index: int | str, job: JobAddress) -> None:
     if sweep.is_finished(point):
         print('is finished already')
         return
+    run = RunDir(sweep.root / point.name)
+    if run.path.exists() and count_fruitless(read_info(run.info)) >= FRUITLESS_STARTS:
+        raise ConfigError(
+            f'point {point.name}: its last {FRUITLESS_STARTS} starts saved no step, so clusters start it no more; read '
+            f'its log, then train it by hand: {shlex.join(["lm", "train", "--run_dir", str(run.path)])}'
+        )
     sweep.prepare(point)
     try:
         train_in_job(point.experiment, str(sweep.root / point.name), job)

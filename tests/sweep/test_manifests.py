@@ -277,6 +277,32 @@ def test_slurm_gives_up_on_a_point_that_fails_without_a_new_checkpoint(emit, tmp
     assert [sum(task == i for task, *_ in log) for i in range(5)] == [4, 7, 4, 4, 1]
 
 
+def test_a_point_whose_starts_save_nothing_comes_back_no_more(emit, tmp_path, monkeypatch):
+    """The rule is the command's own, so that it holds on each kind of cluster."""
+    assert emit('jobset', '--image', 'x', '--claim', 'disk') == 0
+    sweep = Sweep(str(tmp_path / 'root'), read_points(str(tmp_path / 'root')))
+    info = tmp_path / 'root' / 'seed-0' / 'run.json'
+    info.parent.mkdir()
+
+    def start(*steps: int, saved: int = 0) -> None:
+        starts = [{'when': '2026-11-29T00:00:00+00:00', 'first_step': step} for step in steps]
+        info.write_text(json.dumps({'started': 'x', 'saved_step': saved, 'starts': starts}))
+        run.run_point(sweep, 'seed-0', JobAddress())
+
+    trained = []
+    monkeypatch.setattr(run, 'train_in_job', lambda *_: trained.append(1))
+    for name in ('check', 'is_finished', 'prepare', 'write_results'):  # they look at checkpoints
+        monkeypatch.setattr(Sweep, name, lambda *_: None)
+    start(*[20] * 9, saved=20)
+    start(*[20] * 10, saved=30)
+    start(*[20] * 9, 30, saved=30)
+    assert len(trained) == 3
+    with pytest.raises(ConfigError, match='its last 10 starts saved no step'):
+        start(*[20] * 10, saved=20)
+    with pytest.raises(ConfigError, match='train it by hand: lm train --run_dir'):
+        start(*[0] * 12)
+
+
 def test_slurm_gets_an_array_for_each_thousand_points(tmp_path):
     jobs = [ClusterJob(f'lm-{i}', f'point-{i}', i, str(tmp_path)) for i in (0, 999, 1000, 2500)]
     files = FORMATS['slurm'].make_files(jobs, ClusterOptions(), str(tmp_path))

@@ -3,7 +3,7 @@
 Each format has the same policy by exit codes, in the terms of its scheduler:
 
     0                  done
-    42, signals        again, any number of times: the state is saved, or was a checkpoint ago
+    42, signals        again, as long as one start in ten saves a step (`lm.sweep.run`): the state is saved
     45                 elsewhere: the machine computes wrongly
     2, 43, 44          never again: the same command would end in the same way
     anything else      again, `ClusterOptions.failures` times at most; Slurm: without a new checkpoint

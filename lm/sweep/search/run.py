@@ -16,6 +16,7 @@ from lm.sweep.options import SweepOptions
 from lm.sweep.points import Point
 from lm.sweep.run import validate_point
 from lm.sweep.runner import Runner, RunningPoint
+from lm.sweep.search.refusals import describe_refusals
 from lm.sweep.search.search import Search
 from lm.text import format_count
 
@@ -45,6 +46,7 @@ def run_search(search: Search, options: SweepOptions, *, dry_run: bool = False) 
     for line in absent:
         print(f'not checked: {line}')
     if dry_run:
+        print('\n'.join(describe_refusals(search.space, search.study)))
         return
     if absent and search.refresh():
         raise AbsentError(absent[0])

@@ -4,6 +4,7 @@ A trial is a point of a sweep. Its values can be read back from the config.gin o
 """
 
 import dataclasses
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from lm.sweep.search.distributions import (
     quote_distributions,
     split_distribution,
 )
+
+FITS = 50
+"""So often a value is tried with other values of the other parameters, before it counts as wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +148,9 @@ def _probe(space: SearchSpace) -> SearchSpace:
     used: set[str] = set()
     written: dict[str, list[str]] = {}
     probes = [(key, value) for key, d in space.distributions.items() for value in d.list_probes()]
+    fitting = {(key, str(value)): _fit(space, key, value) for key, value in probes}
     for key, value in probes:
-        bindings = {**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}
+        bindings = fitting[key, str(value)]
         experiment, calls = resolve(bindings, Experiment)
         used |= set(find_used_bindings(bindings, calls))
         text = parse_bindings(dump(experiment)).get(key, format_value(value))
@@ -161,8 +166,27 @@ def _probe(space: SearchSpace) -> SearchSpace:
     }
     found = dataclasses.replace(space, distributions=known, used=frozenset(used))
     for key, value in probes:
-        _resolve({**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}, found.used, key)
+        _resolve(fitting[key, str(value)], found.used, key)
     return found
+
+
+def _fit(space: SearchSpace, key: str, value: Any) -> dict[str, Statement]:
+    """Returns bindings with this value that make a configuration: with the first values of the other parameters, or
+    with others that are drawn. Raises the ConfigError of the first if none does."""
+    from lm.experiment import Experiment
+
+    first, draw = {**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}, random.Random(key)
+    tried, error = first, None
+    for _ in range(FITS):
+        try:
+            resolve(tried, Experiment)
+            return tried
+        except ConfigError as refused:
+            error = error or refused
+        others = {name: draw.choice(d.list_probes()) for name, d in space.distributions.items() if name != key}
+        tried = first | {name: dataclasses.replace(first[name], value=other) for name, other in others.items()}
+    assert error is not None
+    raise error
 
 
 def _resolve(bindings: dict[str, Statement], used_somewhere: frozenset[str], name: str) -> tuple[Any, set[str]]:

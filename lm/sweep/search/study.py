@@ -95,6 +95,13 @@ class Study:
             self._drawn[number] = study.ask(self.distributions).params
         return self._drawn[number]
 
+    def draw_at_random(self, count: int) -> list[dict[str, Any]]:
+        """Returns the values of so many points, in Optuna's form, which depend on no result."""
+        import optuna
+
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(self.options.seed))
+        return [study.ask(self.distributions).params for _ in range(count)]
+
     def judge(self, number: int) -> Verdict | None:
         """Returns the end of a trial; None: it has not ended."""
         if number not in self._ended and (verdict := self._judge(number)):

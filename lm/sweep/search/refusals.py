@@ -1,0 +1,89 @@
+"""The share of a search space whose values make no configuration, and the fields at fault."""
+
+import collections
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lm.errors import ConfigError
+from lm.sweep.search.space import SearchSpace
+from lm.sweep.search.study import Study
+
+DRAWS = 1000
+"""The points that a dry run draws."""
+PARTS = 4
+"""A range of numbers counts as so many values, each with the same number of draws."""
+
+
+class Refusal(NamedTuple):
+    """A drawn point that makes no configuration, and why."""
+
+    number: int
+    why: str
+
+
+def describe_refusals(space: SearchSpace, study: Study) -> list[str]:
+    """Draws points at random and makes their configurations, without data or devices. Returns lines for people."""
+    draws = study.draw_at_random(DRAWS)
+    refusals = [refusal for number, values in enumerate(draws) if (refusal := _try(space, number, values))]
+    share = f'{len(refusals)} of {DRAWS:,} points drawn at random make no configuration'
+    if not refusals:
+        return [share]
+    why, count = collections.Counter(_drop_numbers(refusal.why) for refusal in refusals).most_common(1)[0]
+    example = next(refusal.why for refusal in refusals if _drop_numbers(refusal.why) == why)
+    lines = [share, f'the commonest reason, {count} times: {example}']
+    if pair := find_fields_at_fault(draws, {refusal.number for refusal in refusals}):
+        lines.append(f'the fields that decide it most: {" with ".join(pair)}')
+    return lines
+
+
+def find_fields_at_fault(draws: Sequence[Mapping[str, Any]], refused: set[int]) -> tuple[str, ...]:
+    """Returns the pair of fields, or the one field, whose values tell most about which draws were refused.
+
+    The measure is the mutual information of the values and the refusal. A pair counts only if it tells clearly more
+    than its better field alone.
+    """
+    parts = {key: _split(key, draws) for key in sorted(set().union(*draws))}
+    alone = {(key,): _measure([(part,) for part in found], refused) for key, found in parts.items()}
+    pairs = {
+        pair: _measure(list(zip(parts[pair[0]], parts[pair[1]], strict=True)), refused)
+        for pair in itertools.combinations(parts, 2)
+    }
+    best = max(alone, key=lambda fields: alone[fields], default=())
+    together = max(pairs, key=lambda fields: pairs[fields], default=best)
+    return together if together in pairs and pairs[together] > 1.2 * alone[best] else best
+
+
+def _try(space: SearchSpace, number: int, values: Mapping[str, Any]) -> Refusal | None:
+    try:
+        space.make_point(number, values)
+    except ConfigError as error:
+        return Refusal(number, str(error).partition(' (in trial-')[0])
+    return None
+
+
+def _split(key: str, draws: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the value of a field in each draw; of many numbers, the part of their range."""
+    values = [draw.get(key) for draw in draws]
+    numbers = sorted(value for value in values if isinstance(value, int | float))
+    if len(numbers) < len(values) or len(set(numbers)) <= 2 * PARTS:
+        return values
+    edges = [numbers[len(numbers) * part // PARTS] for part in range(1, PARTS)]
+    return [sum(value >= edge for edge in edges) for value in values]
+
+
+def _measure(cells: Sequence[tuple], refused: set[int]) -> float:
+    """Returns the mutual information, in nats, of the cell of a draw and of its refusal."""
+    sizes = collections.Counter(cells)
+    bad = collections.Counter(cell for number, cell in enumerate(cells) if number in refused)
+    share = len(refused) / len(cells)
+    return _entropy(share) - sum(size / len(cells) * _entropy(bad[cell] / size) for cell, size in sizes.items())
+
+
+def _entropy(share: float) -> float:
+    return -sum(p * math.log(p) for p in (share, 1 - share) if p > 0)
+
+
+def _drop_numbers(text: str) -> str:
+    return ''.join('#' if character.isdigit() else character for character in text)
