@@ -18,7 +18,7 @@ from lm.files import write_atomically
 from lm.runs.base import check_start
 from lm.runs.config_diff import compare_texts
 from lm.runs.info import check_not_imported, read_raw
-from lm.runs.metrics_file import read_lines
+from lm.runs.metrics_file import read_records
 from lm.runs.paths import read_text
 from lm.runs.process_zero import run_on_process_zero
 from lm.runs.run_dir import RunDir
@@ -55,7 +55,7 @@ class Branch:
         if jax.process_index() == 0:
             past = [
                 line
-                for line, record in read_lines(self.parent.path / 'metrics.jsonl')
+                for line, record in read_records(self.parent.path / 'metrics.jsonl')
                 if record and record['step'] <= self.step and line.endswith(b'\n')
             ]
             path = self.run.path / 'metrics.jsonl'

@@ -13,7 +13,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote
 from lm.runs.config_diff import Change, compare_bindings, is_permitted, parse_bindings
 from lm.runs.info import check_not_imported, read_raw
-from lm.runs.metrics_file import read_lines
+from lm.runs.metrics_file import read_records
 from lm.runs.paths import SWEEP, RunPaths, find_import, read_text
 
 TITLE = '# A complete configuration'
@@ -58,7 +58,7 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
         )
     if not files and (run.path / SWEEP).exists():
         raise ConfigError(f'--run_dir {run.path}: holds a sweep, which a run would hide; name another directory')
-    logged = max((record['step'] for _, record in read_lines(run.metrics_file) if record), default=0)
+    logged = max((record['step'] for _, record in read_records(run.metrics_file) if record), default=0)
     old, new = parse_bindings(config), parse_bindings(text)
     found = Contents(bool(files), info, logged, [])
     if files and not info:

@@ -7,12 +7,13 @@ Each checkpoint seals the lines before it with their count and their SHA-256. So
 
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -144,15 +145,16 @@ class MetricsFile:
 
     def _keep(self, resume_at: int) -> list[str]:
         """Returns the lines that stay. Replaces the file if any go, and keeps a copy if some were damaged."""
-        found = read_lines(self.path)
         kept: list[bytes] = []
         damaged: list[int] = []
         seen: set[tuple[str, int]] = set()
-        for number, (line, record) in enumerate(found, 1):
+        count = 0
+        for line, record in read_records(self.path):
+            count += 1
             if not line.endswith(b'\n'):
                 break  # the last one, cut off by a crash
             if record is None or (record['kind'], record['step']) in seen:
-                damaged.append(number)
+                damaged.append(count)
             elif record['step'] <= resume_at:
                 kept.append(line)
                 seen.add((record['kind'], record['step']))
@@ -162,43 +164,58 @@ class MetricsFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if damaged:
                 copy = self.path.with_name(f'{self.path.name}.damaged')
-                write_atomically(copy, b''.join(line for line, _ in found))
+                write_atomically(copy, read_bytes(self.path))
                 more = f' (and {len(damaged) - 1} more)' if damaged[1:] else ''
                 log.warning(
                     '%s: line %d%s is not a record of a new step and is removed; the whole file is kept as %s',
                     *(self.path, damaged[0], more, copy.name),
                 )
-            if len(kept) != len(found):
+            if len(kept) != count:
                 write_atomically(self.path, b''.join(kept))
         return [line.decode() for line in kept]
 
 
-def find_change(lines: Sequence[bytes], seals: Mapping[int, Mapping[str, Any]]) -> str | None:
+def find_change(lines: Iterable[bytes], seals: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Says which of the lines are gone, or are not what a checkpoint sealed; None: all are as they were.
 
     Args:
         lines: the lines of the file.
         seals: step → the entries of `MetricsFile.seal` in its checkpoint; older checkpoints have none.
     """
-    sound = 0
+    rest, found, sound, running = iter(lines), 0, 0, hashlib.sha256()
     for step, seal in sorted(seals.items()):
         count, digest = seal.get('metrics_lines'), seal.get('metrics_sha256')
-        if count is not None and count > len(lines):
-            gone = f'{count - len(lines)} of the {count} lines that it had when the checkpoint was saved are gone'
-            return f'{gone} (step {step})'
-        if count is None or digest is None:
+        if count is None:
             continue
-        if hashlib.sha256(b''.join(lines[:count])).hexdigest() != digest:
+        for line in itertools.islice(rest, max(0, count - found)):
+            running.update(line)
+            found += 1
+        if found < count:
+            gone = f'{count - found} of the {count} lines that it had when the checkpoint was saved are gone'
+            return f'{gone} (step {step})'
+        if digest is None or found > count:  # after a rewind a later checkpoint may have fewer lines
+            continue
+        if running.hexdigest() != digest:
             which = f'one of its lines {sound + 1} to {count}' if count > sound + 1 else f'its line {count}'
             return f'{which} has changed since the checkpoint of step {step} was saved'
         sound = count
     return None
 
 
-def read_lines(path: epath.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+def read_lines(path: epath.Path) -> Iterator[bytes]:
+    """Yields the lines of a file, which may be long; none if it is missing."""
+    if not path.exists():
+        return
+    if is_remote(path):
+        yield from read_bytes(path).splitlines(keepends=True)
+        return
+    with open(path, 'rb') as file:
+        yield from file
+
+
+def read_records(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields each line with its record: an object with a `kind` and a `step`; None for any other line."""
-    lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
-    return [(line, _parse(line)) for line in lines]
+    return ((line, _parse(line)) for line in read_lines(path))
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from lm.files import is_remote, open_path, parse_json, read_bytes
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
-from lm.runs.metrics_file import read_lines, to_plain
+from lm.runs.metrics_file import read_records, to_plain
 from lm.runs.paths import explain_absence, find_import, read_text
 from lm.runs.run_dir import RunDir
 from lm.text import make_all_visible, make_visible
@@ -247,7 +247,7 @@ def read_json(path: epath.Path) -> Any:
 
 def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
     """Reads the whole records of metrics.jsonl. A line that is being written, or was cut off, is left out."""
-    records = (_restore_numbers(record) for _, record in read_lines(path) if record)
+    records = (_restore_numbers(record) for _, record in read_records(path) if record)
     return [record for record in records if _is_whole(record)]
 
 
@@ -271,12 +271,18 @@ def to_json(value: object) -> str:
 def _restore_numbers(value: Any) -> Any:
     """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes, and makes control characters visible."""
     if isinstance(value, dict):
-        return {make_visible(k): _restore_numbers(v) for k, v in value.items()}
+        return {_make_key(k): _restore_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore_numbers(v) for v in value]
     if not isinstance(value, str):
         return value
     return NOT_FINITE[value] if value in NOT_FINITE else make_visible(value)
+
+
+@functools.lru_cache(10_000)
+def _make_key(name: str) -> str:
+    """Returns the one copy of a key: a million records have the same ones."""
+    return make_visible(name)
 
 
 @functools.cache

@@ -30,9 +30,8 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
     run = Run.read(path)
     steps, others = saved_steps(run.directory.checkpoints)
     checkpoints = [found for step in steps if (found := inspect_checkpoint(run, step, verify))]
-    lines = [line for line, _ in read_lines(run.directory.metrics_file)]
     seals = {} if run.imported else {found['step']: found['metrics'] for found in checkpoints}
-    changed = find_change(lines, seals)
+    changed = find_change(read_lines(run.directory.metrics_file), seals)
     damage = [f'checkpoint step {c["step"]}: {c["health"]}' for c in checkpoints if not c['sound']]
     return {
         'kind': 'run',
