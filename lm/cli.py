@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 
-from lm.errors import EXIT_CODES, EXPECTED, ConfigError, Preempted, exit_code_of
+from lm.errors import EXIT_CODES, EXPECTED, ConfigError, LmError, Preempted, exit_code_of, is_out_of_memory
 from lm.output import lasting, prepare_streams, quiet_libtpu
 from lm.secrets import hide_secrets, redact
 from lm.signals import end_on_signals, end_plainly, handle_signals, print_stacks_on_signal
@@ -144,6 +144,12 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
         if arguments.debug:
             traceback.print_exc()
         expected = isinstance(error, EXPECTED)
+        if is_out_of_memory(error):
+            error = LmError(
+                f'there is not enough memory ({str(error).splitlines()[0][:200]}); lower the batch '
+                '(train.tokens_per_step, or more train.microbatches; evaluate.batch_size), or use more devices'
+            )
+            expected = True
         # Text of files and names of folders may be a part of it.
         message = redact(make_visible(' '.join(str(error).split('\n')).strip()))
         message = message if expected else f'{type(error).__name__}: {message[:500]}'

@@ -89,6 +89,13 @@ def exit_code_of(error: BaseException) -> int:
     return getattr(error, 'exit_code', LmError.exit_code)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a compiler, a device or the host ran out of memory."""
+    known = ('resource_exhausted', 'out of memory', 'out_of_memory')
+    is_of_jax = type(error).__name__ in ('JaxRuntimeError', 'XlaRuntimeError')  # jax is not imported here
+    return isinstance(error, MemoryError) or (is_of_jax and any(word in str(error).lower() for word in known))
+
+
 _KINDS = (LmError, ConfigError, Preempted, Diverged, MismatchError, WrongResults)
 EXIT_CODES = '\n'.join(['exit codes:', '  0  done', *(f'  {kind.exit_code:<3}{kind.meaning}' for kind in _KINDS)])
 """The table for `--help`. Only what was preempted is safe to run again as it is."""

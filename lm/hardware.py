@@ -175,15 +175,18 @@ class Target:
     Attributes:
         platform: 'cpu', 'gpu' or 'tpu'.
         slices: the number of devices of each slice; None: not known.
+        memory: of a device, bytes; None: not known.
     """
 
     platform: str = 'cpu'
     slices: tuple[int, ...] | None = None
+    memory: int | None = None
 
     @classmethod
     def of_devices(cls, devices: Sequence[Device]) -> 'Target':
         """Describes JAX devices; CPU devices belong to one slice."""
-        return cls(devices[0].platform, tuple(len(members) for members in group_by_slice(devices)))
+        slices = tuple(len(members) for members in group_by_slice(devices))
+        return cls(devices[0].platform, slices, _measure_memory(devices[0]))
 
     @classmethod
     def of_topology(cls, topology: Topology) -> 'Target':
@@ -194,6 +197,14 @@ class Target:
     def devices(self) -> int | None:
         """The number of all devices; None: not known."""
         return None if self.slices is None else sum(self.slices)
+
+
+def _measure_memory(device: Device) -> int | None:
+    """Returns the bytes of memory of a device that is there; of a CPU, of the whole machine. None: not known."""
+    if device.platform != 'cpu':
+        limits = limits_of(device.device_kind)
+        return int(limits.hbm_gib * 2**30) if limits and limits.hbm_gib else None
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if 'SC_PHYS_PAGES' in os.sysconf_names else None
 
 
 def group_by_slice(devices: Sequence[Device]) -> list[list[Device]]:

@@ -17,7 +17,7 @@ from lm.config.text import dump
 from lm.data.batches import BatchWindows
 from lm.data.dataset import Store
 from lm.errors import FINAL, AbsentError, ConfigError, LmError, UnnamedError
-from lm.evaluation.plan import EvaluationPlan, open_sets, plan_evaluation, settle_evaluation
+from lm.evaluation.plan import EvaluationPlan, EvaluationSettings, open_sets, plan_evaluation, settle_evaluation
 from lm.experiment import Experiment, check_experiment, load, load_of_run, read_begin_id
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
@@ -30,6 +30,7 @@ from lm.training.inputs import check_training, check_vocabulary, choose_unpackin
 from lm.training.objectives import Distillation, Objective
 from lm.training.program import StepProgram
 from lm.training.replay import describe_replay
+from lm.training.room import check_arrays, check_state, check_tokens
 from lm.training.step import Teaching, TrainStep
 
 PATIENCE_SECONDS = 20.0
@@ -190,6 +191,7 @@ def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache
     teaching = plan_teaching(train.objective, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
+    check_arrays(program)
     return StepPlan(experiment=experiment, target=target, mesh=mesh, program=program)
 
 
@@ -228,12 +230,14 @@ def make_plan(
     unpack = choose_unpacking(data, train, model, store)
     teaching = plan_teaching(train.objective, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
+    program = StepProgram(step, train.batch_shape, dtype)
+    check_room(experiment, program, mesh, settings, target.memory)
     sets = cache.get(('sets', source, settings.config.sets), lambda: open_sets(settings, store, timeout))
     return RunPlan(
         experiment=experiment,
         target=target,
         mesh=mesh,
-        program=StepProgram(step, train.batch_shape, dtype),
+        program=program,
         store=store,
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
@@ -241,6 +245,22 @@ def make_plan(
         source=plan_source(train.init_from, functions, teaching is not None, cache),
         teacher=find_teacher(train.objective, store),
     )
+
+
+def check_room(
+    experiment: Experiment, program: StepProgram, mesh: MeshShape, settings: EvaluationSettings, memory: int | None
+) -> None:
+    """Raises ConfigError for what surely does not fit a device with so many bytes of memory; None: not known."""
+    check_arrays(program)
+    if memory is None or mesh.shards is None:
+        return
+    model, config, devices = experiment.model, settings.config, mesh.shards * mesh.sequence
+    itemsize, (_, rows, length) = program.step.functions.dtype.itemsize, program.batch_shape
+    check_state(program, mesh.fsdp, memory)
+    trained = rows * (length - 1) / devices
+    check_tokens('train.tokens_per_step', experiment.train.tokens_per_step, model, trained, itemsize, memory)
+    evaluated = max(config.batch_size / devices, 1) * (config.chunk or settings.context_length)
+    check_tokens('evaluate.batch_size', config.batch_size, model, evaluated, itemsize, memory)
 
 
 def settle_begin(experiment: Experiment, cache: PlanCache | None = None) -> Experiment:

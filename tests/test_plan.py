@@ -38,6 +38,32 @@ def test_a_plan_says_what_a_run_will_do(experiment):
     assert make_plan(experiment).functions.dtype == 'float32'  # the plan does not know the devices
 
 
+@pytest.mark.parametrize(
+    ('changes', 'field'),
+    [
+        (
+            {'model.vocab_size': 2**31 - 1},
+            r'model.vocab_size = 2147483647, .* the parameter embedding.embedding would have',
+        ),
+        ({'model.d_model': 10**6}, 'model.d_model = 1000000, '),
+        ({'model.n_layers': 10**6, 'model.d_model': 1024}, 'model.n_layers = 1000000: the parameter blocks'),
+        (
+            {'model.vocab_size': 10**7},
+            'mesh.fsdp = 1: parameters and optimizer take 3.6 GiB on each device, which has 1.0',
+        ),
+        ({'evaluate.batch_size': 10**9}, 'evaluate.batch_size = 1000000000: the activations of one layer take'),
+        ({'train.tokens_per_step': 32 * 2**20, 'train.microbatches': 1}, 'train.tokens_per_step = 33554432: the activ'),
+    ],
+)
+def test_what_surely_does_not_fit_is_refused_before_the_start(changes, field, tokens):
+    target = Target('cpu', (1,), memory=2**30)
+    small = load((), tiny.params(SETTINGS | {'data.path': str(tokens)})[1::2])
+    assert make_plan(small, target).target is target
+    large = load((), tiny.params(SETTINGS | {'data.path': str(tokens)} | changes)[1::2])
+    with pytest.raises(ConfigError, match=field):
+        make_plan(large, target)
+
+
 def test_a_step_is_planned_without_data(experiment):
     """This step equals the step of the run, except that the type of its tokens is guessed."""
     elsewhere = dataclasses.replace(experiment, data=DataConfig(path='nowhere'))
@@ -47,7 +73,7 @@ def test_a_step_is_planned_without_data(experiment):
 
 
 def test_devices_are_described_as_jax_and_topologies_have_them():
-    assert Target.of_devices(jax.devices()) == Target('cpu', (8,))
+    assert dataclasses.replace(Target.of_devices(jax.devices()), memory=None) == Target('cpu', (8,))
     assert Target.of_topology(parse('v7x:2x2x1')) == Target('tpu', (8,))
     assert Target.of_topology(parse('2*v4:2x2x2')).devices == 16
 

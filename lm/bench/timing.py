@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from lm.compilation.memory import program_memory
-from lm.errors import LmError
+from lm.errors import LmError, is_out_of_memory
 
 LEAST_SECONDS = 0.01
 """Shorter calls of an accelerator are timed several at a time, so that the host's part does not count."""
@@ -73,7 +73,7 @@ def in_turns(
             alone = jax.default_backend() == 'cpu' or jax.process_count() > 1
             counts[key] = 1 if alone else max(1, round(LEAST_SECONDS / max(seconds, 1e-6)))
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                 raise
     draw, found = random.Random(seed), {key: [] for key in counts}
     for i in range(repeats):
@@ -86,7 +86,7 @@ def in_turns(
                     result = calls[key]()
                 jax.block_until_ready(result)
             except Exception as error:  # fragmentation can take memory that the first call still had
-                if not is_out_of_memory(error):
+                if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                     raise
                 del found[key]
                 continue
@@ -112,7 +112,7 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]
     try:
         compiled = lowered.compile()
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
             raise
         return None, {}
     memory = memory_mib(compiled)
@@ -126,15 +126,6 @@ def memory_mib(compiled: Any) -> dict[str, float]:
     """Returns the temporary and the peak memory of a compiled program on one device."""
     found = program_memory(compiled)
     return {} if found is None else {'temporary_mib': found.temporaries / 2**20, 'peak_mib': found.peak / 2**20}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a compiler, a device or the host ran out of memory."""
-    text = str(error).lower()
-    known = ('resource_exhausted', 'out of memory', 'out_of_memory')
-    return isinstance(error, MemoryError | OutOfMemory) or (
-        isinstance(error, jax.errors.JaxRuntimeError) and any(word in text for word in known)
-    )
 
 
 def available_mib() -> float:
