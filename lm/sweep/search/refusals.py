@@ -66,11 +66,11 @@ def _try(space: SearchSpace, number: int, values: Mapping[str, Any]) -> Refusal 
 def _split(key: str, draws: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Returns the value of a field in each draw; of many numbers, the part of their range."""
     values = [draw.get(key) for draw in draws]
-    numbers = sorted(value for value in values if isinstance(value, int | float))
+    numbers = [value for value in values if isinstance(value, int | float)]
     if len(numbers) < len(values) or len(set(numbers)) <= 2 * PARTS:
         return values
-    edges = [numbers[len(numbers) * part // PARTS] for part in range(1, PARTS)]
-    return [sum(value >= edge for edge in edges) for value in values]
+    edges = [sorted(numbers)[len(numbers) * part // PARTS] for part in range(1, PARTS)]
+    return [sum(number >= edge for edge in edges) for number in numbers]
 
 
 def _measure(cells: Sequence[tuple], refused: set[int]) -> float:
