@@ -45,14 +45,13 @@ def find_fields_at_fault(draws: Sequence[Mapping[str, Any]], refused: set[int]) 
     than its better field alone.
     """
     parts = {key: _split(key, draws) for key in sorted(set().union(*draws))}
-    alone = {(key,): _measure([(part,) for part in found], refused) for key, found in parts.items()}
-    pairs = {
-        pair: _measure(list(zip(parts[pair[0]], parts[pair[1]], strict=True)), refused)
-        for pair in itertools.combinations(parts, 2)
-    }
-    best = max(alone, key=lambda fields: alone[fields], default=())
-    together = max(pairs, key=lambda fields: pairs[fields], default=best)
-    return together if together in pairs and pairs[together] > 1.2 * alone[best] else best
+
+    def rate(fields: tuple[str, ...]) -> float:
+        return _measure(list(zip(*(parts[field] for field in fields), strict=True)), refused)
+
+    best = max(itertools.combinations(parts, 1), key=rate)
+    pair = max(itertools.combinations(parts, 2), key=rate, default=best)
+    return pair if rate(pair) > 1.2 * rate(best) else best
 
 
 def _try(space: SearchSpace, number: int, values: Mapping[str, Any]) -> Refusal | None:
