@@ -1,8 +1,7 @@
-"""Files, local ones and those in buckets: what an address is, writing whole files, locks between processes."""
+"""Files, local ones and those in buckets: what an address is, and writing whole files."""
 
 import contextlib
 import errno
-import fcntl
 import importlib.util
 import json
 import logging
@@ -13,14 +12,14 @@ import stat
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 from etils import epath
 from fsspec.config import conf as fsspec_conf
 from fsspec.core import url_to_fs
 
 from lm.buckets import LIMITS, SILENT_SECONDS, NoAnswerError, explain_identity, register, tell_waiting
-from lm.errors import ConfigError, LmError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, MissingPackageError
 
 AnyPath = pathlib.Path | epath.Path
 
@@ -36,10 +35,6 @@ MOST_NESTED = 64
 """Levels of objects and lists in a JSON file, at most."""
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors of the system where a file is missing."""
-
-
-class LockedError(LmError):
-    """Another process holds the lock."""
 
 
 def is_remote(path: os.PathLike | str) -> bool:
@@ -257,33 +252,6 @@ def waiting_for(path: os.PathLike | str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def lock(path: os.PathLike | str) -> BinaryIO:
-    """Locks the local file `path`, made with its folder where there is none, against other processes.
-
-    Returns:
-        The open file. The lock is held until it, and copies of it that child processes inherit, are closed: it is a
-        context manager, and goes with the process, however that ends.
-
-    Raises:
-        LockedError: another process has it.
-    """
-    path = pathlib.Path(path)
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, 'ab')  # noqa: SIM115 (closed by the caller)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-            file.close()  # deleted by the one that had it: another process may lock a new file of this name
-        except BlockingIOError:
-            file.close()
-            raise LockedError(f'{path}: another process holds this lock; wait for its end or stop it') from None
-        except BaseException:
-            file.close()
-            raise
 
 
 def _label(path: os.PathLike | str, name: str) -> str:

@@ -2,8 +2,6 @@
 
 import importlib.util
 import pathlib
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,11 +13,9 @@ from lm import buckets, files
 from lm.errors import ConfigError
 from lm.files import (
     RETRIES,
-    LockedError,
     folder_spec,
     is_remote,
     local_path,
-    lock,
     open_path,
     reaching,
     write_atomically,
@@ -153,34 +149,3 @@ def test_what_tensorstore_opens(tmp_path, monkeypatch):
     for spec in (plain, folder_spec('gs://bucket/x')):
         (tries,) = [value for name, value in ts.KvStore.Spec(spec).to_json().items() if name.endswith('_retries')]
         assert tries['max_retries'] == 6  # 1, 2, … 32 s lie between seven tries
-
-
-def test_one_process_at_a_time_holds_a_lock(tmp_path):
-    path = tmp_path / 'folder' / 'lock'
-    hold = f'from lm.files import lock; f = lock({str(path)!r}); print("held", flush=True); input()'
-    other = subprocess.Popen([sys.executable, '-c', hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout.readline() == 'held\n'
-        with pytest.raises(LockedError, match='folder/lock: another process holds this lock'):
-            lock(path)
-    finally:
-        other.kill()
-        other.communicate()
-    with lock(path), pytest.raises(LockedError):
-        lock(path)
-    lock(path).close()
-
-
-def test_a_lock_on_a_deleted_file_is_none(tmp_path, monkeypatch):
-    """The owner deletes the file between another process's open and flock: that process must lock the new file of this
-    name."""
-    path, flock = tmp_path / 'lock', files.fcntl.flock
-
-    def deleted_before(file, how):
-        monkeypatch.setattr(files.fcntl, 'flock', flock)
-        path.unlink()
-        flock(file, how)
-
-    monkeypatch.setattr(files.fcntl, 'flock', deleted_before)
-    with lock(path), pytest.raises(LockedError):
-        lock(path)

@@ -24,7 +24,7 @@ LAYERS = (
     ('lm', 'errors', 'output', 'secrets', 'text'),
     ('buckets',),
     ('files', 'hardware', 'plots', 'parameters', 'signals', 'options', 'own_folder'),
-    ('config', 'compilation'),
+    ('config', 'compilation', 'lease'),
     ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs', 'pod'),
     ('training',),

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from rich.console import Console
 
 from lm.errors import ConfigError, LmError, Preempted
-from lm.files import LockedError, lock
+from lm.lease import HeldError, Lease
 from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
 from lm.secrets import list_variables
@@ -41,6 +41,8 @@ class RunningPoint:
     slot: int
     begin: int
     """The bytes that earlier attempts have left in the log."""
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """It gives back the lease of the point."""
 
     def read_log(self) -> str:
         """Returns the last 20 kB of this attempt. The position, at which the point may write, stays where it is."""
@@ -123,7 +125,7 @@ class Runner:
         for point in list(self.waiting):
             if not self.slots or self.signals:
                 return
-            if not self.sweep.is_running(point) and (held := self._lock(point)):
+            if not self.sweep.is_running(point) and (held := self._take(point)):
                 with held:
                     self.waiting.remove(point)
                     if self.is_due(point):  # its other process may have finished it
@@ -134,7 +136,7 @@ class Runner:
             self.held_up = True
             time.sleep(1.0)
 
-    def launch(self, point: Point, held: BinaryIO) -> None:
+    def launch(self, point: Point, held: contextlib.ExitStack) -> None:
         config = self.sweep.prepare(point)
         slot = self.slots.pop(0)
         kept = self.sweep.notes / f'{point.name}.log'
@@ -154,10 +156,8 @@ class Runner:
             # Ctrl-C reaches the sweep alone, which asks its points to save. If the sweep is killed, the system asks
             # them.
             start_new_session=True,
-            # The lock is held as long as the point runs, even if the point outlives this process for a moment.
-            pass_fds=(held.fileno(),),
         )
-        self.running.append(RunningPoint(point, process, log, slot, begin))
+        self.running.append(RunningPoint(point, process, log, slot, begin, held.pop_all()))
         if self.signals:  # they arrived before it was listed
             process.send_signal(signal.SIGTERM)
         self.say(f'{point.name}: started' + (f', see {log.name}' if self.sweep.is_local else ''))
@@ -168,6 +168,7 @@ class Runner:
         self.slots = sorted([*self.slots, job.slot])
         last = _find_last_line(job.read_log())
         job.log.close()
+        job.held.close()
         return last
 
     def end_early(self, job: RunningPoint) -> None:
@@ -218,15 +219,15 @@ class Runner:
         if number != signal.SIGHUP or not self.signals:  # the system and a shell both report a closed terminal
             self.stop()
 
-    def _lock(self, point: Point) -> BinaryIO | None:
-        """Returns a file that is locked until it and its copy in the point's process are closed; None: another process
-        has it."""
-        if not self.sweep.is_local:
-            return tempfile.TemporaryFile()
+    def _take(self, point: Point) -> contextlib.ExitStack | None:
+        """Returns what gives back the lease of a point; None: another process has it. A bucket has no such leases."""
+        held = contextlib.ExitStack()
         try:
-            return lock(self.sweep.notes / f'.{point.name}.lock')
-        except LockedError:
+            if self.sweep.is_local:
+                held.enter_context(Lease(self.sweep.notes, f'.{point.name}.lock'))
+        except HeldError:
             return None
+        return held
 
     def _report(self) -> None:
         """Prints a line for each running point from time to time."""

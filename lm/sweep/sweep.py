@@ -12,8 +12,8 @@ from etils import epath
 
 from lm.errors import ConfigError, Diverged, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
+from lm.lease import EXPIRES, is_held, read_silence
 from lm.runs import sweep_file
-from lm.runs.lock import EXPIRES, is_occupied, read_silence
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point
@@ -64,7 +64,7 @@ class Sweep:
         """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
         lock."""
         path = self.root / point.name
-        if (alive := is_occupied(path)) is not None:
+        if (alive := is_held(path)) is not None:
             return alive
         return (read_silence(path) or 0.0) < EXPIRES
 

@@ -1,5 +1,4 @@
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -40,6 +39,7 @@ from lm.data.store import TokenStore
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, LmError, MismatchError
+from lm.lease import Lease
 
 SMALL = TokenizerConfig(vocab_size=500)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -451,11 +451,8 @@ def test_a_second_preparation_and_a_full_disk_are_refused_in_one_line(tmp_path):
         prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1),
         data=DataConfig(path=str(path)),
     )
-    (path / 'unfinished').mkdir(parents=True)
-    with (path / 'unfinished' / 'lock').open('w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(LmError, match='another `lm prepare` works on it'):
-            run_prepare(experiment.prepare, experiment.data.path)
+    with Lease(path / 'unfinished'), pytest.raises(LmError, match='another `lm prepare` works on it'):
+        run_prepare(experiment.prepare, experiment.data.path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the workers get this limit too
     try:

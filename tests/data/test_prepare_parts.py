@@ -20,10 +20,9 @@ from test_prepare import digests
 
 from lm.cli import main
 from lm.data import store
-from lm.data.prepare import parts, shared_folder, stages
+from lm.data.prepare import parts, stages
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.parts import PartedPreparation, Share, prepare_share
-from lm.data.prepare.shared_folder import Claim, SharedFolder
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
@@ -203,41 +202,10 @@ def test_a_wrong_share_is_refused(text, capsys):
     assert f'--shard {text}: write I/N with I from 0 to N - 1' in capsys.readouterr().err
 
 
-def test_a_claim_is_one_process_and_expires(tmp_path, monkeypatch):
-    folder = SharedFolder(str(tmp_path))
-    first, second = (Claim(folder, 'claim') for _ in range(2))
-    assert (first.take(), second.take(), first.take()) == (True, False, True)
-    monkeypatch.setattr(shared_folder, 'EXPIRES', 0.2)
-    monkeypatch.setattr(shared_folder, 'RENEWED', 0.0)
-    for _ in range(8):
-        time.sleep(0.05)
-        first.renew()
-        assert not second.take()
-    time.sleep(0.25)
-    assert second.take()
-    first.renew()  # it has lost the claim, and takes it from nobody
-    assert second.take()
-    first.drop()
-    assert list(tmp_path.iterdir())
-    second.drop()
-    assert first.take()
-
-
-PROGRAM = """
-import sys
-from lm.cli import main
-from lm.data.prepare import shared_folder
-shared_folder.EXPIRES = 3.0
-if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_killed_and_repeated_machines_change_no_byte(tmp_path):
     """SIGKILL comes while the tokenizer is made, while shards are tokenised, and while the store is written. Two of
     the three processes at the end have the same share."""
     corpus = write_text(tmp_path / 'text', files=6, n=60_000)
-    (tmp_path / 'program.py').write_text(PROGRAM)
     config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1)
     prepare(config, str(tmp_path / 'one'))
     path = tmp_path / 'parts'
@@ -245,12 +213,12 @@ def test_killed_and_repeated_machines_change_no_byte(tmp_path):
     flags += ['--set', 'tokenizer.vocab_size=400', '--set', f'data.path={path}']
 
     def start(share):
-        command = [sys.executable, str(tmp_path / 'program.py'), 'prepare', *flags, '--shard', share]
+        command = [sys.executable, '-m', 'lm', 'prepare', *flags, '--shard', share]
         streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
         return subprocess.Popen(command, cwd=ROOT, env=tiny.environment(), text=True, **streams)
 
     moments = [
-        ('0/2', lambda: list(path.glob('parts/*/tokenizer.claim'))),
+        ('0/2', lambda: list(path.glob('parts/*/tokenizer.lease'))),
         ('1/2', lambda: list(path.glob('parts/*/*/*.json'))),
         ('0/1', lambda: list(path.glob('*/tokens/zarr.json'))),
     ]

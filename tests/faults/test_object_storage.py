@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import tiny
 
-from lm import cli
+from lm import cli, lease
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.snapshot import COMMITTED
 from lm.compilation.cache import CompileCache
 from lm.errors import ConfigError
 from lm.files import open_path, read_bytes, write_atomically
-from lm.runs import lock
 from lm.runs.lock import RunLock
 
 pytest.importorskip('s3fs', reason='needs the extra [servers]')
@@ -111,22 +110,22 @@ def test_one_of_many_simultaneous_processes_gets_the_lock_of_a_bucket(s3):
             thread.join()
         assert len(held) == 1, refused
         assert all(f'process {os.getpid()} on' in message for message in refused)
-    assert not (directory / lock.NAME).exists()
+    assert not (directory / lease.NAME).exists()
 
 
 def test_a_lock_in_a_bucket_is_taken_over_only_from_a_dead_owner(s3, monkeypatch):
-    monkeypatch.setattr(lock, 'HEARTBEAT', 0.2)
+    monkeypatch.setattr(lease, 'HEARTBEAT', 0.2)
     directory = s3 / 'inherited'
     ended = subprocess.Popen([sys.executable, '-c', ''])
     ended.wait()
     with RunLock(directory) as first:
-        owner = json.loads((directory / lock.NAME).read_text())
-        (directory / lock.NAME).write_text(json.dumps(owner | {'pid': ended.pid}))
+        owner = json.loads((directory / lease.NAME).read_text())
+        (directory / lease.NAME).write_text(json.dumps(owner | {'pid': ended.pid}))
         with RunLock(directory):
-            assert first._heart.join(20) is None
-            with pytest.raises(ConfigError, match='another training took it over'):
+            assert first._lease._heart.join(20) is None
+            with pytest.raises(ConfigError, match='another process took it over'):
                 first.check()
-    assert not (directory / lock.NAME).exists()
+    assert not (directory / lease.NAME).exists()
 
 
 @pytest.fixture
@@ -198,7 +197,7 @@ def test_a_run_in_a_bucket_killed_in_a_save_ends_like_a_run_on_disk(bucket, refe
     assert f'process {first.pid} on' in second.stderr
     assert 'resumed from step 10' in second.stdout
     assert is_like(run, reference_run[0])
-    assert not (run / lock.NAME).exists()
+    assert not (run / lease.NAME).exists()
 
 
 @S3_AND_SLOW_GS

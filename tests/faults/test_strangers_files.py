@@ -23,7 +23,7 @@ from lm.cli import main
 from lm.compilation.cache import CompileCache
 from lm.data import store
 from lm.files import parse_json
-from lm.runs.lock import _name, _parse, is_occupied
+from lm.lease import _name, _parse, is_held
 
 ESCAPE = '\x1b]0;mine\x07\x1b[2J\u202e'
 DEEP = '[' * 100_000 + ']' * 100_000
@@ -141,7 +141,7 @@ def test_a_lock_of_other_types_is_a_damaged_lock(change, tmp_path):
     assert '\x1b' not in _name(_parse(json.dumps(owner).encode()))
     assert _parse(json.dumps(owner | change).encode()) == {}
     (tmp_path / 'lock.json').write_text(json.dumps(owner | change))
-    assert is_occupied(tmp_path) is None
+    assert is_held(tmp_path) is None
     assert _parse(DEEP.encode()) == {}
 
 

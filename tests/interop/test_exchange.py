@@ -31,13 +31,13 @@ from lm.data.tokenizers import from_bytes
 from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
-from lm.files import lock
 from lm.interop.checkpoints import CheckpointFolder
 from lm.interop.export_run import UNFINISHED, exporting
 from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
 from lm.interop.import_run import choose_tokenizers, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
+from lm.lease import Lease
 from lm.model import ModelConfig
 from lm.runs.initial import InitialParameters
 from lm.runs.records import Run
@@ -204,7 +204,8 @@ def test_the_same_command_completes_an_export_or_import_after_a_kill(reference_r
     (out / 'notes.txt').write_text('mine')
     assert main(['export', *flags]) == 2
     assert 'an export was stopped there, but notes.txt is not of it' in capsys.readouterr().err
-    with lock(out / UNFINISHED):
+    of_the_dead = (out / UNFINISHED).read_text()
+    with Lease(out, UNFINISHED):
         (out / 'notes.txt').unlink()
         assert main(['export', *flags]) == 2
         assert main(['import', str(out), '--run_dir', str(tmp_path / 'back')]) == 44
@@ -213,6 +214,7 @@ def test_the_same_command_completes_an_export_or_import_after_a_kill(reference_r
     assert 'out: holds half an export; run that lm export again' in printed
     assert not (tmp_path / 'back').exists()
     assert (out / 'config.json').read_text() == 'half'
+    (out / UNFINISHED).write_text(of_the_dead)
     assert main(['export', *flags]) == 0
     files = {'model.safetensors', 'config.gin', 'tokenizer.model', 'README.md'}
     assert {path.name for path in out.iterdir()} == files

@@ -1,278 +1,35 @@
-"""The lock of a run directory has one owner at a time; a dead owner's lock is taken over, a living owner's never."""
+"""One job at a time writes a run directory: its process 0 holds the lease, and all of its processes agree."""
 
-import contextlib
-import itertools
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
 
 import numpy as np
 import pytest
 
+from lm import lease
 from lm.errors import ConfigError, LmError, MismatchError
 from lm.runs import lock, process_zero
-from lm.runs.lock import RunLock
-
-HOLD = """
-import sys
-from etils import epath
-from lm.runs import lock
-from lm.errors import ConfigError
-lock.HEARTBEAT = 0.1
-try:
-    with lock.RunLock(epath.Path(sys.argv[1])):
-        print('held', flush=True)
-        sys.stdin.read()
-except ConfigError as error:
-    print('refused', error, flush=True)
-"""
+from lm.runs.lock import OccupiedError, RunLock
 
 
-END = """
-import sys, threading, time
-from etils import epath
-from lm import signals
-from lm.runs import lock
-lock.HEARTBEAT = 0.001  # it is being renewed at any moment
-signals.LAST_ACT_SECONDS = 0.5 if sys.argv[2] == 'hangs' else 50
-with lock.RunLock(epath.Path(sys.argv[1])) as held:
-    if sys.argv[2] == 'hangs':
-        held._writing.acquire()
-        held._store = None
-    time.sleep(0.1)
-    threading.Thread(target=signals.end_process, args=('over',)).start()
-    time.sleep(60)
-"""
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(lock, 'HEARTBEAT', 0.1)
-    monkeypatch.setattr(lock, 'EXPIRES', 0.6)
-
-
-def hold(path):
-    """Starts a process that tries to get the lock, and holds it until its stdin is closed."""
-    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
-    return subprocess.Popen([sys.executable, '-c', HOLD, str(path)], text=True, **pipes)
-
-
-def written(path, **changes) -> None:
-    """Writes a lock as another process would have left it."""
-    with RunLock(path):
-        owner = json.loads((path / lock.NAME).read_text())
-    path.mkdir(exist_ok=True)
-    (path / lock.NAME).write_text(json.dumps(owner | changes))
-
-
-@pytest.mark.smoke
-def test_a_second_process_is_refused_and_a_dead_owners_lock_is_taken_over(tmp_path, caplog):
-    first = hold(tmp_path)
-    assert first.stdout.readline() == 'held\n'
-    with pytest.raises(ConfigError) as refusal, RunLock(tmp_path):
-        pass
-    assert f'process {first.pid} on {os.uname().nodename}, started 2' in str(refusal.value)
-    assert 'choose another --run_dir' in str(refusal.value)
-    end = time.monotonic() + 10
-    while [p.name for p in tmp_path.iterdir()] != [lock.NAME]:  # TensorStore removes its own file a moment later
-        assert time.monotonic() < end, list(tmp_path.iterdir())
-        time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    with RunLock(tmp_path):
-        assert json.loads((tmp_path / lock.NAME).read_text())['pid'] == os.getpid()
-    assert 'taken over' in caplog.text
-    assert 'watching it' not in caplog.text, 'on the same host nobody needs to wait'
-    assert not tmp_path.exists(), 'a directory that was made for the lock alone goes with it'
-
-
-def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path):
-    first = hold(tmp_path)
-    assert first.stdout.readline() == 'held\n'
-    first.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    with RunLock(tmp_path):
-        pass
-    first.wait()
-
-
-@pytest.mark.parametrize(('storage', 'left'), [('works', []), ('hangs', [lock.NAME])])
-def test_an_exit_from_any_thread_releases_the_lock_unless_storage_hangs(tmp_path, storage, left):
-    """One case is the survivor of a job whose host died: the job is repeated at once, maybe on another host."""
-    began = time.monotonic()
-    ended = subprocess.run([sys.executable, '-c', END, str(tmp_path), storage], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (42, 'over\n')
-    assert [p.name for p in tmp_path.iterdir()] == left
-    assert time.monotonic() - began < 55
-
-
-def test_one_of_several_simultaneous_processes_gets_the_lock(tmp_path):
-    processes = [hold(tmp_path) for _ in range(4)]
-    words = [process.stdout.readline().split()[0] for process in processes]
-    for process in processes:
-        process.communicate()
-    assert sorted(words) == ['held', 'refused', 'refused', 'refused']
-
-
-def test_one_of_many_threads_gets_the_lock(tmp_path):
-    """This tests the conditional write: all threads have seen that there is no lock."""
-    (tmp_path / 'file').touch()
-    held, gate, done = [], threading.Barrier(8), threading.Barrier(8)
-
-    def work():
-        mine = RunLock(tmp_path)
-        gate.wait()
-        with contextlib.suppress(ConfigError), mine:
-            held.append(mine)
-            done.wait()
-            return
-        done.wait()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(held) == 1
-
-
-@pytest.mark.parametrize('changes', [{'pid_started': '1'}, {'boot': 'another', 'renewed': 1e9}])
-def test_the_lock_of_a_reused_process_id_or_of_an_earlier_boot_is_taken_over(tmp_path, changes, caplog):
-    written(tmp_path, **changes)
-    with RunLock(tmp_path):
-        pass
-    assert 'taken over' in caplog.text
-    assert 'watching it' not in caplog.text
-
-
-@pytest.mark.parametrize('changes', [{'host': 'elsewhere'}, {'boot': 'another'}, {'pid_namespace': 'pid:[1]'}])
-def test_another_hosts_lock_is_taken_over_once_it_expires(tmp_path, changes, caplog):
-    written(tmp_path, **changes, renewed=time.time() + 60)  # never in the past, however slow this machine is
-    began = time.monotonic()
-    with RunLock(tmp_path):
-        assert time.monotonic() - began >= lock.EXPIRES
-    assert 'watching it' in caplog.text
-    assert 'taken over' in caplog.text
-
-
-def test_the_copy_of_a_running_run_is_free_once_its_lock_expires(tmp_path, caplog):
-    (tmp_path / 'run').mkdir()
-    with RunLock(tmp_path / 'run') as first:
-        shutil.copytree(tmp_path / 'run', tmp_path / 'copy')
-        with RunLock(tmp_path / 'copy'):
-            assert 'watching it' in caplog.text
-            first.check()
-        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path / 'run'):
-            pass
-
-
-def test_a_folder_with_a_new_inode_keeps_its_lock(tmp_path, monkeypatch):
-    """Some network file systems change inodes. The lock is still renewed, and so respected."""
-    (tmp_path / 'run').mkdir()
-    with RunLock(tmp_path / 'run'):
-        numbers = itertools.count()
-        monkeypatch.setattr(lock, '_inode', lambda directory: next(numbers))
-        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path / 'run'):
-            pass
-
-
-def test_a_renewed_lock_of_another_host_is_respected_whatever_the_clocks_say(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, 'HEARTBEAT', 30.0)  # the lock is renewed while the other process sleeps
+def test_a_second_training_is_refused(tmp_path):
     with RunLock(tmp_path) as first:
-        monkeypatch.setattr(lock.socket, 'gethostname', lambda: 'elsewhere')
-        real = time.time
-        monkeypatch.setattr(lock.time, 'time', lambda: real() + 3600)  # this clock is an hour ahead
-        monkeypatch.setattr(
-            lock.time, 'sleep', lambda seconds: setattr(first, '_generation', first._write(first._generation))
-        )
-        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path):
+        message = rf'--run_dir {tmp_path}: process {os.getpid()} on .* trains in it; .* choose another --run_dir'
+        with pytest.raises(OccupiedError, match=message), RunLock(tmp_path):
             pass
         first.check()
+    assert not tmp_path.exists(), 'a directory that was made for the lease alone goes with it'
 
 
-def test_the_owner_notices_that_its_folder_was_moved(tmp_path):
+def test_who_has_lost_the_directory_is_told_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, 'HEARTBEAT', 0.1)
     with RunLock(tmp_path / 'run') as first:
         (tmp_path / 'run').rename(tmp_path / 'moved')
-        (tmp_path / 'run').mkdir()
-        first._heart.join(60)
+        first._lease._heart.join(60)
+        assert first.is_lost
         with pytest.raises(ConfigError, match=r'its lock.json is gone: the folder was moved, .* is written here'):
             first.check()
-    assert (tmp_path / 'moved' / lock.NAME).exists()
-
-
-def test_the_owner_notices_that_its_lock_was_taken(tmp_path):
-    with RunLock(tmp_path) as first:
-        with first._writing:
-            owner = json.loads((tmp_path / lock.NAME).read_text())
-            (tmp_path / 'new').write_text(json.dumps(owner | {'host': 'elsewhere', 'uuid': 'another'}))
-            (tmp_path / 'new').rename(tmp_path / lock.NAME)
-        first._heart.join(60)
-        with pytest.raises(ConfigError, match='took it over'):
-            first.check()
-    assert json.loads((tmp_path / lock.NAME).read_text())['host'] == 'elsewhere', "another's lock was removed"
-
-
-def repeated(write):
-    """Acts like a cloud client that has repeated a write whose answer was lost."""
-
-    def twice(generation):
-        write(generation)
-        return write(generation)
-
-    return twice
-
-
-def cut_off(write):
-    """Acts like a client that gives up, every second time."""
-    fails = itertools.cycle([True, False])
-
-    def once(generation):
-        generation = write(generation)
-        if next(fails):
-            raise ValueError('UNAVAILABLE: no answer')
-        return generation
-
-    return once
-
-
-def wait_for_renewals(held, number=4):
-    """Waits for this number of heartbeats, or until the heartbeat has ended."""
-    for _ in range(number):
-        before = json.loads((held.directory / lock.NAME).read_text())['renewed']
-        while held._heart.is_alive() and json.loads((held.directory / lock.NAME).read_text())['renewed'] == before:
-            time.sleep(0.01)
-
-
-@pytest.mark.parametrize('answers', [repeated, cut_off])
-def test_a_renewal_whose_answer_is_lost_keeps_the_lock(tmp_path, answers):
-    with RunLock(tmp_path) as held:
-        held._write = answers(held._write)
-        wait_for_renewals(held)
-        held.check()
-    assert not tmp_path.exists(), 'it was given back'
-
-
-def test_the_first_write_may_lose_its_answer(tmp_path):
-    held = RunLock(tmp_path)
-    held._write = repeated(held._write)
-    with held:
-        held.check()
-        with pytest.raises(ConfigError, match='trains in it'), RunLock(tmp_path):
-            pass
-    assert not tmp_path.exists(), 'it was given back'
-
-
-@pytest.mark.parametrize('text', ['', '{"pid": ', '[]', '{}', '\udcff'])
-def test_a_damaged_lock_expires(tmp_path, text):
-    (tmp_path / lock.NAME).write_text(text, errors='surrogateescape')
-    with RunLock(tmp_path):
-        pass
-    assert not tmp_path.exists()
+    assert (tmp_path / 'moved' / lease.NAME).exists()
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
@@ -343,7 +100,7 @@ def test_a_directory_that_the_hosts_do_not_share_is_refused(second_of_two, monke
     second_of_two(of_leader, of_leader)
     with pytest.raises(ConfigError, match=r'process 1, on .* does not find there what process 0 writes; name a folder'):
         RunLock(tmp_path).__enter__()
-    (tmp_path / lock.NAME).write_text(
+    (tmp_path / lease.NAME).write_text(
         json.dumps({'host': 'a', 'pid': 1, 'since': '', 'boot': '', 'renewed': 0.0, 'uuid': of_leader})
     )
     with RunLock(tmp_path):

@@ -3,6 +3,7 @@
 The tests start no process: a point ends when the test says so.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import types
 import pytest
 
 from lm.errors import ConfigError, LmError, Preempted
-from lm.files import lock
+from lm.lease import Lease
 from lm.signals import ENDING
 from lm.sweep import runner as runner_module
 from lm.sweep.options import SweepOptions
@@ -64,13 +65,13 @@ class World:
         self.points.append(types.SimpleNamespace(name=name))
         self.status[name], self.exit_codes[name], self.ends[name] = status, exit_code, (looks, ends)
 
-    def popen(self, command, stdin, stdout, stderr, env, start_new_session, pass_fds):
+    def popen(self, command, stdin, stdout, stderr, env, start_new_session):
         assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
         name = os.path.basename(command[command.index('--run_dir') + 1])
         looks, code = self.ends[name]
         if code == 0:
             self.status[name] = 'done'
-        process = Process(command, looks, code, stdout, types.SimpleNamespace(env=env, fds=pass_fds))
+        process = Process(command, looks, code, stdout, types.SimpleNamespace(env=env))
         process.others = sum(p.returncode is None for p in self.processes())
         self.started.append((name, process))
         return process
@@ -149,10 +150,8 @@ def test_the_command_of_a_point(world, monkeypatch):
     ]
     assert process.options.env['SOME_VARIABLE'] == 'kept'
     assert 'CUDA_VISIBLE_DEVICES' not in process.options.env
-    assert len(process.options.fds) == 1
     assert (world.notes / 'a.log').read_text() == 'fine\n'
-    with lock(world.notes / '.a.lock'):
-        pass  # the lock is free again
+    assert not (world.notes / '.a.lock').exists()
 
 
 def test_points_may_import_what_the_sweep_may_import(world):
@@ -252,10 +251,11 @@ def test_a_closed_terminal_does_not_stop_a_sweep_under_nohup(world):
 def test_a_point_that_another_process_runs_is_tried_later(world, capsys):
     world.add('a')
     world.add('b')
-    held = lock(world.notes / '.a.lock')
+    held = contextlib.ExitStack()
+    held.enter_context(Lease(world.notes, '.a.lock'))
 
     def leave():
-        if world.now > 5 and not held.closed:
+        if world.now > 5:
             world.status['a'] = 'done'  # the other process has finished it
             held.close()
 

@@ -12,8 +12,9 @@ import pytest
 import search_machine
 import tiny
 
+from lm import lease
 from lm.files import open_path
-from lm.runs import lock, sweep_file
+from lm.runs import sweep_file
 from lm.runs.config_diff import parse_bindings
 
 pytest.importorskip('optuna', reason='needs the extra [search]')
@@ -62,7 +63,7 @@ def find_own(root, host):
     """Returns the trial that a machine trains at the moment and that has a checkpoint; None: there is none."""
     for path in root.glob('trial-*'):
         try:
-            owner = json.loads((path / lock.NAME).read_text())['host']
+            owner = json.loads((path / lease.NAME).read_text())['host']
         except OSError:
             continue
         if owner == host and any(path.glob('checkpoints/*/commit_success.txt')):
@@ -95,8 +96,8 @@ def test_a_dead_machine_changes_nothing_in_a_search_of_three(start, s3, tmp_path
     search_machine.kill_machine(machines['a'].pid)
     killed_at = time.monotonic()
     assert machines['a'].wait() == -signal.SIGKILL
-    assert json.loads((lost / lock.NAME).read_text())['host'] == 'a', 'the dead machine has left its lock'
-    while json.loads((lost / lock.NAME).read_text())['host'] == 'a':
+    assert json.loads((lost / lease.NAME).read_text())['host'] == 'a', 'the dead machine has left its lock'
+    while json.loads((lost / lease.NAME).read_text())['host'] == 'a':
         assert time.monotonic() < killed_at + 60, 'nobody took over the lock of the dead machine'
         time.sleep(0.1)
     assert time.monotonic() - killed_at > 2.5 * BEAT, 'a lock is not taken over without watching it'
@@ -108,4 +109,4 @@ def test_a_dead_machine_changes_nothing_in_a_search_of_three(start, s3, tmp_path
     rows = [sweep_file.read_rows(s3 / name) for name in ('shared', 'whole')]
     assert [[row['status'] for row in found] for found in rows] == [['done'] * TRIALS] * 2
     assert sweep_file.read_search(root) == sweep_file.read_search(s3 / 'whole')
-    assert not list(root.glob(f'trial-*/{lock.NAME}'))
+    assert not list(root.glob(f'trial-*/{lease.NAME}'))

@@ -13,7 +13,6 @@ HASH stands for the settings: a process that was forgotten cannot write between 
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import json
@@ -41,11 +40,12 @@ from lm.data.prepare.meter import Meter
 from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces, discard, make_piece
 from lm.data.prepare.settings import check_ready_tokens, collect_settings, compare_settings
 from lm.data.prepare.shards import Preparation, Unit, fingerprint
-from lm.data.prepare.shared_folder import Claim, SharedFolder
+from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
 from lm.errors import ConfigError, LmError
-from lm.files import is_remote, local_path, parse_json
+from lm.files import is_remote, local_path, open_path, parse_json
+from lm.lease import HeldError, Lease
 from lm.text import format_count
 
 PARTS = 'parts'
@@ -306,23 +306,26 @@ def _tokenize(
 
 def _train(work: PartedPreparation, pool: concurrent.futures.Executor, console: Console) -> None:
     """Returns when the tokenizer is there: this machine makes it, or waits for another one that does."""
-    claim, is_waiting = Claim(work.folder, 'tokenizer.claim'), False
-    try:
-        while not work.job.has_tokenizer():
-            if claim.take():
-                try:
-                    stages.train(work.config, work.job, work.shards, pool, console, claim.renew)
-                except LmError:
-                    delete_parts(work.path)  # such as too large a vocabulary: nothing is done that is worth keeping
-                    raise
+    lease, is_waiting = Lease(open_path(work.folder.address), 'tokenizer.lease'), False
+    while not work.job.has_tokenizer():
+        try:
+            with lease:
+                if not work.job.has_tokenizer():
+                    _train_alone(work, pool, console)
                 return
+        except HeldError:
             if not is_waiting:
                 console.print('waiting for the tokenizer, which another machine makes', highlight=False)
             is_waiting = True
             time.sleep(POLL_SECONDS)
-    finally:
-        with contextlib.suppress(ValueError):
-            claim.drop()
+
+
+def _train_alone(work: PartedPreparation, pool: concurrent.futures.Executor, console: Console) -> None:
+    try:
+        stages.train(work.config, work.job, work.shards, pool, console)
+    except LmError:
+        delete_parts(work.path)  # such as too large a vocabulary: nothing is done that is worth keeping
+        raise
 
 
 def _assemble(

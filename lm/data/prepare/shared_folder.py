@@ -1,17 +1,11 @@
 """Intermediate files that many machines share: they lie beside the store, in a folder or a bucket."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import io
-import json
-import os
 import pathlib
 import shutil
-import socket
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,10 +17,6 @@ from lm.files import is_remote, local_path, write_atomically
 
 AHEAD = 64
 """Reads of small files that are under way together."""
-RENEWED = 10.0
-"""Seconds between two renewals of a claim."""
-EXPIRES = 60.0
-"""Seconds without a renewal after which a claim counts for nothing."""
 BLOCK = 2**20
 """Bytes that are read together where nothing needs the whole file: the cache of a processor holds them."""
 
@@ -130,47 +120,6 @@ class SharedFolder(Workspace):
         self.kvstore.delete_range(ts.KvStore.KeyRange()).result()
         if not is_remote(self.address):
             shutil.rmtree(local_path(self.address), ignore_errors=True)
-
-
-class Claim:
-    """Says that a process works on something that the others wait for.
-
-    The claim of a process that has died expires. Two processes may then do the same work: a claim saves time, and
-    nothing depends on it. Differing clocks do no harm, because who waits measures the time itself.
-    """
-
-    def __init__(self, folder: SharedFolder, name: str):
-        self.folder, self.name = folder, name
-        self._owner = {'host': socket.gethostname(), 'pid': os.getpid(), 'uuid': uuid.uuid4().hex}
-        self._seen, self._since = b'', 0.0
-        self._mine, self._renewed = b'', 0.0
-
-    def take(self) -> bool:
-        """Returns whether this process has the claim now. Who is refused asks again, at least every few seconds."""
-        found = self.folder.kvstore.read(self.name).result()
-        generation = found.stamp.generation
-        if generation != self._seen:
-            self._seen, self._since = generation, time.monotonic()
-        if found.state != 'value' or time.monotonic() - self._since > EXPIRES:
-            self._write(generation)
-        return bool(self._mine)
-
-    def renew(self) -> None:
-        """Shows the others that this process works on; call it often."""
-        if self._mine and time.monotonic() - self._renewed > RENEWED:
-            with contextlib.suppress(ValueError):  # of the storage: the work goes on, and another may do it too
-                self._write(self._mine)
-
-    def drop(self) -> None:
-        """Gives the claim back."""
-        if self._mine:
-            self.folder.kvstore.write(self.name, None, if_equal=self._mine).result()
-            self._mine = b''
-
-    def _write(self, generation: bytes) -> None:
-        content = json.dumps(self._owner | {'renewed': time.time()}).encode()
-        self._mine = self.folder.kvstore.write(self.name, content, if_equal=generation).result().generation
-        self._renewed = time.monotonic()
 
 
 @functools.cache

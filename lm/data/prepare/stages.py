@@ -54,7 +54,8 @@ from lm.data.prepare.workspace import LocalFolder, Workspace
 from lm.data.sources.base import Shard
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.files import LockedError, is_remote, local_path, lock
+from lm.files import is_remote, local_path
+from lm.lease import HeldError, Lease
 from lm.text import format_count, format_si
 
 HEALED = 4
@@ -248,9 +249,8 @@ def train(
     shards: dict[str, list[Shard]],
     pool: concurrent.futures.Executor,
     console: Console,
-    beat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Makes the tokenizer in a worker process. It calls `beat` a few times per second."""
+    """Makes the tokenizer in a worker process."""
     sampled, choice = choose_sampled(shards), config.tokenizer
     verb = 'checking'
     if isinstance(choice, TokenizerConfig) and choice.model_path is None:
@@ -260,7 +260,6 @@ def train(
         console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
     start = printed = time.monotonic()
     for _ in wait_for([pool.submit(train_tokenizer, job, choice, sampled)]):
-        beat()
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             console.print(f'{verb} the tokenizer: {printed - start:.0f} s', highlight=False)
@@ -334,9 +333,9 @@ def _choose_folder(path: str) -> pathlib.Path:
 @contextlib.contextmanager
 def _hold_lock(folder: pathlib.Path) -> Iterator[None]:
     """Holds off a second preparation of the same store."""
-    try:
-        file = lock(folder / 'lock')
-    except LockedError:
-        raise LmError(f'{folder.parent}: another `lm prepare` works on it; wait for its end or stop it') from None
-    with file:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(Lease(folder))
+        except HeldError:
+            raise LmError(f'{folder.parent}: another `lm prepare` works on it; wait for its end or stop it') from None
         yield
