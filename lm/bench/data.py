@@ -20,17 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 import sentencepiece
-from rich.console import Console
 
 from lm.bench import results, timing
 from lm.bench.options import DataOptions
 from lm.config.project import PACKAGE, project_root
 from lm.data import store
 from lm.data.batches import Batches, Windows
-from lm.data.prepare import shards as work
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.stages import assemble
-from lm.data.prepare.workspace import LocalFolder
+from lm.data.prepare.parts import PartedPreparation
+from lm.data.prepare.pieces import forget_pieces, make_piece
+from lm.data.prepare.shards import tokenize, train_tokenizer
 from lm.data.sources.jsonl import Jsonl
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError
@@ -163,22 +162,26 @@ def measure_prepare(
     folder.mkdir(parents=True)
     with (folder / 'train.jsonl').open('w', encoding='utf-8') as file:
         file.writelines(json.dumps({'text': document}) + '\n' for document in documents)
-    unfinished = folder / 'unfinished'
-    job = work.Preparation(Jsonl(path=str(folder)), 'none', 10**9, LocalFolder(unfinished), strict=True)
-    shards = job.source.shards('train')
-    _train(job, shards, vocab_size)
-    tokenizer = job.tokenizer()
+    source = Jsonl(path=str(folder))
+    config = PrepareConfig(
+        source=source, splits=('train',), tokenizer=_TOKENIZER, max_document_bytes=10**9, strict=True
+    )
+    parts = PartedPreparation.plan(config, str(folder / 'tokens'))
+    _train(parts, vocab_size)
+    tokenizer = parts.job.tokenizer()
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
     lines = [line for document in documents for line in document.splitlines(keepends=True)]
-    config = PrepareConfig(source=job.source, splits=('train',), tokenizer=_TOKENIZER)
-    settings = {'source': job.source.identity()}
-    console = Console(quiet=True)
 
     def lm_prepare() -> None:
-        for i, shard in enumerate(shards):
-            (unfinished / f'{job.result(shard, i).base}.json').unlink(missing_ok=True)
-            work.tokenize(job, shard, i)
-        assemble(config, str(folder / 'tokens'), job, {'train': shards}, settings, console)
+        for unit in parts.units:
+            parts.folder.remove(f'{unit.base}.json')
+            tokenize(parts.job, unit)
+        forget_pieces(parts.folder, 'train')
+        counts = parts.read_counts()
+        pieces = parts.list_pieces(counts)
+        for piece in pieces:
+            make_piece(parts.folder, parts.path, piece)
+        parts.finish(counts, pieces)
 
     calls: dict[str, Callable[[], Any]] = {
         'SentencePiece, documents': lambda: processor.encode(documents, num_threads=1) and None,
@@ -186,7 +189,8 @@ def measure_prepare(
         'lm prepare': lm_prepare,
     }
     times = timing.all_in_turns(calls, repeats)
-    size, tokens = sum(len(d.encode()) for d in documents), job_tokens(job, shards)
+    size = sum(len(d.encode()) for d in documents)
+    tokens = sum(found.tokens for found in parts.read_counts()['train'])
     best = min(found.cpu_seconds for name, found in times.items() if name != 'lm prepare')
     rows = [
         dataclasses.replace(
@@ -204,19 +208,13 @@ def measure_prepare(
 _TOKENIZER = TokenizerConfig(sample_bytes=SAMPLE_BYTES)
 
 
-def _train(job: work.Preparation, shards: list, vocab_size: int | None) -> None:
+def _train(parts: PartedPreparation, vocab_size: int | None) -> None:
     """Trains a tokenizer like `lm prepare`, with as many pieces as the text allows."""
     *larger, least = (vocab_size,) if vocab_size else VOCAB_SIZES
     for n in larger:
         with contextlib.suppress(ConfigError):
-            return work.train_tokenizer(job, dataclasses.replace(_TOKENIZER, vocab_size=n), shards)
-    return work.train_tokenizer(job, dataclasses.replace(_TOKENIZER, vocab_size=least), shards)
-
-
-def job_tokens(job: work.Preparation, shards: list) -> int:
-    """Returns the tokens of the finished shards."""
-    counts = [job.result(shard, i).counts() for i, shard in enumerate(shards)]
-    return sum(found.tokens for found in counts if found is not None)
+            return train_tokenizer(parts.job, dataclasses.replace(_TOKENIZER, vocab_size=n), parts.shards['train'])
+    return train_tokenizer(parts.job, dataclasses.replace(_TOKENIZER, vocab_size=least), parts.shards['train'])
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

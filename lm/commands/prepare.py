@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.data.prepare.parts import read_share
-    from lm.data.prepare.run import run_prepare, run_prepare_share, run_prepare_with_beam, run_prove
+    from lm.data.prepare.run import run_prepare, run_prepare_with_beam, run_prove
 
     in_shares = arguments.shard is not None or arguments.assemble
     if arguments.engine and in_shares:
@@ -51,9 +51,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         return functools.partial(run_prove, *job, arguments.prove)
     if arguments.engine:
         return functools.partial(run_prepare_with_beam, *job, arguments.beam_options)
-    if not in_shares:
-        return functools.partial(run_prepare, *job)
-    return functools.partial(run_prepare_share, *job, share, arguments.assemble)
+    return functools.partial(run_prepare, *job, share, arguments.assemble)
 
 
 VERB = Verb(

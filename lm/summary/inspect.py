@@ -42,7 +42,7 @@ def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allo
         found, show = {'kind': 'sweep', 'points': sweep_file.read_rows(folder)}, print_sweep
     elif not folder.exists():
         raise ConfigError(f'{path}: does not exist; name a run directory, a sweep or a token store')
-    elif (folder / 'unfinished').is_dir():
+    elif (folder / 'parts').is_dir():
         raise ConfigError(f'{path}: is an unfinished token store; run the same lm prepare again to finish it')
     else:
         raise ConfigError(f'{path}: holds no config.gin, sweep.json or dataset.json, so it is nothing of lm')

@@ -12,10 +12,10 @@ from corpora import words
 from rich.console import Console
 
 from lm.cli import main
-from lm.data.prepare import chain, parts, stages
+from lm.data.prepare import chain, stages
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts, decode_counts, encode_counts
-from lm.data.prepare.parts import Share, prepare_share
+from lm.data.prepare.parts import Share
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.store import TokenStore, read_info
@@ -33,7 +33,6 @@ def here(processes):
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> PrepareConfig:
     """Returns a preparation of several shards."""
-    monkeypatch.setattr(parts, 'start_workers', here)
     monkeypatch.setattr(stages, 'start_workers', here)
     monkeypatch.setattr('lm.data.sources.base.MIN_SHARD_BYTES', 20_000)
     folder = tmp_path / 'text'
@@ -77,9 +76,9 @@ def read_splits(path: pathlib.Path) -> dict:
 def test_a_part_that_is_damaged_between_two_machines_is_made_again(kind, config, tmp_path):
     prepare(config, str(tmp_path / 'one'))
     path, said = tmp_path / 'two', io.StringIO()
-    assert prepare_share(config, str(path), Share(0, 2)) is None
+    assert prepare(config, str(path), share=Share(0, 2)) is None
     damage(path / 'parts', kind)
-    assert prepare_share(config, str(path), Share(1, 2), console=Console(file=said, width=300)) is not None
+    assert prepare(config, str(path), share=Share(1, 2), console=Console(file=said, width=300)) is not None
     assert 'of the intermediate files is damaged or gone: this shard is made again' in said.getvalue()
     assert read_splits(path) == read_splits(tmp_path / 'one')
     for split in ('train', 'validation'):
@@ -90,38 +89,38 @@ def test_a_part_that_is_damaged_between_two_machines_is_made_again(kind, config,
 @pytest.mark.parametrize('kind', DAMAGES)
 def test_a_file_that_is_damaged_before_the_store_is_written_is_made_again(kind, config, tmp_path, monkeypatch):
     prepare(config, str(tmp_path / 'one'))
-    path, assemble, calls = tmp_path / 'two', stages.assemble, []
+    path, assemble, calls = tmp_path / 'two', stages._assemble, []
 
     def disturb(*arguments):
         if not calls:
-            damage(path / 'unfinished', kind)
+            damage(path / 'parts', kind)
         calls.append(kind)
         return assemble(*arguments)
 
-    monkeypatch.setattr(stages, 'assemble', disturb)
+    monkeypatch.setattr(stages, '_assemble', disturb)
     prepare(config, str(path))
     assert len(calls) == 2
     assert read_splits(path) == read_splits(tmp_path / 'one')
 
 
 def test_storage_that_damages_each_time_ends_with_the_file(config, tmp_path, monkeypatch):
-    path, assemble = tmp_path / 'store', stages.assemble
+    path, assemble = tmp_path / 'store', stages._assemble
 
     def disturb(*arguments):
-        damage(path / 'unfinished', 'a bit of the tokens')
+        damage(path / 'parts', 'a bit of the tokens')
         return assemble(*arguments)
 
-    monkeypatch.setattr(stages, 'assemble', disturb)
+    monkeypatch.setattr(stages, '_assemble', disturb)
     with pytest.raises(LmError, match=r'train/000001\.tokens of the intermediate files is damaged'):
         prepare(config, str(path))
 
 
 def test_a_damaged_tokenizer_tokenizes_nothing(config, tmp_path):
     path = tmp_path / 'store'
-    assert prepare_share(config, str(path), Share(0, 2)) is None
+    assert prepare(config, str(path), share=Share(0, 2)) is None
     flip(next(path.rglob('tokenizer.model')))
     with pytest.raises(LmError, match=r'tokenizer\.model of the intermediate files is damaged; delete all of them'):
-        prepare_share(config, str(path), Share(1, 2))
+        prepare(config, str(path), share=Share(1, 2))
 
 
 def test_counts_of_an_earlier_version_are_read():

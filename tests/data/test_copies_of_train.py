@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -18,18 +19,18 @@ from lm.cli import main
 from lm.data.mixture import Mixture
 from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.parts import Share, prepare_share
-from lm.data.prepare.shards import HASHES, Result
+from lm.data.prepare.parts import Share
+from lm.data.prepare.shards import HASHES, TokenizedShard, name_shard, read_counts, write_shard
+from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.prepare.stages import prepare
-from lm.data.prepare.workspace import MemoryFolder
 from lm.data.store import TokenStore
 
 
-def write(folder: MemoryFolder, base: str, hashes: list[int]) -> Result:
+def write(folder: SharedFolder, base: str, hashes: list[int]) -> None:
     """Writes a shard whose document with hash h has h + 1 tokens."""
-    result, lengths = Result(folder, base), np.array(hashes, np.int64) + 1
-    result.write([np.zeros(lengths.sum(), np.uint16)], [lengths], [np.array(hashes, np.uint64)], ShardCounts())
-    return result
+    lengths = np.array(hashes, np.int64) + 1
+    tokens = np.zeros(lengths.sum(), np.uint16)
+    write_shard(folder, base, TokenizedShard([tokens], [lengths], [np.array(hashes, np.uint64)], ShardCounts()))
 
 
 SHARDS = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=4)
@@ -38,18 +39,21 @@ SHARDS = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size
 @settings(max_examples=50)
 @given(train=SHARDS, validation=SHARDS, test=SHARDS)
 def test_copies_are_counted_like_a_set_counts_them(train, validation, test):
-    folder, drawn = MemoryFolder(), {'train': train, 'validation': validation, 'test': test}
-    results = {
-        split: [write(folder, f'{split}/{i}', own) for i, own in enumerate(shards)] for split, shards in drawn.items()
-    }
-    counts = {split: [result.require_counts() for result in own] for split, own in results.items()}
-    known, found = {h for own in train for h in own}, count_copies(results, counts)
+    drawn = {'train': train, 'validation': validation, 'test': test}
+    with tempfile.TemporaryDirectory() as path:
+        folder, counts = SharedFolder(path), {}
+        for split, shards in drawn.items():
+            for i, own in enumerate(shards):
+                write(folder, name_shard(split, i), own)
+            counts[split] = read_counts(folder, split, len(shards))
+        found = count_copies(folder, counts)
+        assert count_copies(folder, {'validation': counts['validation']}) == {}
+        counts['train'][0].sha256.pop(HASHES)
+        assert count_copies(folder, counts) == {}, 'a shard of an earlier version'
+    known = {h for own in train for h in own}
     for split in ('validation', 'test'):
         copies = [h for own in drawn[split] for h in own if h in known]
         assert found[split] == {'documents': len(copies), 'tokens': sum(copies) + len(copies)}
-    assert count_copies({'validation': results['validation']}, counts) == {}
-    counts['train'][0].sha256.pop(HASHES)
-    assert count_copies(results, counts) == {}, 'a shard of an earlier version'
 
 
 @pytest.mark.parametrize('machines', [1, 2])
@@ -60,8 +64,8 @@ def test_copies_are_printed_and_stored(machines, config, tmp_path):  # noqa: F81
     if machines == 1:
         prepare(config, path, said)
     else:
-        prepare_share(config, path, Share(0, 2))
-        prepare_share(config, path, Share(1, 2), console=said)
+        prepare(config, path, share=Share(0, 2))
+        prepare(config, path, share=Share(1, 2), console=said)
     assert 'validation: 2 of 3 documents (' in said.file.getvalue()
     assert '% of the tokens) are copies of documents in train' in said.file.getvalue()
     store = TokenStore.open(path)

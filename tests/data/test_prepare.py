@@ -26,10 +26,9 @@ from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.run import run_prepare
-from lm.data.prepare.shards import Preparation, Sample
+from lm.data.prepare.shards import Sample
 from lm.data.prepare.stages import prepare
 from lm.data.prepare.workers import start_workers
-from lm.data.prepare.workspace import LocalFolder
 from lm.data.sources.base import Shard, inventory
 from lm.data.sources.folder import walk_bucket
 from lm.data.sources.jsonl import Jsonl
@@ -87,7 +86,7 @@ def test_the_store_holds_the_text(corpus, reference):
     assert store.splits == ('train', 'validation', 'test')
     for split in store.splits:
         store.verify(split)
-    assert not (reference / 'unfinished').exists()
+    assert not (reference / 'parts').exists()
     assert (reference / 'bad_records.jsonl').read_text() == ''
 
 
@@ -100,7 +99,7 @@ def test_a_killed_preparation_continues_and_changes_no_byte(corpus, reference, t
     """SIGKILL comes while the tokenizer is trained, while shards are tokenized (twice) and while the arrays are
     written."""
     path = tmp_path / 'killed'
-    work = path / 'unfinished'
+    work = path / 'parts'
     finish = tmp_path / 'finish'
     code = (
         'from lm.data.prepare.stages import *; from lm.data.sources.text_files import TextFiles\n'
@@ -117,8 +116,8 @@ def test_a_killed_preparation_continues_and_changes_no_byte(corpus, reference, t
     )
     moments = [
         lambda: (work / 'settings.json').exists(),
-        lambda: (work / 'tokenizer.model').exists(),
-        lambda: len(list((work / 'train').glob('*.json'))) >= 2,
+        lambda: list(work.glob('*/tokenizer.model')),
+        lambda: len(list(work.glob('*/train/*.json'))) >= 2,
         lambda: list((path / 'validation').glob('*/zarr.json')),
         lambda: (path / 'test').exists(),
     ]
@@ -143,7 +142,7 @@ import pathlib, sys, time
 from lm.cli import main
 from lm.data.prepare import stages
 
-def hold(config, job, shards, pool, console):
+def hold(work, pool, console):
     pool.submit(pathlib.Path(sys.argv[1]).touch).result()
     time.sleep(100)
 
@@ -251,11 +250,11 @@ def test_a_finished_store_is_left_alone(corpus, reference):
 def test_remains_beside_a_finished_store_are_deleted(corpus, reference):
     """They come from a kill between dataset.json and the end."""
     before = digests(reference)
-    left = reference / 'unfinished' / 'train' / '000000.tokens'
+    left = reference / 'parts' / 'train' / '000000.tokens'
     left.parent.mkdir(parents=True)
     left.write_bytes(b'x' * 1000)
     run(TextFiles(path=str(corpus)), reference)
-    assert not (reference / 'unfinished').exists()
+    assert not (reference / 'parts').exists()
     assert digests(reference) == before
 
 
@@ -284,7 +283,7 @@ def test_an_unfinished_store_is_not_mixed(tmp_path, monkeypatch):
         raise LmError('stopped')
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, 'assemble', fails)
+        patch.setattr(prepare_module, '_assemble', fails)
         with pytest.raises(LmError, match='stopped'):
             run(source, tmp_path / 'store')
     with pytest.raises(ConfigError, match=r'is unfinished and was begun with prepare.cleaning'):
@@ -348,7 +347,7 @@ def test_strict_checks_shards_again_that_a_preparation_without_it_began(tmp_path
     for split in ('train', 'validation'):
         (tmp_path / f'{split}.jsonl').write_bytes(b'\n'.join([*lines, b'{"text": ""}']))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, 'assemble', lambda *_: 1 / 0)
+        patch.setattr(prepare_module, '_assemble', lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(Jsonl(path=str(tmp_path)), tmp_path / 'store')
     with pytest.raises(MismatchError, match=r'document .*jsonl@\d+: empty; mend it'):
@@ -433,15 +432,15 @@ def test_the_end_that_a_checkpoint_names_closes_each_document(tmp_path):
 
 def test_the_tokenizer_sample_has_a_limit_and_comes_from_the_whole_text(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path, files=20, n=30_000)))
-    job = Preparation(source, 'none', 10**8, LocalFolder(tmp_path), False)
+    config = PrepareConfig(source=source)
     shards = source.shards('train')
     total = sum(shard.bytes for shard in shards)
-    sample = list(Sample(job, 300_000, shards))
+    sample = list(Sample(config, 300_000, shards))
     assert 200_000 < len(''.join(sample)) <= 300_000
     texts = [path.read_text() for path in sorted((tmp_path / 'train').iterdir())]
     assert sum(any(piece in text for piece in sample) for text in texts) > 5
-    assert len(''.join(Sample(job, total, shards))) == total
-    assert sample == list(Sample(job, 300_000, shards))
+    assert len(''.join(Sample(config, total, shards))) == total
+    assert sample == list(Sample(config, 300_000, shards))
 
 
 def test_a_second_preparation_and_a_full_disk_are_refused_in_one_line(tmp_path):
@@ -451,7 +450,7 @@ def test_a_second_preparation_and_a_full_disk_are_refused_in_one_line(tmp_path):
         prepare=PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1),
         data=DataConfig(path=str(path)),
     )
-    with Lease(path / 'unfinished'), pytest.raises(LmError, match='another `lm prepare` works on it'):
+    with Lease(path / 'parts'), pytest.raises(LmError, match='another `lm prepare` works on it'):
         run_prepare(experiment.prepare, experiment.data.path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the workers get this limit too
@@ -485,11 +484,11 @@ def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('', 'a file', r'store(/unfinished)?: Not a directory; something of another kind is needed there'),
-        ('unfinished', 'a file', r'store/unfinished: File exists; something of another kind'),
+        ('', 'a file', r'store(/parts)?: Not a directory; something of another kind is needed there'),
+        ('parts', 'a file', r'store/parts: File exists; something of another kind'),
         ('dataset.json', None, r'store: FAILED_PRECONDITION: .*dataset.json.*; run it again when mended'),
-        ('unfinished/settings.json', None, r'settings.json: Is a directory; something of another kind'),
-        ('unfinished/settings.json', '{"sour', r'settings.json: damaged; delete the folder .*unfinished'),
+        ('parts/settings.json', None, r'store: FAILED_PRECONDITION: .*settings.json.*; run it again when mended'),
+        ('parts/settings.json', '{"sour', r'settings.json: damaged; delete .*parts and run'),
     ],
 )
 def test_files_of_a_wrong_kind_are_reported_in_one_line(tmp_path, name, content, message):

@@ -16,7 +16,7 @@ from test_prepare_parts import SMALL, config, corpus, fast, small_files  # noqa:
 from lm.cli import main
 from lm.data.prepare import beam as module
 from lm.data.prepare.beam import prepare_with_beam
-from lm.data.prepare.parts import Share, prepare_share
+from lm.data.prepare.parts import Share
 from lm.data.prepare.stages import prepare
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError, MissingPackageError
@@ -44,7 +44,7 @@ def test_beam_makes_the_bytes_of_one_machine_and_may_repeat_every_element(
 @needs_beam
 def test_beam_goes_on_with_what_a_machine_has_begun(config, tmp_path, fast, capsys):  # noqa: F811
     prepare(config, str(tmp_path / 'one'))
-    prepare_share(config, str(tmp_path / 'beam'), Share(1, 3))
+    prepare(config, str(tmp_path / 'beam'), share=Share(1, 3))
     prepare_with_beam(config, str(tmp_path / 'beam'), HERE)
     assert digests(tmp_path / 'beam') == digests(tmp_path / 'one')
     prepare_with_beam(config, str(tmp_path / 'beam'), HERE)

@@ -20,9 +20,9 @@ from test_prepare import digests
 
 from lm.cli import main
 from lm.data import store
-from lm.data.prepare import parts, stages
+from lm.data.prepare import stages
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.parts import PartedPreparation, Share, prepare_share
+from lm.data.prepare.parts import PartedPreparation, Share
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
@@ -43,7 +43,6 @@ def here(processes):
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(parts, 'start_workers', here)
     monkeypatch.setattr(stages, 'start_workers', here)
 
 
@@ -87,16 +86,16 @@ def test_the_number_of_machines_changes_no_byte(machines, config, tmp_path, fast
     path, order = tmp_path / 'parts', list(range(machines))
     random.Random(0).shuffle(order)
     for i in order[:-1]:
-        said = say(prepare_share, config, str(path), Share(i, machines))
+        said = say(prepare, config, str(path), share=Share(i, machines))
         assert f'--shard {i}/{machines} is done; ' in said
         assert f'--shard {order[-1]}/{machines}' in said
         assert f'--shard {i}/{machines} makes' not in said
-        prepare_share(config, str(path), Share(i, machines))  # once more
-    info = prepare_share(config, str(path), Share(order[-1], machines))
+        prepare(config, str(path), share=Share(i, machines))  # once more
+    info = prepare(config, str(path), share=Share(order[-1], machines))
     assert digests(path) == reference
     assert {p.name for p in path.iterdir()} == {p.name for p in (tmp_path / 'one').iterdir()}
     assert info['splits']['train']['bad_records'] == 3
-    assert 'nothing to do' in say(prepare_share, config, str(path), Share(0, machines))
+    assert 'nothing to do' in say(prepare, config, str(path), share=Share(0, machines))
     for split in ('train', 'validation'):
         TokenStore.open(str(path)).verify(split)
 
@@ -105,24 +104,24 @@ def test_the_store_is_assembled_in_shares_and_by_hand(config, tmp_path, fast, sm
     prepare(config, str(tmp_path / 'one'))
     path = tmp_path / 'parts'
     with pytest.raises(ConfigError, match=r'--assemble: .*parts has no parts; make them with'):
-        prepare_share(config, str(path), Share(0, 1), only_assemble=True)
-    prepare_share(config, str(path), Share(0, 3))
+        prepare(config, str(path), share=Share(0, 1), only_assemble=True)
+    prepare(config, str(path), share=Share(0, 3))
     missing = r'parts: \d+ of \d+ shards .* missing; the same `lm prepare` with --shard 1/3, --shard 2/3 makes them'
     with pytest.raises(LmError, match=missing):
-        prepare_share(config, str(path), Share(0, 1), only_assemble=True)
+        prepare(config, str(path), share=Share(0, 1), only_assemble=True)
     with monkeypatch.context() as patch:
-        patch.setattr(parts, '_assemble', lambda *_: 1 / 0)  # the last machine is killed
+        patch.setattr(stages, '_assemble', lambda *_: 1 / 0)  # the last machine is killed
         with pytest.raises(ZeroDivisionError):
-            prepare_share(config, str(path), Share(0, 1))
+            prepare(config, str(path), share=Share(0, 1))
     for name in ('train/tokens/zarr.json', 'train/tokens/c/99', 'train/document_ends/c/0'):  # of another preparation
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text('{}')
     for i in (2, 0):
         assert 'other shares of it are missing' in say(
-            prepare_share, config, str(path), Share(i, 3), only_assemble=True
+            prepare, config, str(path), share=Share(i, 3), only_assemble=True
         )
         assert not (path / 'dataset.json').exists()
-    prepare_share(config, str(path), Share(1, 3), only_assemble=True)
+    prepare(config, str(path), share=Share(1, 3), only_assemble=True)
     assert digests(path) == digests(tmp_path / 'one')
 
 
@@ -130,70 +129,104 @@ def test_a_file_that_is_lost_between_is_made_again(config, tmp_path, fast, small
     prepare(config, str(tmp_path / 'one'))
     path, finish = tmp_path / 'parts', PartedPreparation.finish
 
-    def lose(self, pieces):
+    def lose(*arguments):
         (path / 'train/tokens/c/1').unlink()
-        return finish(self, pieces)
+        return finish(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(PartedPreparation, 'finish', lose)
         with pytest.raises(LmError, match='train/tokens: a file is gone; run lm prepare --assemble'):
-            prepare_share(config, str(path), Share(0, 1))
-    prepare_share(config, str(path), Share(0, 1), only_assemble=True)
+            prepare(config, str(path), share=Share(0, 1))
+    prepare(config, str(path), share=Share(0, 1), only_assemble=True)
     assert digests(path) == digests(tmp_path / 'one')
 
 
 def test_a_machine_that_comes_late_leaves_nothing_behind(config, tmp_path, fast, monkeypatch):
     """Another machine finishes the store while this one has its settings, and while it tokenises."""
-    path, begin, tokenize_all = str(tmp_path / 'parts'), PartedPreparation.begin.__func__, stages.tokenize_all
-    with monkeypatch.context() as patch:
-        patch.setattr(PartedPreparation, 'begin', classmethod(lambda *args: (finish(), begin(*args))[1]))
-        finish = lambda: (patch.undo(), prepare_share(config, path, Share(0, 1)))  # noqa: E731
-        monkeypatch.setattr(parts, 'start_workers', here)
-        assert prepare_share(config, path, Share(0, 2)) == store.read_info(path)
+    path, begin, tokenize_all = str(tmp_path / 'parts'), PartedPreparation.begin, stages._tokenize_all
+
+    def begin_late(*arguments):
+        monkeypatch.setattr(PartedPreparation, 'begin', begin)
+        prepare(config, path)
+        return begin(*arguments)
+
+    monkeypatch.setattr(PartedPreparation, 'begin', begin_late)
+    assert prepare(config, path, share=Share(0, 2)) == store.read_info(path)
     reference = digests(tmp_path / 'parts')
     (tmp_path / 'parts' / 'dataset.json').unlink()
 
-    def tokenize_late(*args):
-        monkeypatch.setattr(stages, 'tokenize_all', tokenize_all)
-        prepare_share(config, path, Share(0, 1))
-        tokenize_all(*args)
+    def tokenize_late(*arguments):
+        monkeypatch.setattr(stages, '_tokenize_all', tokenize_all)
+        prepare(config, path)
+        tokenize_all(*arguments)
 
-    monkeypatch.setattr(stages, 'tokenize_all', tokenize_late)
-    assert prepare_share(config, path, Share(0, 2)) == store.read_info(path)
+    monkeypatch.setattr(stages, '_tokenize_all', tokenize_late)
+    assert prepare(config, path, share=Share(0, 2)) == store.read_info(path)
     assert digests(tmp_path / 'parts') == reference
 
 
 def test_another_configuration_is_refused(config, corpus, tmp_path, fast):
     path = str(tmp_path / 'parts')
-    prepare_share(config, path, Share(0, 2))
-    with pytest.raises(ConfigError, match=r"its parts were begun with prepare.cleaning = 'none', not 'wiki40b_strip'"):
-        prepare_share(dataclasses.replace(config, cleaning='wiki40b_strip'), path, Share(1, 2))
-    with pytest.raises(ConfigError, match='is being prepared in parts; finish them with --assemble or the missing'):
-        prepare(config, path)
+    prepare(config, path, share=Share(0, 2))
+    with pytest.raises(
+        ConfigError, match=r"is unfinished and was begun with prepare.cleaning = 'none', not 'wiki40b_strip'"
+    ):
+        prepare(dataclasses.replace(config, cleaning='wiki40b_strip'), path, share=Share(1, 2))
     (versions,) = (tmp_path / 'parts').rglob('versions.json')
     versions.write_text(json.dumps(json.loads(versions.read_text()) | {'sentencepiece': '0.0.1'}))
     with pytest.raises(ConfigError, match=r'parts are made with sentencepiece 0.0.1, not \d.*; install that version'):
-        prepare_share(config, path, Share(1, 2))
-    (tmp_path / 'other' / 'unfinished').mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r'is being prepared by one machine; finish that without --shard, or delete'):
-        prepare_share(config, str(tmp_path / 'other'), Share(0, 2))
+        prepare(config, path, share=Share(1, 2))
+
+
+def test_one_machine_goes_on_with_the_parts_of_others(config, tmp_path, fast):
+    prepare(config, str(tmp_path / 'one'))
+    prepare(config, str(tmp_path / 'parts'), share=Share(1, 3))
+    assert 'shards were finished before' in say(prepare, config, str(tmp_path / 'parts'))
+    assert digests(tmp_path / 'parts') == digests(tmp_path / 'one')
+
+
+def test_what_an_earlier_version_has_left_is_replaced(config, tmp_path, fast):
+    """One machine kept its intermediate files in a folder of another name."""
+    (tmp_path / 'store' / 'unfinished' / 'train').mkdir(parents=True)
+    (tmp_path / 'store' / 'unfinished' / 'settings.json').write_text('{}')
+    said = say(prepare, config, str(tmp_path / 'store'))
+    assert 'store/unfinished: unfinished work of an earlier version is deleted; this version makes it anew' in said
+    assert not (tmp_path / 'store' / 'unfinished').exists()
+
+
+@pytest.mark.parametrize('held_out', [0.0001, None])
+def test_an_empty_split_of_several_machines_leaves_no_parts_behind(held_out, config, corpus, tmp_path, fast):
+    """Other settings, which the message asks for, begin anew."""
+    if held_out is None:
+        (tmp_path / 'text').mkdir()
+        (tmp_path / 'text' / 'train.jsonl').write_bytes((corpus / 'validation.jsonl').read_bytes())
+        (tmp_path / 'text' / 'validation.jsonl').write_bytes(b'no json')
+        source, kind = Jsonl(path=str(tmp_path / 'text')), MismatchError
+    else:
+        source, kind = Jsonl(path=str(corpus / 'validation.jsonl'), validation_fraction=held_out), ConfigError
+    empty, path = dataclasses.replace(config, source=source), str(tmp_path / 'parts')
+    prepare(empty, path, share=Share(0, 2))
+    with pytest.raises(kind, match="split 'validation'"):
+        prepare(empty, path, share=Share(1, 2))
+    assert not (tmp_path / 'parts').exists()
+    assert prepare(dataclasses.replace(empty, splits=('train',)), path)['splits'].keys() == {'train'}
 
 
 def test_a_mistake_leaves_no_parts_behind(config, tmp_path, fast):
     large = dataclasses.replace(config, tokenizer=TokenizerConfig(vocab_size=1_000_000))
     with pytest.raises(ConfigError, match='the text is too small for it'):
-        prepare_share(large, str(tmp_path / 'parts'), Share(0, 2))
-    prepare_share(config, str(tmp_path / 'parts'), Share(0, 2))  # with the right size
+        prepare(large, str(tmp_path / 'parts'), share=Share(0, 2))
+    prepare(config, str(tmp_path / 'parts'), share=Share(0, 2))  # with the right size
 
 
 def test_strict_stops_where_another_machine_has_skipped_bad_records(config, tmp_path, fast):
     strict = dataclasses.replace(config, strict=True)
     with pytest.raises(MismatchError, match=r'document .*jsonl@\d+: .*; mend it'):
-        prepare_share(strict, str(tmp_path / 'strict'), Share(0, 1))
+        prepare(strict, str(tmp_path / 'strict'), share=Share(0, 1))
     for i in range(2):
-        prepare_share(config, str(tmp_path / 'parts'), Share(i, 3))
+        prepare(config, str(tmp_path / 'parts'), share=Share(i, 3))
     with pytest.raises(MismatchError, match=r'document .*jsonl@\d+: .*; mend it, or run without --strict'):
-        prepare_share(strict, str(tmp_path / 'parts'), Share(2, 3))
+        prepare(strict, str(tmp_path / 'parts'), share=Share(2, 3))
 
 
 @pytest.mark.parametrize('text', ['2/2', '1', '-1/2', 'a/b', '1/2/3', '0/0'])

@@ -211,7 +211,7 @@ def test_a_damaged_table_of_a_sweep_is_reported(tmp_path, capsys):
 
 
 def test_an_unfinished_token_store_is_reported(tmp_path, capsys):
-    (tmp_path / 'unfinished').mkdir()
+    (tmp_path / 'parts').mkdir()
     code, _, error = inspect(capsys, str(tmp_path))
     assert code == 2
     assert 'is an unfinished token store; run the same lm prepare again' in error

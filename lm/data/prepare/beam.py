@@ -17,11 +17,13 @@ from rich.console import Console
 from lm import errors
 from lm.config.configurable import check_kind
 from lm.data import store
-from lm.data.prepare import parts, stages
+from lm.data.prepare import stages
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.description import print_summary
-from lm.data.prepare.pieces import StorePiece, make_piece
-from lm.data.prepare.shards import Unit, tokenize, train_tokenizer
+from lm.data.prepare.parts import PartedPreparation, delete_parts
+from lm.data.prepare.pieces import StorePiece, discarding, make_piece
+from lm.data.prepare.shards import Preparation, Unit, tokenize, train_tokenizer
+from lm.data.prepare.shared_folder import SharedFolder
 from lm.errors import ConfigError, LmError, MissingPackageError
 
 _OURS = re.compile(r'lm\.errors\.(\w+): (.+)')
@@ -41,31 +43,36 @@ def prepare_with_beam(
 
     Raises:
         MissingPackageError: apache-beam is not installed.
-        LmError: the pipeline has failed; and the errors of `lm.data.prepare.parts.prepare_share`.
+        LmError: the pipeline has failed; and the errors of `lm.data.prepare.stages.prepare`.
     """
     check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
     if importlib.util.find_spec('apache_beam') is None:
         raise MissingPackageError('--engine beam', 'apache-beam', 'beam')
     console = console or Console(markup=False, emoji=False)
-    if (info := parts.find_finished(config, path, console)) is not None:
+    if (info := stages.find_finished(config, path, console)) is not None:
         return info
-    work = parts.begin(config, path, 1, console)
-    stages.print_plan(config, work.units, len(work.units), console)
+    stages.fetch_source(config, path, console)
+    work = _begin(config, path)
+    stages.print_plan(work, work.units, console)
     try:
         _run(work, flags)
     except Exception as error:
         explained = _explain(error)
         if isinstance(explained, ConfigError) and not work.job.has_tokenizer():
-            parts.delete_parts(path)  # such as too large a vocabulary: nothing is done that is worth keeping
+            delete_parts(path)  # such as too large a vocabulary: nothing is done that is worth keeping
         raise explained from error
     if (info := store.read_info(path)) is None:
         raise LmError(f'{path}: the pipeline has ended and has not finished the store; run the same command again')
-    parts.delete_parts(path)  # such as what an element that was repeated late has left
+    delete_parts(path)  # such as what an element that was repeated late has left
     print_summary(config, path, info, console)
     return info
 
 
-def _run(work: parts.PartedPreparation, flags: str) -> None:
+def _begin(config: PrepareConfig, path: str) -> PartedPreparation:
+    return PartedPreparation.plan(config, path).begin(1)
+
+
+def _run(work: PartedPreparation, flags: str) -> None:
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
 
@@ -75,29 +82,30 @@ def _run(work: parts.PartedPreparation, flags: str) -> None:
     options = PipelineOptions(words, **({} if words else local))
     # It prints the traceback of an error several times; the error is raised as well.
     logging.getLogger('apache_beam').setLevel(logging.CRITICAL)
-    path, wait, spread = work.path, beam.combiners.Count.Globally, beam.Reshuffle
+    place, wait, spread = (work.path, work.folder), beam.combiners.Count.Globally, beam.Reshuffle
     # Functions travel to the workers with the pipeline. They hold the settings, and no list of shards.
-    begin = functools.partial(parts.PartedPreparation.begin, work.config, path, 1)
+    begin = functools.partial(_begin, work.config, work.path)
     with beam.Pipeline(options=options) as pipeline:
-        tokenizer = pipeline | beam.Create([None]) | 'Tokenizer' >> beam.FlatMap(_guard, path, _train, begin)
-        units = tokenizer | wait() | 'Shards' >> beam.FlatMap(_guard, path, _list_units, begin) | spread()
-        made = units | 'Tokenise' >> beam.FlatMap(_guard, path, _tokenize, work.job)
-        pieces = made | 'Wait' >> wait() | 'Pieces' >> beam.FlatMap(_guard, path, _list_pieces, begin)
-        written = pieces | 'Spread' >> spread() | 'Write' >> beam.FlatMap(_guard, path, _write, work.folder, path)
-        _ = written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, path, _finish, begin)
+        tokenizer = pipeline | beam.Create([None]) | 'Tokenizer' >> beam.FlatMap(_guard, *place, _train, begin)
+        units = tokenizer | wait() | 'Shards' >> beam.FlatMap(_guard, *place, _list_units, begin) | spread()
+        made = units | 'Tokenise' >> beam.FlatMap(_guard, *place, _tokenize, work.job)
+        pieces = made | 'Wait' >> wait() | 'Pieces' >> beam.FlatMap(_guard, *place, _list_pieces, begin)
+        written = pieces | 'Spread' >> spread() | 'Write' >> beam.FlatMap(_guard, *place, _write, *place)
+        _ = written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, *place, _finish, begin)
 
 
-def _guard(element: Any, path: str, function: Callable, *arguments: Any) -> Iterator[Any]:
+def _guard(element: Any, path: str, folder: SharedFolder, function: Callable, *arguments: Any) -> Iterator[Any]:
     """Yields what a function makes of an element. An error of a late repetition, after the store was finished, is none:
     the parts are gone then."""
     try:
-        yield from function(element, *arguments)
+        with discarding(folder):
+            yield from function(element, *arguments)
     except Exception:
         if store.read_info(path) is None:
             raise
 
 
-def _train(_: None, begin: Callable[[], parts.PartedPreparation]) -> Iterator[None]:
+def _train(_: None, begin: Callable[[], PartedPreparation]) -> Iterator[None]:
     work = begin()
     if not work.job.has_tokenizer():
         train_tokenizer(work.job, work.config.tokenizer, stages.choose_sampled(work.shards))
@@ -105,27 +113,29 @@ def _train(_: None, begin: Callable[[], parts.PartedPreparation]) -> Iterator[No
     yield None
 
 
-def _list_units(_: int, begin: Callable[[], parts.PartedPreparation]) -> Iterator[Unit]:
+def _list_units(_: int, begin: Callable[[], PartedPreparation]) -> Iterator[Unit]:
     yield from begin().units
 
 
-def _tokenize(unit: Unit, job: parts.Preparation) -> Iterator[None]:
-    tokenize(job, *unit)
+def _tokenize(unit: Unit, job: Preparation) -> Iterator[None]:
+    tokenize(job, unit)
     yield None
 
 
-def _list_pieces(_: int, begin: Callable[[], parts.PartedPreparation]) -> Iterator[StorePiece]:
-    yield from begin().list_pieces()
+def _list_pieces(_: int, begin: Callable[[], PartedPreparation]) -> Iterator[StorePiece]:
+    work = begin()
+    yield from work.list_pieces(work.read_counts())
 
 
-def _write(piece: StorePiece, folder: parts.SharedFolder, path: str) -> Iterator[None]:
+def _write(piece: StorePiece, path: str, folder: SharedFolder) -> Iterator[None]:
     make_piece(folder, path, piece)
     yield None
 
 
-def _finish(_: int, begin: Callable[[], parts.PartedPreparation]) -> Iterator[None]:
+def _finish(_: int, begin: Callable[[], PartedPreparation]) -> Iterator[None]:
     work = begin()
-    work.finish(work.list_pieces())
+    counts = work.read_counts()
+    work.finish(counts, work.list_pieces(counts))
     yield None
 
 

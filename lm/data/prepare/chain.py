@@ -17,7 +17,6 @@ from lm.data.prepare import shards
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.settings import collect_settings, compare_settings
-from lm.data.prepare.workspace import MemoryFolder
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, MismatchError
 from lm.files import parse_json
@@ -74,35 +73,25 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
     if not 0 < share <= 1:
         raise ConfigError(f'--prove {share:g}: must be above 0 and at most 1')
     opened = TokenStore.open(path)
-    chain, settings = read_chain(opened), collect_settings(config)
-    compare_settings(opened.info['settings'], settings, f'{path} is finished and was prepared')
-    tokenizer, eod = opened.tokenizer(), settings['tokenizer'].get('end_of_document')
-    job = shards.Preparation(
-        config.require_source(), config.cleaning, config.max_document_bytes, MemoryFolder(), config.strict, eod
-    )
-    job.folder.write(shards.MODEL, tokenizer.model)
-    proved = 0
+    chain = read_chain(opened)
+    compare_settings(opened.info['settings'], collect_settings(config), f'{path} is finished and was prepared')
+    tokenizer, proved = opened.tokenizer(), 0
     for split in opened.splits:
         own = [line for line in chain if line['split'] == split]
         starts = np.cumsum([0, *(line['tokens'] for line in own)])
-        found = job.source.shards(split)
+        found = config.require_source().shards(split)
         if len(found) != len(own):
             raise MismatchError(f'{path}: {split} was made of {len(own)} shards, and its source has {len(found)} now')
         count = max(1, round(share * len(own)))
         for i in sorted(np.random.default_rng().choice(len(own), count, replace=False).tolist()):
             line, files = own[i], ', '.join(dict.fromkeys(part.file for part in found[i].parts))
-            shards.tokenize(job, found[i], i)
-            counts = job.result(found[i], i).require_counts()
+            made = shards.tokenize_shard(config, tokenizer, found[i])
             where = f'{path}: {split}, shard {i} ({files[:200]})'
-            if counts.source != line['source']:
+            if made.counts.source != line['source']:
                 raise MismatchError(f'{where}: the documents of the source have changed since; prepare the data again')
             tokens = opened.read(split, int(starts[i]), int(starts[i + 1]))
-            if not {counts.sha256[shards.TOKENS], _digest(tokens)} == {line['tokens_sha256']}:
+            if not {shards.digest_arrays(made.tokens), shards.digest_arrays([tokens])} == {line['tokens_sha256']}:
                 raise MismatchError(f'{where}: its tokens differ from the tokens of the source; prepare the data again')
             proved += 1
     of = format_count(len(chain), 'shard')
     console.print(f'{path}: {proved} of {of} proved: the source is the same, and so are the tokens', highlight=False)
-
-
-def _digest(tokens: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()

@@ -3,32 +3,35 @@
 A model may have learned them by heart: their perplexity says little about new text.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.shards import HASHES, Result
+from lm.data.prepare.shards import HASHES, LENGTHS, read_parts
+from lm.data.prepare.shared_folder import SharedFolder
 
 TRAIN = 'train'
 
 
-def count_copies(
-    results: Mapping[str, list[Result]], counts: Mapping[str, list[ShardCounts]]
-) -> dict[str, dict[str, int]]:
+def count_copies(folder: SharedFolder, counts: Mapping[str, list[ShardCounts]]) -> dict[str, dict[str, int]]:
     """Returns split → the documents and tokens of it that are copies of training documents.
 
     There is no training split in it. It is empty without one, and where an earlier version made some of the shards. The
-    memory that it takes depends on the largest training shard and on the other splits.
+    memory that it takes depends on a few training shards and on the other splits.
     """
-    others = [split for split in results if split != TRAIN]
-    if TRAIN not in results or not others or not all(HASHES in c.sha256 for own in counts.values() for c in own):
+    others = [split for split in counts if split != TRAIN]
+    if TRAIN not in counts or not others or not all(HASHES in c.sha256 for own in counts.values() for c in own):
         return {}
-    hashes = {split: _join(result.hashes() for result in results[split]) for split in others}
+
+    def read(split: str, suffix: str, dtype: type) -> np.ndarray:
+        return np.frombuffer(b''.join(read_parts(folder, split, counts[split], suffix)), dtype)
+
+    hashes = {split: read(split, HASHES, np.uint64) for split in others}
     known = np.unique(np.concatenate(list(hashes.values())))
     is_copied = np.zeros(len(known), bool)
-    for result in results[TRAIN]:
-        own = result.hashes()
+    for content in read_parts(folder, TRAIN, counts[TRAIN], HASHES):
+        own = np.frombuffer(content, np.uint64)
         places = np.searchsorted(known, own)
         inside = places < len(known)
         places, own = places[inside], own[inside]
@@ -36,10 +39,6 @@ def count_copies(
     found = {}
     for split in others:
         copies = is_copied[np.searchsorted(known, hashes[split])]
-        lengths = _join(result.lengths() for result in results[split])
-        found[split] = {'documents': int(copies.sum()), 'tokens': int(lengths[copies].sum())}
+        tokens = read(split, LENGTHS, np.int64)[copies].sum()
+        found[split] = {'documents': int(copies.sum()), 'tokens': int(tokens)}
     return found
-
-
-def _join(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate(list(arrays))

@@ -12,11 +12,11 @@ SEAL = 'digest'
 
 
 class DamagedPartError(LmError):
-    """An intermediate file is not as it was written. `base` names the shard: SPLIT/NUMBER."""
+    """The intermediate file `file` is not as it was written. `base` names the shard: SPLIT/NUMBER."""
 
     def __init__(self, base: str, suffix: str):
         super().__init__(f'{base}{suffix} of the intermediate files is damaged or gone; run the same command again')
-        self.base, self.suffix = base, suffix
+        self.base, self.suffix, self.file = base, suffix, base + suffix
 
     def __reduce__(self) -> tuple:
         return type(self), (self.base, self.suffix)  # it comes from a worker process
@@ -53,22 +53,28 @@ class ShardCounts:
             raise DamagedPartError(base, suffix)
 
 
+def check_content(counts: ShardCounts, base: str, suffix: str, content: bytes | None) -> bytes:
+    """Returns the contents of the file BASE SUFFIX. Raises DamagedPartError unless they are as they were written."""
+    if content is None:
+        raise DamagedPartError(base, suffix)
+    counts.check(base, suffix, hashlib.sha256(content).hexdigest())
+    return content
+
+
 def encode_counts(counts: ShardCounts) -> bytes:
     """Returns the contents of NAME.json, with a digest of themselves."""
     values = dataclasses.asdict(counts)
     return json.dumps(values | {SEAL: _seal(values)}).encode()
 
 
-def decode_counts(content: bytes) -> ShardCounts:
-    """Reads the contents of NAME.json. Raises ValueError for a file that is cut or damaged."""
+def decode_counts(content: bytes | None) -> ShardCounts | None:
+    """Reads the contents of NAME.json. Returns None for a file that is gone, cut or damaged."""
     try:
-        values = dict(parse_json(content))
+        values = dict(parse_json(content or b''))
         seal = values.pop(SEAL, None)
-        if seal not in (None, _seal(values)):
-            raise ValueError('it was changed')
-        return ShardCounts(**values)
-    except TypeError as error:  # no object, or other names
-        raise ValueError(error) from None
+        return ShardCounts(**values) if seal in (None, _seal(values)) else None
+    except (TypeError, ValueError):  # no object, or other names
+        return None
 
 
 def _seal(values: dict) -> str:

@@ -24,29 +24,19 @@ SAMPLED = 64
 """Documents of a split that show how documents of ready tokens begin."""
 
 
-class EmptySplitError(ConfigError):
-    """The share of documents that is held out leaves none to a split."""
+def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts], shards: list[Shard]) -> dict[str, Any]:
+    """Returns the entry of a split, without its SHA-256, from its shards and their counts.
 
-
-def describe_split(
-    config: PrepareConfig, name: str, counts: list[ShardCounts], held_out: float | None = None
-) -> dict[str, Any]:
-    """Returns the entry of a split, without its SHA-256, from the counts of its shards.
-
-    Args:
-        config: the settings of the preparation.
-        name: the split.
-        counts: of its shards.
-        held_out: the share of documents that is held out, if a hash of their places chooses them.
-
-    Raises EmptySplitError for a split to which the share leaves no document, and MismatchError for another empty one.
+    Raises ConfigError for a split to which a held-out share leaves no document, and MismatchError for another empty
+    one.
     """
     names = ('documents', 'bytes', 'words', 'tokens', 'decoded', 'unchanged')
     split = {key: sum(getattr(c, key) for c in counts) for key in names}
     split['bad_records'] = sum(len(c.bad) for c in counts)
+    held_out = shards[0].held_out
     if not split['documents'] and held_out is not None and not split['bad_records']:
         kind = config.require_source().gin_name
-        raise EmptySplitError(
+        raise ConfigError(
             f'{kind}.validation_fraction = {held_out:g}: the share, drawn by a hash, leaves no document to the split '
             f"{name!r}; change it, add files for the split, or set prepare.splits = ('train',) and data.eval_split = "
             "'train'"
@@ -55,12 +45,6 @@ def describe_split(
         raise MismatchError(f'split {name!r}: no usable documents; leave it out with prepare.splits, or see the source')
     published = config.require_source().published_words(name, split['documents'])
     return split if published is None else split | {'published_words': published}
-
-
-def add_copies(splits: dict[str, dict[str, Any]], copies: dict[str, dict[str, int]]) -> None:
-    """Adds to the entries of splits what `count_copies` has found."""
-    for name, found in copies.items():
-        splits[name][COPIES] = found
 
 
 def finish_store(

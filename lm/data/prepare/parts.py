@@ -1,56 +1,42 @@
-"""A preparation in parts, for several machines: `lm prepare --shard I/N`, `lm prepare --assemble`.
+"""The parts of a token store that is being prepared: shards of the source, and then the pieces of the store.
 
-The parts are the shards of the source, and after them the pieces of the store (lm.data.prepare.pieces). Any machine
-makes any part, in any order and any number of times, and the bytes are the same. All that a machine must know lies in
-the folder `parts` beside the store:
+Any machine makes any part, in any order and any number of times, and the bytes are the same. All that a machine must
+know lies in the folder `parts` beside the store:
 
+     parts/lock.json                 the process that does all the work alone
      parts/settings.json             the settings that all parts were made with
      parts/HASH/tokenizer.model      made by the machine that comes first, for which the others wait
-     parts/HASH/SPLIT/000000.json    the counts of a finished shard, with .tokens and .lengths
+     parts/HASH/SPLIT/000000.json    the counts of a finished shard, with .tokens, .lengths and .hashes
      parts/HASH/made/…               markers of finished pieces
 
 HASH stands for the settings: a process that was forgotten cannot write between the parts of a later preparation.
 """
 
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
-import time
-from multiprocessing.sharedctypes import SynchronizedArray
+import pathlib
+import shutil
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
-from lm.config.configurable import check_kind
 from lm.data import store
-from lm.data.prepare import stages
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.copies import count_copies
-from lm.data.prepare.counts import DamagedPartError, ShardCounts
-from lm.data.prepare.description import (
-    add_copies,
-    check_bad_records,
-    describe_split,
-    describe_versions,
-    finish_store,
-    print_summary,
-)
-from lm.data.prepare.meter import Meter
-from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces, discard, make_piece
-from lm.data.prepare.settings import check_ready_tokens, collect_settings, compare_settings
-from lm.data.prepare.shards import Preparation, Unit, fingerprint
+from lm.data.prepare.counts import ShardCounts
+from lm.data.prepare.description import check_bad_records, describe_split, describe_versions, finish_store
+from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces
+from lm.data.prepare.settings import choose_splits, collect_settings, compare_settings
+from lm.data.prepare.shards import Preparation, Unit, read_counts
 from lm.data.prepare.shared_folder import SharedFolder
-from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
-from lm.errors import ConfigError, LmError
-from lm.files import is_remote, local_path, open_path, parse_json
-from lm.lease import HeldError, Lease
+from lm.errors import ConfigError, LmError, MismatchError
+from lm.files import is_remote, local_path, parse_json
 from lm.text import format_count
 
 PARTS = 'parts'
-POLL_SECONDS = 1.0
-"""Between two looks for the tokenizer that another machine makes."""
+SETTINGS = 'settings.json'
 MOST_NAMED = 8
 """Missing shards that a message names."""
 
@@ -66,6 +52,9 @@ class Share(NamedTuple):
 
     def __str__(self) -> str:
         return f'{self.index}/{self.count}'
+
+
+WHOLE = Share(0, 1)
 
 
 def read_share(text: str) -> Share:
@@ -92,42 +81,53 @@ class PartedPreparation:
     path: str
     settings: dict[str, Any]
     shards: dict[str, list[Shard]]
-    machines: int
+    machines: int = 1
 
     @classmethod
-    def begin(cls, config: PrepareConfig, path: str, machines: int | None) -> 'PartedPreparation':
+    def plan(cls, config: PrepareConfig, path: str) -> 'PartedPreparation':
+        """Lists the source, and writes nothing."""
+        return cls(config, path, collect_settings(config), list_shards(config))
+
+    def begin(self, machines: int | None) -> 'PartedPreparation':
         """Writes the settings, or compares them with the settings that the parts were begun with.
 
-        Raises ConfigError where they differ, where a preparation without parts is unfinished, and where there are no
-        parts if `machines` is None.
+        Raises ConfigError where they differ, and where there are no parts if `machines` is None.
         """
-        if not is_remote(path) and (local_path(path) / 'unfinished').exists():
-            remedy = f'finish that without --shard, or delete {path}/unfinished'
-            raise ConfigError(f'{path} is being prepared by one machine; {remedy}')
-        settings, shards = collect_settings(config), stages.list_shards(config)
-        known = settings | {'listing': stages.fingerprint_listing(shards)}
+        root, known = find_parts(self.path), self.settings | {'listing': self.listing}
+        if machines is None and root.read(SETTINGS) is None:
+            raise ConfigError(f'--assemble: {self.path} has no parts; make them with `lm prepare --shard I/N`')
         content = json.dumps({'settings': known, 'machines': machines}, indent=2).encode()
-        root = SharedFolder(path)
-        if machines is None and root.read(stages.PARTS_SETTINGS) is None:
-            raise ConfigError(f'--assemble: {path} has no parts; make them with `lm prepare --shard I/N`')
-        begun = parse_json(root.write_first(stages.PARTS_SETTINGS, content))
-        compare_settings(begun['settings'], known, f'{path} is unfinished and its parts were begun')
-        return cls(config, path, settings, shards, begun['machines'])
+        content = root.write_first(SETTINGS, content)
+        try:
+            begun = parse_json(content)
+            settings, machines = dict(begun['settings']), int(begun['machines'])
+        except (KeyError, TypeError, ValueError):
+            file = f'{root.address}/{SETTINGS}'
+            raise MismatchError(f'{file}: damaged; delete {root.address} and run the same command again') from None
+        compare_settings(settings, known, f'{self.path} is unfinished and was begun')
+        return dataclasses.replace(self, machines=machines)
+
+    @functools.cached_property
+    def listing(self) -> str:
+        """The SHA-256 of the names and sizes of the files of the source, and of their cuts."""
+        return _fingerprint([dataclasses.astuple(unit.shard) for unit in self.units])
+
+    @functools.cached_property
+    def job(self) -> Preparation:
+        """The part of this preparation that travels to worker processes."""
+        name = _fingerprint([self.settings, self.listing])[:12]
+        folder = SharedFolder(f'{find_parts(self.path).address}/{name}')
+        return Preparation(self.config, folder, self.settings['tokenizer'].get('end_of_document'))
 
     @property
     def folder(self) -> SharedFolder:
         """The intermediate files."""
-        name = fingerprint([self.settings, stages.fingerprint_listing(self.shards)])[:12]
-        return SharedFolder(f'{self.path.rstrip("/")}/{PARTS}/{name}')
+        return self.job.folder
 
     @functools.cached_property
-    def job(self) -> Preparation:
-        return stages.make_job(self.config, self.settings, self.folder)
-
-    @property
     def units(self) -> list[Unit]:
-        """All shards of the source."""
-        return stages.list_units(self.shards)
+        """The shards of all splits, each with its number in its split."""
+        return [Unit(shard, i) for own in self.shards.values() for i, shard in enumerate(own)]
 
     def check_versions(self) -> None:
         """Raises ConfigError where this machine has another version of the tokenizer's package than the first one."""
@@ -144,32 +144,7 @@ class PartedPreparation:
     def list_missing(self) -> list[int]:
         """Returns the numbers, among all shards, of the shards that are not finished."""
         found = {split: self.folder.list_names(split) for split in self.shards}
-        return [n for n, (shard, i) in enumerate(self.units) if f'{i:06d}.json' not in found[shard.split]]
-
-    @functools.cached_property
-    def counts(self) -> dict[str, list[ShardCounts]]:
-        """Split → the counts of its shards.
-
-        Raises LmError where some are not finished, and DamagedPartError after it has discarded a shard.
-        """
-        if missing := self.list_missing():
-            raise LmError(f'{self.path}: {self.explain_missing(missing)}')
-        found = {}
-        for split, own in self.shards.items():
-            results = [self.job.result(shard, i) for i, shard in enumerate(own)]
-            contents = self.folder.read_many([f'{result.base}.json' for result in results])
-            found[split] = []
-            for result, content in zip(results, contents, strict=True):
-                if (counts := result.parse_counts(content)) is None:
-                    error = DamagedPartError(result.base, '.json')
-                    discard(self.folder, error)
-                    raise error
-                found[split].append(counts)
-        return found
-
-    def forget_counts(self) -> None:
-        """Makes the next `counts` read the files again."""
-        self.__dict__.pop('counts', None)
+        return [n for n, unit in enumerate(self.units) if f'{unit.index:06d}.json' not in found[unit.shard.split]]
 
     def explain_missing(self, missing: list[int]) -> str:
         """Returns which shards of the source are missing, and the command that makes them."""
@@ -179,175 +154,84 @@ class PartedPreparation:
         what = f'{len(missing)} of {format_count(len(self.units), "shard")} of the source are missing'
         return f'{what}; the same `lm prepare` with {flags} makes them'
 
-    def list_pieces(self) -> list[StorePiece]:
-        """Returns all pieces of the store. Raises LmError where shards are missing, and MismatchError for a split
-        without documents and, if strict, for bad records."""
-        pieces = []
-        for split, counts in self.counts.items():
-            dtype = self.job.tokenizer().dtype.name
-            describe_split(self.config, split, counts, self.shards[split][0].held_out)
-            check_bad_records(self.config, [record for c in counts for record in c.bad])
-            pieces += cut_pieces(split, counts, dtype)
-        return pieces
+    def read_counts(self) -> dict[str, list[ShardCounts]]:
+        """Returns split → the counts of its shards. Raises LmError where some are not finished, and
+        DamagedPartError."""
+        if missing := self.list_missing():
+            raise LmError(f'{self.path}: {self.explain_missing(missing)}')
+        return {split: read_counts(self.folder, split, len(own)) for split, own in self.shards.items()}
 
-    def finish(self, pieces: list[StorePiece]) -> dict[str, Any] | None:
-        """Writes dataset.json and deletes the parts, if all pieces are made. Returns the contents of dataset.json, or
-        None where pieces are missing."""
+    def describe_splits(self, counts: dict[str, list[ShardCounts]]) -> dict[str, dict[str, Any]]:
+        """Returns the entries of the splits, without their SHA-256.
+
+        Raises MismatchError, if strict, for bad records, and the errors of `describe_split` for a split without
+        documents: other settings begin anew then.
+        """
+        try:
+            found = {name: describe_split(self.config, name, own, self.shards[name]) for name, own in counts.items()}
+        except LmError:
+            delete_parts(self.path)
+            raise
+        check_bad_records(self.config, [record for own in counts.values() for c in own for record in c.bad])
+        return found
+
+    def list_pieces(self, counts: dict[str, list[ShardCounts]]) -> list[StorePiece]:
+        """Returns all pieces of the store. Raises the errors of `check_versions` and `describe_splits`."""
+        self.check_versions()
+        self.describe_splits(counts)
+        dtype = self.job.tokenizer().dtype.name
+        return [piece for split, own in counts.items() for piece in cut_pieces(split, own, dtype)]
+
+    def finish(self, counts: dict[str, list[ShardCounts]], pieces: list[StorePiece]) -> dict[str, Any] | None:
+        """Writes dataset.json, if all pieces are made. Returns its contents, or None where pieces are missing."""
         made = self.folder.list_names(MADE)
         if any(piece.marker.removeprefix(f'{MADE}/') not in made for piece in pieces):
             return None
         for piece in pieces:
             if piece.name != DIGEST and piece.number == 0:
                 for number in store.find_missing_files(self.path, piece.split, piece.name, piece.count):
-                    lost = dataclasses.replace(piece, number=number)
-                    self.folder.kvstore.write(lost.marker, None).result()
+                    self.folder.remove(dataclasses.replace(piece, number=number).marker)
                     raise LmError(f'{self.path}/{piece.split}/{piece.name}: a file is gone; run lm prepare --assemble')
-        splits = {}
-        for split, counts in self.counts.items():
-            digest = self.folder.read(StorePiece(split, DIGEST, 0, 0, '').marker) or b''
-            splits[split] = describe_split(self.config, split, counts) | {'sha256': digest.decode()}
-        add_copies(splits, count_copies(stages.list_results(self.job, self.shards), self.counts))
-        tokenizer = self.job.tokenizer()
-        info = finish_store(self.config, self.path, self.shards, self.settings, tokenizer, splits, self.counts)
-        delete_parts(self.path)
-        return info
+        splits = self.describe_splits(counts)
+        for split, entry in splits.items():
+            entry['sha256'] = (self.folder.read(StorePiece(split, DIGEST, 0, 0, '').marker) or b'').decode()
+        for split, copies in count_copies(self.folder, counts).items():
+            splits[split][store.COPIES] = copies
+        return finish_store(self.config, self.path, self.shards, self.settings, self.job.tokenizer(), splits, counts)
+
+
+def list_shards(config: PrepareConfig) -> dict[str, list[Shard]]:
+    """Returns split → its shards."""
+    shards = {name: config.require_source().shards(name) for name in choose_splits(config)}
+    for name, own in shards.items():
+        if not own:
+            raise MismatchError(
+                f'split {name!r}: its files hold no documents; leave it out with prepare.splits, or see the source'
+            )
+    return shards
+
+
+def find_parts(path: str) -> SharedFolder:
+    """Returns the folder of all parts of a store."""
+    return SharedFolder(f'{path.rstrip("/")}/{PARTS}')
+
+
+def find_old_parts(path: str) -> pathlib.Path:
+    """Returns the folder in which earlier versions kept the intermediate files of one machine."""
+    if not is_remote(path):
+        return local_path(path, 'data.path') / 'unfinished'
+    return pathlib.Path('data') / f'unfinished-{hashlib.sha256(path.encode()).hexdigest()[:12]}'
 
 
 def delete_parts(path: str) -> None:
-    """Deletes the intermediate files of a finished store."""
-    SharedFolder(f'{path.rstrip("/")}/{PARTS}').delete()
+    """Deletes the intermediate files of a store, and its folder if that is all there is."""
+    find_parts(path).delete()
+    shutil.rmtree(find_old_parts(path), ignore_errors=True)
+    if not is_remote(path):
+        with contextlib.suppress(OSError):
+            local_path(path).rmdir()
 
 
-def prepare_share(
-    config: PrepareConfig, path: str, share: Share, only_assemble: bool = False, console: Console | None = None
-) -> dict[str, Any] | None:
-    """Makes a share of the parts of the store `path`; who finishes the last one makes the store of them.
-
-    Args:
-        config: how the store is made; the same on all machines.
-        path: the store, in a bucket or a folder that all machines see.
-        share: which parts are this machine's.
-        only_assemble: the share is one of the pieces of the store; shards of the source are expected to be finished.
-        console: where progress is printed.
-
-    Returns:
-        The contents of dataset.json; None where other machines have yet to finish their shares.
-
-    Raises:
-        ConfigError: the configuration is wrong, or another than the parts were made with.
-        LmError: `only_assemble`, and shards of the source are missing.
-    """
-    check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
-    console = console or Console(markup=False, emoji=False)
-    if (info := find_finished(config, path, console)) is not None:
-        return info
-    try:
-        work = begin(config, path, None if only_assemble else share.count, console)
-        with start_workers(stages.choose_processes(config, len(share.pick(work.units)))) as (pool, progress):
-            if not only_assemble:
-                _tokenize(work, share, pool, progress, console)
-                if missing := work.list_missing():
-                    if (info := find_finished(config, path, console)) is None:
-                        console.print(
-                            f'--shard {share} is done; {work.explain_missing(missing)}', highlight=False, soft_wrap=True
-                        )
-                    return info
-            pieces = share if only_assemble else Share(0, 1)
-            for left in reversed(range(stages.HEALED)):
-                try:
-                    info = _assemble(work, pieces, share, pool, console)
-                    break
-                except DamagedPartError as error:
-                    if not left:
-                        raise
-                    stages.print_damage(error, console)
-                    discard(work.folder, error)
-                    work.forget_counts()
-                    units = work.units
-                    stages.tokenize_all(work.job, [units[n] for n in work.list_missing()], pool, progress, console)
-    except (LmError, OSError, ValueError):
-        if (info := find_finished(config, path, console)) is None:  # another machine may have been faster
-            raise
-        return info
-    if info is not None:
-        print_summary(config, path, info, console)
-    return info
-
-
-def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[str, Any] | None:
-    """Returns the contents of dataset.json where the store is finished, and deletes parts that were left beside it."""
-    if not path:
-        raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'gs://bucket/text'")
-    if (info := store.read_info(path)) is None:
-        return None
-    return stages.report_existing(config, path, info, console, functools.partial(delete_parts, path))
-
-
-def begin(config: PrepareConfig, path: str, machines: int | None, console: Console) -> PartedPreparation:
-    """Begins a preparation in parts, or joins it; None: only joins it."""
-    check_ready_tokens(config)
-    config.require_source().fetch(lambda line: console.print(line, highlight=False))
-    return PartedPreparation.begin(config, path, machines)
-
-
-def _tokenize(
-    work: PartedPreparation,
-    share: Share,
-    pool: concurrent.futures.Executor,
-    progress: SynchronizedArray,
-    console: Console,
-) -> None:
-    todo = share.pick(work.units)
-    stages.print_plan(work.config, todo, len(work.units), console)
-    _train(work, pool, console)
-    work.check_versions()
-    stages.tokenize_all(work.job, todo, pool, progress, console)
-
-
-def _train(work: PartedPreparation, pool: concurrent.futures.Executor, console: Console) -> None:
-    """Returns when the tokenizer is there: this machine makes it, or waits for another one that does."""
-    lease, is_waiting = Lease(open_path(work.folder.address), 'tokenizer.lease'), False
-    while not work.job.has_tokenizer():
-        try:
-            with lease:
-                if not work.job.has_tokenizer():
-                    _train_alone(work, pool, console)
-                return
-        except HeldError:
-            if not is_waiting:
-                console.print('waiting for the tokenizer, which another machine makes', highlight=False)
-            is_waiting = True
-            time.sleep(POLL_SECONDS)
-
-
-def _train_alone(work: PartedPreparation, pool: concurrent.futures.Executor, console: Console) -> None:
-    try:
-        stages.train(work.config, work.job, work.shards, pool, console)
-    except LmError:
-        delete_parts(work.path)  # such as too large a vocabulary: nothing is done that is worth keeping
-        raise
-
-
-def _assemble(
-    work: PartedPreparation, share: Share, own: Share, pool: concurrent.futures.Executor, console: Console
-) -> dict[str, Any] | None:
-    """Makes a share of the pieces and finishes the store, if all are made.
-
-    It begins at a place that depends on `own`: of two machines that have all to do, each skips what the other has made.
-    """
-    pieces = work.list_pieces()
-    work.check_versions()
-    todo = share.pick(pieces)
-    first = len(todo) * own.index // own.count
-    futures = [pool.submit(make_piece, work.folder, work.path, piece) for piece in todo[first:] + todo[:first]]
-    sizes = [piece.bytes for piece in todo[first:] + todo[:first]]
-    with Meter(console, 'writing', sum(sizes)) as meter:
-        for _ in wait_for(futures):
-            done = sum(size for size, future in zip(sizes, futures, strict=True) if future.done())
-            meter.update(done, done // work.job.tokenizer().dtype.itemsize)
-    info = work.finish(pieces)
-    if info is None:
-        console.print(
-            f'--shard {share} of the store is written; other shares of it are missing', highlight=False, soft_wrap=True
-        )
-    return info
+def _fingerprint(value: Any) -> str:
+    """Computes the SHA-256 of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -3,15 +3,17 @@
 Any machine makes any piece, in any order and any number of times. A marker shows that a piece is made.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from lm.data import store
-from lm.data.prepare.counts import DamagedPartError, ShardCounts
-from lm.data.prepare.shards import LENGTHS, TOKENS, Result
+from lm.data.prepare.counts import DamagedPartError, ShardCounts, check_content, decode_counts
+from lm.data.prepare.shards import LENGTHS, TOKENS, name_shard, read_counts, read_parts
 from lm.data.prepare.shared_folder import SharedFolder
 
 DIGEST = 'sha256'
@@ -86,49 +88,55 @@ def _cut_array(split: str, name: str, sizes: np.ndarray, before: np.ndarray, dty
 
 
 def make_piece(folder: SharedFolder, path: str, piece: StorePiece) -> None:
-    """Makes a piece of the store `path`, unless its marker shows that it is made.
-
-    Raises DamagedPartError after it has discarded the shard, and all pieces that may hold it.
-    """
+    """Makes a piece of the store `path`, unless its marker shows that it is made. Raises DamagedPartError."""
     if folder.read(piece.marker) is not None:
         return
-    try:
-        content = _make(folder, path, piece)
-    except DamagedPartError as error:
-        discard(folder, error)
-        raise
+    content = b'made'
+    if piece.name == DIGEST:
+        content = _digest(folder, piece).encode()
+    else:
+        elements = _read_tokens(folder, piece) if piece.name == 'tokens' else _compute_ends(folder, piece)
+        store.write_array_file(path, piece.split, piece.name, piece.number, elements, piece.count)
     folder.write(piece.marker, content)
 
 
-def discard(folder: SharedFolder, error: DamagedPartError) -> None:
-    """Makes a damaged shard one that is not finished, and the pieces of its split ones that are not made."""
-    Result(folder, error.base).discard()
-    made = f'{MADE}/{error.base.partition("/")[0]}'
-    for name in folder.list_names(made):
-        folder.remove(f'{made}/{name}')
+@contextlib.contextmanager
+def discarding(folder: SharedFolder) -> Iterator[None]:
+    """A block that may raise DamagedPartError. The shard is one that is not finished then, and the pieces of its split
+    are not made."""
+    try:
+        yield
+    except DamagedPartError as error:
+        folder.remove(f'{error.base}.json')
+        forget_pieces(folder, error.base.partition('/')[0])
+        raise
 
 
-def _make(folder: SharedFolder, path: str, piece: StorePiece) -> bytes:
-    """Returns the contents of the marker."""
-    if piece.name == DIGEST:
-        return _digest(folder, piece).encode()
-    elements = _read_tokens(folder, piece) if piece.name == 'tokens' else _compute_ends(folder, piece)
-    store.write_array_file(path, piece.split, piece.name, piece.number, elements, piece.count)
-    return b'made'
+def forget_pieces(folder: SharedFolder, split: str) -> None:
+    """Makes the pieces of a split ones that are not made."""
+    for name in folder.list_names(f'{MADE}/{split}'):
+        folder.remove(f'{MADE}/{split}/{name}')
+
+
+def _read_counts(folder: SharedFolder, base: str) -> ShardCounts:
+    if (counts := decode_counts(folder.read(f'{base}.json'))) is None:
+        raise DamagedPartError(base, '.json')
+    return counts
 
 
 def _read_tokens(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
     tokens, start = np.empty(sum(span.stop - span.start for span in piece.spans), piece.dtype), 0
     for span in piece.spans:
-        result, count = Result(folder, f'{piece.split}/{span.index:06d}'), span.stop - span.start
-        counts = result.require_counts()
+        base, count = name_shard(piece.split, span.index), span.stop - span.start
+        counts = _read_counts(folder, base)
         if count < counts.tokens:  # at the ends of the piece; only a whole file can be compared with its digest
-            tokens[start : start + count] = result.tokens(tokens.dtype)[span.start : span.stop]
+            content = check_content(counts, base, TOKENS, folder.read(base + TOKENS))
+            tokens[start : start + count] = np.frombuffer(content, piece.dtype)[span.start : span.stop]
         else:
             whole = tokens[start : start + count]
-            if not folder.fill(result.base + TOKENS, 0, whole):
-                raise DamagedPartError(result.base, TOKENS)
-            counts.check(result.base, TOKENS, hashlib.sha256(whole.data).hexdigest())
+            if not folder.fill(base + TOKENS, whole):
+                raise DamagedPartError(base, TOKENS)
+            counts.check(base, TOKENS, hashlib.sha256(whole.data).hexdigest())
         start += count
     return tokens
 
@@ -137,31 +145,23 @@ def _compute_ends(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
     """Returns the document ends of a piece, in tokens from the beginning of the split."""
     ends = []
     for span in piece.spans:
-        result = Result(folder, f'{piece.split}/{span.index:06d}')
-        ends.append(span.before + np.cumsum(result.lengths())[span.start : span.stop])
+        base = name_shard(piece.split, span.index)
+        content = check_content(_read_counts(folder, base), base, LENGTHS, folder.read(base + LENGTHS))
+        ends.append(span.before + np.cumsum(np.frombuffer(content, np.int64))[span.start : span.stop])
     return np.concatenate(ends)
 
 
 def _digest(folder: SharedFolder, piece: StorePiece) -> str:
-    """Computes the SHA-256 of a split as `store.digest_split` defines it. It reads the shards in their order."""
-    results = [Result(folder, f'{piece.split}/{index:06d}') for index in range(piece.count)]
-    counts = [
-        result.parse_counts(content)
-        for result, content in zip(results, folder.read_many([f'{r.base}.json' for r in results]), strict=True)
-    ]
-    digest, names = hashlib.sha256(), [result.base + TOKENS for result in results]
-    own, sizes = {name: hashlib.sha256() for name in names}, dict.fromkeys(names, 0)
+    """Computes the SHA-256 of a split: of its tokens and document ends. It reads the shards in their order."""
+    counts = read_counts(folder, piece.split, piece.count)
+    digest, names = hashlib.sha256(), [name_shard(piece.split, index) + TOKENS for index in range(piece.count)]
+    own = {name: hashlib.sha256() for name in names}
     for name, block in folder.read_in_blocks(names, AHEAD):
         digest.update(block)
         own[name].update(block)
-        sizes[name] += len(block)
-    contents = folder.read_many([result.base + LENGTHS for result in results], AHEAD)
     total = 0
-    for result, counted, name, content in zip(results, counts, names, contents, strict=True):
-        if counted is None or content is None or counted.sizes.get(TOKENS, sizes[name]) != sizes[name]:
-            raise DamagedPartError(result.base, '.json' if counted is None else LENGTHS if content is None else TOKENS)
-        counted.check(result.base, TOKENS, own[name].hexdigest())
-        counted.check(result.base, LENGTHS, hashlib.sha256(content).hexdigest())
+    for i, content in enumerate(read_parts(folder, piece.split, counts, LENGTHS, AHEAD)):
+        counts[i].check(name_shard(piece.split, i), TOKENS, own[names[i]].hexdigest())
         lengths = np.frombuffer(content, np.int64)
         digest.update((total + np.cumsum(lengths)).astype('<i8').data)
         total += int(lengths.sum())

@@ -7,30 +7,17 @@ from collections.abc import Iterator
 
 from lm.data.prepare.chain import prove
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.parts import Share, prepare_share
+from lm.data.prepare.parts import WHOLE, Share
 from lm.data.prepare.stages import prepare
 from lm.errors import ConfigError, LmError, Preempted
 from lm.signals import end_in_order, handle_signals
 
 
-def run_prepare(config: PrepareConfig, path: str) -> None:
-    """Makes the token store `path` as `config` describes it.
-
-    Raises:
-        ConfigError: something is wrong or missing in the configuration, or the store exists with another one.
-        MismatchError: the source is damaged, or has bad records and `prepare.strict` is set.
-    """
+def run_prepare(config: PrepareConfig, path: str, share: Share = WHOLE, only_assemble: bool = False) -> None:
+    """Makes the token store `path` as `config` describes it, or a share of it. Raises the errors of `prepare`, and
+    MismatchError: the source is damaged, or has bad records and `prepare.strict` is set."""
     with _explaining(path):
-        prepare(config, path)
-
-
-def run_prepare_share(config: PrepareConfig, path: str, share: Share, assemble: bool) -> None:
-    """Makes a share of the token store `path`, for one of several machines.
-
-    `assemble`: the share is one of the pieces of the store. Raises the errors of `run_prepare` and `prepare_share`.
-    """
-    with _explaining(path):
-        prepare_share(config, path, share, only_assemble=assemble)
+        prepare(config, path, None, share, only_assemble)
 
 
 def run_prepare_with_beam(config: PrepareConfig, path: str, flags: str) -> None:

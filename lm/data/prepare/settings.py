@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import pathlib
 from typing import Any
 
 from lm.data import tokenizers
 from lm.data.prepare.config import PrepareConfig
 from lm.data.sources.base import inventory
 from lm.data.tokenizers.sentencepiece import check_trained_end
-from lm.errors import ConfigError, LmError, MismatchError
-from lm.files import is_remote, parse_json, write_atomically
+from lm.errors import ConfigError, LmError
+from lm.files import is_remote
 from lm.text import format_count, format_si
 
 
@@ -67,19 +66,6 @@ def compare_settings(old: dict[str, Any], new: dict[str, Any], what: str, sectio
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = (x.get('kind', 'another') for x in (was, now))
         raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
-
-
-def keep_settings(folder: pathlib.Path, settings: dict[str, Any], path: str) -> None:
-    """Writes the settings beside the intermediate files, or compares them with the settings that lie there."""
-    file = folder / 'settings.json'
-    if file.exists():
-        try:
-            begun = parse_json(file.read_bytes())
-        except ValueError:
-            raise MismatchError(f'{file}: damaged; delete the folder {folder} and run the same command again') from None
-        compare_settings(begun, settings, f'{path} is unfinished and was begun')
-    else:
-        write_atomically(file, json.dumps(settings, indent=2))
 
 
 def describe_change(config: PrepareConfig, info: dict[str, Any]) -> str | None:

@@ -5,23 +5,22 @@ Nothing here imports jax. Each result appears whole or not at all, so a killed p
 
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
-from lm.data.prepare.counts import DamagedPartError, ShardCounts, decode_counts, encode_counts
-from lm.data.prepare.workspace import Workspace
-from lm.data.sources import Source
+from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.counts import DamagedPartError, ShardCounts, check_content, decode_counts, encode_counts
+from lm.data.prepare.shared_folder import AHEAD, SharedFolder
 from lm.data.sources.base import Document, Shard
 from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
@@ -44,7 +43,7 @@ _IS_SPACE = np.isin(np.arange(256), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])
 _WIDE_SPACES = re.compile('[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]')
 
 _progress: Any = None
-_tokenizers: dict[Workspace, Tokenizer] = {}
+_tokenizers: dict[SharedFolder, Tokenizer] = {}
 
 
 class Unit(NamedTuple):
@@ -53,17 +52,23 @@ class Unit(NamedTuple):
     shard: Shard
     index: int
 
+    @property
+    def base(self) -> str:
+        return name_shard(self.shard.split, self.index)
+
+
+def name_shard(split: str, index: int) -> str:
+    """Returns the names of the intermediate files of a shard, without their suffixes."""
+    return f'{split}/{index:06d}'
+
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """The settings that all shards of a preparation have in common."""
+    """The facts that all shards of a preparation have in common."""
 
-    source: Source
-    cleaning: str
-    max_document_bytes: int
-    folder: Workspace
+    config: PrepareConfig
+    folder: SharedFolder
     """The intermediate files, among which tokenizer.model is."""
-    strict: bool
     eod: int | str | None = None
     """Name of the end-of-document token; None: the tokenizer's own."""
 
@@ -76,79 +81,52 @@ class Preparation:
             raise LmError(f'{MODEL} of the intermediate files is missing; run the same command again')
         written = self.folder.read(MODEL_DIGEST)
         if written is not None and written.decode(errors='replace') != hashlib.sha256(contents).hexdigest():
-            raise LmError(f'{MODEL} of the intermediate files is damaged; delete all of them (unfinished, or parts)')
+            raise LmError(f'{MODEL} of the intermediate files is damaged; delete all of them (parts)')
         return tokenizers.from_bytes(contents, self.eod)
 
-    def result(self, shard: Shard, index: int) -> 'Result':
-        return Result(self.folder, f'{shard.split}/{index:06d}')
-
-    def is_finished(self, shard: Shard, index: int) -> bool:
-        """Returns whether the result is there. If strict, a result with bad records does not count."""
-        counts = self.result(shard, index).counts()
-        return counts is not None and not (self.strict and counts.bad)
+    def find_finished(self, units: Sequence[Unit]) -> list[bool]:
+        """Tells of each shard if its result is there. If strict, a result with bad records does not count."""
+        counts = map(decode_counts, self.folder.read_many([f'{unit.base}.json' for unit in units]))
+        return [found is not None and not (self.config.strict and found.bad) for found in counts]
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The intermediate files of a shard: NAME.tokens, NAME.lengths, NAME.hashes, and last NAME.json with the counts."""
+def read_counts(folder: SharedFolder, split: str, number: int) -> list[ShardCounts]:
+    """Returns the counts of the first shards of a split. Raises DamagedPartError for one that is not finished."""
+    bases = [name_shard(split, index) for index in range(number)]
+    counts = []
+    for base, content in zip(bases, folder.read_many([f'{base}.json' for base in bases]), strict=True):
+        if (found := decode_counts(content)) is None:
+            raise DamagedPartError(base, '.json')
+        counts.append(found)
+    return counts
 
-    folder: Workspace
-    base: str
 
-    def counts(self) -> ShardCounts | None:
-        """Returns None if the shard is not finished."""
-        return self.parse_counts(self.folder.read(f'{self.base}.json'))
+def read_parts(
+    folder: SharedFolder, split: str, counts: Sequence[ShardCounts], suffix: str, ahead: int = AHEAD
+) -> Iterator[bytes]:
+    """Yields the intermediate files of a kind, of all shards of a split, which have these counts. Raises
+    DamagedPartError."""
+    bases = [name_shard(split, index) for index in range(len(counts))]
+    contents = folder.read_many([base + suffix for base in bases], ahead)
+    for base, own, content in zip(bases, counts, contents, strict=True):
+        yield check_content(own, base, suffix, content)
 
-    def require_counts(self) -> ShardCounts:
-        """Raises DamagedPartError if the shard is not finished."""
-        if (counts := self.counts()) is None:
-            raise DamagedPartError(self.base, '.json')
-        return counts
 
-    def parse_counts(self, content: bytes | None) -> ShardCounts | None:
-        """Returns the same, of the contents of NAME.json."""
-        try:
-            counts = decode_counts(content or b'')
-            is_whole = all(self.folder.is_whole(self.base + suffix, size) for suffix, size in counts.sizes.items())
-        except (OSError, ValueError):
-            return None
-        return counts if is_whole else None
+def write_shard(folder: SharedFolder, base: str, made: 'TokenizedShard') -> None:
+    """Writes BASE.tokens, BASE.lengths, BASE.hashes, and last BASE.json with the counts."""
+    sizes, digests = {}, {}
+    for suffix, arrays in ((TOKENS, made.tokens), (LENGTHS, made.lengths), (HASHES, made.hashes)):
+        digests[suffix] = digest_arrays(arrays)
+        sizes[suffix] = folder.write(base + suffix, arrays)
+    folder.write(f'{base}.json', encode_counts(dataclasses.replace(made.counts, sizes=sizes, sha256=digests)))
 
-    def tokens(self, dtype: np.dtype) -> np.ndarray:
-        """Returns the token ids [tokens]. Raises DamagedPartError."""
-        return np.frombuffer(self._read(TOKENS), dtype)
 
-    def lengths(self) -> np.ndarray:
-        """Returns the tokens of each document [documents]. Raises DamagedPartError."""
-        return np.frombuffer(self._read(LENGTHS), np.int64)
-
-    def hashes(self) -> np.ndarray:
-        """Returns 8 bytes of the SHA-256 of each document, uint64 [documents]. Raises DamagedPartError."""
-        return np.frombuffer(self._read(HASHES), np.uint64)
-
-    def _read(self, suffix: str) -> bytes:
-        content = self.folder.read(self.base + suffix)
-        if content is None:
-            raise DamagedPartError(self.base, suffix)
-        self.require_counts().check(self.base, suffix, hashlib.sha256(content).hexdigest())
-        return content
-
-    def write(
-        self, tokens: list[np.ndarray], lengths: list[np.ndarray], hashes: list[np.ndarray], counts: ShardCounts
-    ) -> None:
-        sizes, digests = {}, {}
-        for suffix, arrays in ((TOKENS, tokens), (LENGTHS, lengths), (HASHES, hashes)):
-            digest = hashlib.sha256()
-            for array in arrays:
-                digest.update(array.data)
-            digests[suffix] = digest.hexdigest()
-            sizes[suffix] = self.folder.write(self.base + suffix, arrays)
-        counts = dataclasses.replace(counts, sizes=sizes, sha256=digests)
-        self.folder.write(f'{self.base}.json', encode_counts(counts))
-
-    def discard(self) -> None:
-        """Makes the shard one that is not finished, so that the next preparation makes it again."""
-        self.folder.remove(f'{self.base}.json')
+def digest_arrays(arrays: list[np.ndarray]) -> str:
+    """Computes the SHA-256 of arrays, one after another."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
 def initialize(progress: Any) -> None:
@@ -167,41 +145,55 @@ def _leave_with_parent(sentinel: int) -> None:
     os._exit(1)
 
 
-def tokenize(job: Preparation, shard: Shard, index: int) -> None:
+class TokenizedShard(NamedTuple):
+    """The documents of a shard: token ids, tokens per document, and 8 bytes of the SHA-256 of each, batch by batch."""
+
+    tokens: list[np.ndarray]
+    lengths: list[np.ndarray]
+    hashes: list[np.ndarray]
+    counts: ShardCounts
+
+
+def tokenize(job: Preparation, unit: Unit) -> None:
     """Writes the intermediate files of a shard, if they are not there yet."""
-    result = job.result(shard, index)
-    if job.is_finished(shard, index):
-        return
-    tokenizer = _tokenizers.get(job.folder) or job.tokenizer()
-    _tokenizers[job.folder] = tokenizer
-    tokens, lengths, hashes, counts, source = [], [], [], ShardCounts(), hashlib.sha256()
-    for batch, bad in _batches(job, shard):
+    if not job.find_finished([unit])[0]:
+        tokenizer = _tokenizers.get(job.folder) or job.tokenizer()
+        _tokenizers[job.folder] = tokenizer
+        write_shard(job.folder, unit.base, tokenize_shard(job.config, tokenizer, unit.shard))
+
+
+def tokenize_shard(config: PrepareConfig, tokenizer: Tokenizer, shard: Shard) -> TokenizedShard:
+    """Reads and tokenizes the documents of a shard."""
+    made, source = TokenizedShard([], [], [], ShardCounts()), hashlib.sha256()
+    counts, holds_tokens = made.counts, config.require_source().holds_tokens
+    for batch, bad in _batches(config, shard):
         counts.bad += bad
         if not batch:
             continue
-        hashes.append(digest_documents(batch, source))
-        texts, batch_tokens, batch_lengths = encode(tokenizer, batch, job.source.holds_tokens)
-        tokens.append(batch_tokens)
-        lengths.append(batch_lengths)
+        made.hashes.append(digest_documents(batch, source))
+        texts, tokens, lengths = encode(tokenizer, batch, holds_tokens)
+        made.tokens.append(tokens)
+        made.lengths.append(lengths)
         if not counts.decoded:
             n = counts.decoded = 1 + int(np.searchsorted(np.cumsum([len(t) for t in texts[1:]]), COMPARED_BYTES))
-            some = texts[:n], batch_tokens[: batch_lengths[:n].sum()], batch_lengths[:n]
-            counts.unchanged = count_unchanged(tokenizer, *some, job.source.holds_tokens)
+            counts.unchanged = count_unchanged(
+                tokenizer, texts[:n], tokens[: lengths[:n].sum()], lengths[:n], holds_tokens
+            )
         if tokenizer.holds_text:
             encoded = [text.encode() for text in texts]
             size = sum(map(len, encoded))
             counts.words += sum(map(count_words, texts, encoded))
         else:
-            size = len(batch_tokens) - len(texts)
+            size = len(tokens) - len(texts)
         counts.documents += len(texts)
         counts.bytes += size
-        counts.tokens += len(batch_tokens)
+        counts.tokens += len(tokens)
         if _progress is not None:
             with _progress.get_lock():
                 _progress[0] += size
-                _progress[1] += len(batch_tokens)
+                _progress[1] += len(tokens)
     counts.source = source.hexdigest()
-    result.write(tokens, lengths, hashes, counts)
+    return made
 
 
 def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shard]) -> None:
@@ -209,21 +201,21 @@ def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shar
     if (existing := tokenizers.load_existing(config)) is not None:
         contents = existing.model
     elif isinstance(config, TokenizerConfig):
-        contents = train(config, Sample(job, config.sample_bytes, shards))
+        contents = train(config, Sample(job.config, config.sample_bytes, shards))
     else:
         contents = config.contents()
     job.folder.write_first(MODEL_DIGEST, hashlib.sha256(contents).hexdigest().encode())
     job.folder.write_first(MODEL, contents)
 
 
-def documents(job: Preparation, shard: Shard) -> Iterator[Document]:
+def documents(config: PrepareConfig, shard: Shard) -> Iterator[Document]:
     """Yields cleaned documents of a shard; bad ones carry the reason. Raises MismatchError for them if strict."""
-    clean = CLEANINGS[job.cleaning]
-    for document in job.source.read(shard, job.max_document_bytes):
+    clean = CLEANINGS[config.cleaning]
+    for document in config.require_source().read(shard, config.max_document_bytes):
         if document.error is None and document.tokens is None:
             text = clean(document.text)
             document = dataclasses.replace(document, text=text, error=_fault(text))
-        if document.error and job.strict:
+        if document.error and config.strict:
             raise MismatchError(
                 f'split {shard.split!r}, document {document.id}: {document.error}; mend it, or run without --strict to '
                 'skip such documents and list them'
@@ -299,9 +291,9 @@ def _fault(text: str) -> str | None:
     return None
 
 
-def _batches(job: Preparation, shard: Shard) -> Iterator[tuple[list[Document], list[dict[str, str]]]]:
+def _batches(config: PrepareConfig, shard: Shard) -> Iterator[tuple[list[Document], list[dict[str, str]]]]:
     batch, bad, size = [], [], 0
-    for document in documents(job, shard):
+    for document in documents(config, shard):
         if document.error:
             bad.append({'split': shard.split, 'document': document.id, 'reason': document.error})
             continue
@@ -322,7 +314,7 @@ class Sample:
     spread pieces of their documents, so that neither a few long books nor the beginning of the split prevail.
     """
 
-    job: Preparation
+    config: PrepareConfig
     limit: int
     shards: list[Shard]
 
@@ -333,7 +325,7 @@ class Sample:
         share = min(1.0, self.limit / max(1, sum(shard.bytes for shard in chosen)))
         due, taken = 0.0, 0
         for shard in chosen:
-            for document in documents(self.job, shard):
+            for document in documents(self.config, shard):
                 if document.error:
                     continue
                 for piece in sentences(document.text):
@@ -345,8 +337,3 @@ class Sample:
                     if taken > self.limit:
                         return
                     yield piece
-
-
-def fingerprint(value: Any) -> str:
-    """Computes the SHA-256 of plain data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Intermediate files that many machines share: they lie beside the store, in a folder or a bucket."""
+"""The folder of the intermediate files, which lie beside the store. Many machines and processes use it together."""
 
 import collections
 import dataclasses
@@ -12,7 +12,6 @@ import numpy as np
 import tensorstore as ts
 
 from lm.data import store
-from lm.data.prepare.workspace import Content, Workspace
 from lm.files import is_remote, local_path, write_atomically
 
 AHEAD = 64
@@ -22,8 +21,8 @@ BLOCK = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedFolder(Workspace):
-    """A folder or a place in a bucket that many machines use together: gs://…, s3://… or a path."""
+class SharedFolder:
+    """Files by name in a folder or in a bucket: gs://…, s3://… or a path. A file appears whole or not at all."""
 
     address: str
 
@@ -40,18 +39,18 @@ class SharedFolder(Workspace):
         return None if is_remote(self.address) else local_path(self.address)
 
     def read(self, name: str, span: slice | None = None) -> bytes | None:
+        """Returns the contents of a file, or only the bytes of `span`; None where there is no file."""
         return _value(self.kvstore.read(name, byte_range=span).result())
 
-    def fill(self, name: str, start: int, target: np.ndarray) -> bool:
-        """Fills an array with the bytes of a file from `start` on. Returns whether the file has them."""
+    def fill(self, name: str, target: np.ndarray) -> bool:
+        """Fills an array with the first bytes of a file. Returns whether the file has so many."""
         if self._local is None:
-            content = self.read(name, slice(start, start + target.nbytes)) or b''
+            content = self.read(name, slice(0, target.nbytes)) or b''
             if is_whole := len(content) == target.nbytes:
                 target.view(np.uint8)[:] = np.frombuffer(content, np.uint8)
             return is_whole
         try:
             with open(self._local / name, 'rb', buffering=0) as file:
-                file.seek(start)
                 return _fill(file, target.view(np.uint8).data)
         except FileNotFoundError:
             return False
@@ -84,7 +83,8 @@ class SharedFolder(Workspace):
         while under_way:
             yield _value(under_way.popleft().result())
 
-    def write(self, name: str, content: Content) -> int:
+    def write(self, name: str, content: bytes | list[np.ndarray]) -> int:
+        """Writes a file and returns its size in bytes."""
         if self._local is not None:
             (self._local / name).parent.mkdir(parents=True, exist_ok=True)
             return write_atomically(self._local / name, content)
@@ -93,6 +93,7 @@ class SharedFolder(Workspace):
         return len(content)
 
     def remove(self, name: str) -> None:
+        """Deletes a file, if it is there."""
         self.kvstore.write(name, None).result()
 
     def write_first(self, name: str, content: bytes) -> bytes:
@@ -106,10 +107,6 @@ class SharedFolder(Workspace):
             found = self.kvstore.read(name).result()
         return found.value
 
-    def is_whole(self, name: str, size: int) -> bool:
-        """Returns True: a file is whole, and the file that counts it is written behind it."""
-        return True
-
     def list_names(self, folder: str) -> set[str]:
         """Returns the names of the files below a folder, without the folder's name."""
         within = ts.KvStore.KeyRange(f'{folder}/', f'{folder}0')  # 0 is the character behind the slash
@@ -118,8 +115,8 @@ class SharedFolder(Workspace):
     def delete(self) -> None:
         """Deletes all files."""
         self.kvstore.delete_range(ts.KvStore.KeyRange()).result()
-        if not is_remote(self.address):
-            shutil.rmtree(local_path(self.address), ignore_errors=True)
+        if self._local is not None:
+            shutil.rmtree(self._local, ignore_errors=True)
 
 
 @functools.cache
