@@ -11,8 +11,9 @@ import logging
 import os
 import pathlib
 import re
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -51,12 +52,25 @@ class NoAnswerError(LmError):
     """A silent server. It is no OSError: packages repeat these, or take the file for one that is missing."""
 
 
-def tell_waiting(path: os.PathLike | str) -> None:
-    """Says in one line that a server has not answered about `path` yet; not again at once for the same bucket."""
-    bucket, now = '/'.join(os.fspath(path).split('/')[:3]), time.monotonic()
+@contextlib.contextmanager
+def waiting_for(path: os.PathLike | str) -> Iterator[None]:
+    """A block that waits for the server of `path`: after SILENT_SECONDS a line says so, not again at once for the same
+    bucket. Local paths have none."""
+    timer = threading.Timer(SILENT_SECONDS, _tell_waiting, (os.fspath(path),))
+    timer.daemon = True
+    if os.fspath(path).partition('://')[0] in IDENTITIES:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell_waiting(path: str) -> None:
+    bucket, now = '/'.join(path.split('/')[:3]), time.monotonic()
     if now - _told.get(bucket, -TOLD_SECONDS) >= TOLD_SECONDS:
         _told[bucket] = now
-        log.warning('waiting for an answer about %s%s', os.fspath(path), explain_identity(path))
+        log.warning('waiting for an answer about %s%s', path, explain_identity(path))
 
 
 def explain_identity(path: os.PathLike | str) -> str:
@@ -77,19 +91,17 @@ async def bounding(address: str, content: Any = None) -> AsyncIterator[None]:
 
     Raises NoAnswerError if a server says nothing.
     """
-    timer = asyncio.get_running_loop().call_later(SILENT_SECONDS, tell_waiting, address)
     size = len(content) if isinstance(content, bytes | bytearray | memoryview) else 0
     try:
         # A server that never asks for the content that it is to get is silent as well, and no try ends by itself.
         async with asyncio.timeout(MOST_ANSWERS * ANSWER_SECONDS + size / SLOWEST):
-            yield
+            with waiting_for(address):
+                yield
     except Exception as error:
         if not is_silence(error):
             raise
         what = f'{address}: its server has not answered, in several tries of {ANSWER_SECONDS} seconds'
         raise NoAnswerError(f'{what}{explain_identity(address)}; try it again later') from error
-    finally:
-        timer.cancel()
 
 
 def is_silence(error: Exception) -> bool:

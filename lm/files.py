@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import stat
-import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from etils import epath
 from fsspec.config import conf as fsspec_conf
 from fsspec.core import url_to_fs
 
-from lm.buckets import LIMITS, SILENT_SECONDS, NoAnswerError, explain_identity, register, tell_waiting
+from lm.buckets import LIMITS, NoAnswerError, explain_identity, register, waiting_for
 from lm.errors import ConfigError, MismatchError, MissingPackageError
 
 AnyPath = pathlib.Path | epath.Path
@@ -237,21 +236,6 @@ def reaching(path: os.PathLike | str) -> Iterator[None]:
             raise OSError(str(error)) from error
         text = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
         raise OSError(text + explain_identity(path)) from error
-
-
-@contextlib.contextmanager
-def waiting_for(path: os.PathLike | str) -> Iterator[None]:
-    """A block that waits for the server of `path`: after SILENT_SECONDS a line says so. Local paths have none."""
-    if not is_remote(path):
-        yield
-        return
-    timer = threading.Timer(SILENT_SECONDS, tell_waiting, (path,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _label(path: os.PathLike | str, name: str) -> str:

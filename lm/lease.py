@@ -27,8 +27,9 @@ from typing import Any
 
 import tensorstore as ts
 
+from lm.buckets import waiting_for
 from lm.errors import ConfigError
-from lm.files import AnyPath, folder_spec, is_remote, parse_json, reaching, read_bytes, waiting_for
+from lm.files import AnyPath, folder_spec, is_remote, parse_json, reaching, read_bytes
 from lm.signals import last_act
 from lm.text import make_visible
 

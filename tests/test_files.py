@@ -98,7 +98,7 @@ def test_an_unreachable_bucket_raises_an_os_error(monkeypatch):
 
 
 def test_a_remote_call_says_what_it_waits_for_and_which_identity_is_missing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(files, 'SILENT_SECONDS', 0.01)
+    monkeypatch.setattr(buckets, 'SILENT_SECONDS', 0.01)
     monkeypatch.setattr(buckets, '_told', {})
     monkeypatch.setenv('HOME', str(tmp_path))
     for name in ('GOOGLE_APPLICATION_CREDENTIALS', 'AWS_ACCESS_KEY_ID', 'AWS_PROFILE', 'AWS_ROLE_ARN'):

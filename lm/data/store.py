@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from lm.buckets import waiting_for
 from lm.data import pg19, tokenizers
 from lm.data.store_entries import find_wrong_entries
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError, UnnamedError
@@ -29,7 +30,6 @@ from lm.files import (
     is_remote,
     local_path,
     parse_json,
-    waiting_for,
 )
 from lm.text import make_visible
 
