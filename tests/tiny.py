@@ -216,6 +216,15 @@ def stop(process: subprocess.Popen, how: signal.Signals, timeout: float = 300) -
     return process.returncode, output
 
 
+def write_array(path, split: str, name: str, elements) -> None:
+    """Writes all files of an array of a token store."""
+    from lm.data import store
+
+    for number, start in enumerate(range(0, len(elements), store.SHARD)):
+        part = elements[start : start + store.SHARD]
+        store.write_array_file(str(path), split, name, number, part, len(elements))
+
+
 def write_store(path: pathlib.Path, splits: dict[str, list[str]], tokenizer) -> pathlib.Path:
     """Writes a token store of these documents by split, without `lm prepare`, with the tokenizer of another store."""
     import hashlib
@@ -228,14 +237,14 @@ def write_store(path: pathlib.Path, splits: dict[str, list[str]], tokenizer) -> 
     for split, texts in splits.items():
         tokens, lengths = tokenizer.encode_documents(texts)
         ends = np.cumsum(lengths)
-        store.write_array(str(path), split, 'tokens', [tokens], len(tokens), tokens.dtype.name)
-        store.write_array(str(path), split, 'document_ends', [ends], len(ends), 'int64')
+        write_array(path, split, 'tokens', tokens)
+        write_array(path, split, 'document_ends', ends)
         counts[split] = {
             'documents': len(texts),
             'bytes': sum(len(text.encode()) for text in texts),
             'words': sum(len(text.split()) for text in texts),
             'tokens': len(tokens),
-            'sha256': store.digest_split(hashlib.sha256(tokens.tobytes()), ends),
+            'sha256': hashlib.sha256(tokens.tobytes() + ends.astype('<i8').tobytes()).hexdigest(),
         }
     store.write_file(str(path), 'tokenizer.model', tokenizer.model)
     facts = {'sha256': tokenizer.sha256, 'vocab_size': tokenizer.vocab_size, 'eod_id': tokenizer.eod_id}

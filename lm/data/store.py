@@ -12,7 +12,7 @@ short reads, on a local disk and in a bucket (gs://, s3://). A damaged byte is a
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -271,22 +271,9 @@ def write_info(path: str, info: dict[str, Any]) -> dict[str, Any]:
     return info
 
 
-def write_array(path: str, split: str, name: str, blocks: Iterable[np.ndarray], count: int, dtype: str) -> None:
-    """Writes `count` elements, given in blocks of any size, as the array {split}/{name}; replaces what is there."""
-    kvstore = open_kvstore(path)
-    kvstore.delete_range(ts.KvStore.KeyRange(f'{split}/{name}/', f'{split}/{name}0')).result()
-    array = ts.open(_new_array(path, split, name, count, dtype), create=True).result()
-    start = 0
-    for shard in _regroup(blocks, SHARD, dtype):
-        array[start : start + len(shard)].write(shard).result()
-        start += len(shard)
-    if start != count:
-        raise MismatchError(f'{path}: {start} of {count} elements came for {split}/{name}; run `lm prepare` again')
-
-
 def write_array_file(path: str, split: str, name: str, number: int, elements: np.ndarray, count: int) -> None:
     """Writes one file of an array of `count` elements: `elements` are all of file `number`, which begins at SHARD times
-    it. Any processes may write the files, in any order and several times. The files of `write_array` are the same."""
+    it. Any processes may write the files, in any order and several times."""
     spec, start, target = _new_array(path, split, name, count, elements.dtype.name), number * SHARD, open_kvstore(path)
     array = ts.open(spec | {'kvstore': {'driver': 'memory'}}, create=True, context=ts.Context()).result()
     assert array.kvstore is not None
@@ -332,13 +319,6 @@ def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict
     }
 
 
-def digest_split(tokens: 'hashlib._Hash', ends: np.ndarray) -> str:
-    """Computes the SHA-256 of a split: of its tokens (little-endian bytes, already digested) and document ends."""
-    digest = tokens.copy()
-    digest.update(ends.astype('<i8').tobytes())
-    return digest.hexdigest()
-
-
 def open_kvstore(path: str) -> ts.KvStore:
     """Returns TensorStore's view of a folder or a bucket. Raises ConfigError for an address of another kind."""
     check_scheme(path, 'data.path')
@@ -369,18 +349,3 @@ def _spec(path: str, split: str, name: str) -> dict[str, Any]:
 def _checksum(info: dict[str, Any]) -> str:
     content = {k: v for k, v in info.items() if k != 'checksum'}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _regroup(blocks: Iterable[np.ndarray], size: int, dtype: str) -> Iterator[np.ndarray]:
-    """Yields the same elements in arrays of `size`; only the last one may be shorter."""
-    buffer, filled = np.empty(size, dtype), 0
-    for block in blocks:
-        while len(block):
-            taken = block[: size - filled]
-            buffer[filled : filled + len(taken)] = taken
-            filled, block = filled + len(taken), block[len(taken) :]
-            if filled == size:
-                yield buffer
-                filled = 0
-    if filled:
-        yield buffer[:filled]

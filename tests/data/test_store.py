@@ -6,12 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+import tiny
 from corpora import words
 
 from lm.data import store as store_module
 from lm.data.batches import Order
 from lm.data.dataset import DataConfig
-from lm.data.store import TokenStore, digest_split, write_array, write_file, write_info
+from lm.data.store import TokenStore, write_file, write_info
 from lm.data.tokenizers import TokenizerConfig
 from lm.data.tokenizers.sentencepiece import SentencePiece, train
 from lm.errors import ConfigError, LmError, MismatchError
@@ -23,10 +24,10 @@ MODEL = train(TokenizerConfig(vocab_size=400), [words(5000, seed=2)])
 def write_store(path, tokens, ends, splits=('train', 'validation'), published=None, **info):
     import hashlib
 
-    digest = digest_split(hashlib.sha256(tokens.tobytes()), ends)
+    digest = hashlib.sha256(tokens.tobytes() + ends.astype('<i8').tobytes()).hexdigest()
     for split in splits:
-        write_array(path, split, 'tokens', np.array_split(tokens, 7), len(tokens), tokens.dtype.name)
-        write_array(path, split, 'document_ends', [ends], len(ends), 'int64')
+        tiny.write_array(path, split, 'tokens', tokens)
+        tiny.write_array(path, split, 'document_ends', ends)
     counts = {'documents': len(ends), 'bytes': 10, 'words': 5, 'tokens': len(tokens), 'sha256': digest}
     tokenizer = SentencePiece(MODEL)
     write_file(path, 'tokenizer.model', MODEL)
@@ -156,10 +157,10 @@ def test_messages_of_tensorstore_are_cut_to_a_line(original, text, kind, remedy)
 
 
 def test_arrays_that_differ_from_the_description_are_refused(copy, tokens):
-    write_array(str(copy), 'train', 'tokens', [tokens[:-1]], len(tokens) - 1, 'uint16')
+    tiny.write_array(copy, 'train', 'tokens', tokens[:-1])
     with pytest.raises(MismatchError, match=r'is not what dataset.json says'):
         TokenStore.open(str(copy)).read('train', 0, 10)
-    write_array(str(copy), 'train', 'tokens', [tokens[::-1]], len(tokens), 'uint16')
+    tiny.write_array(copy, 'train', 'tokens', tokens[::-1])
     with pytest.raises(MismatchError, match=r"split 'train' is not what dataset.json describes"):
         TokenStore.open(str(copy)).verify('train')
 
@@ -212,7 +213,7 @@ def test_published_word_counts_of_pg19_in_stores_that_do_not_record_them(tmp_pat
 
 def test_preparing_and_reading_import_no_heavy_library():
     heavy = ['jax', 'tensorflow', 'tensorflow_datasets', 'clu', 'gin']
-    code = f'import sys, lm.data.store, lm.data.prepare.run; print([m for m in {heavy} if m in sys.modules])'
+    code = f'import sys, lm.data.store, lm.data.prepare.stages; print([m for m in {heavy} if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == '[]'
 
 
