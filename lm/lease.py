@@ -195,12 +195,6 @@ def read_owner(folder: AnyPath) -> dict[str, Any] | None:
         return None
 
 
-def is_held(folder: AnyPath) -> bool | None:
-    """Returns whether a living process holds the lease of a folder; None where that is unknown, as on another host."""
-    owner = read_owner(folder)
-    return False if owner is None else _is_alive(owner, folder)
-
-
 def read_silence(folder: AnyPath) -> float | None:
     """Returns the seconds since the lease of a folder was last renewed, by both hosts' clocks.
 
@@ -208,6 +202,17 @@ def read_silence(folder: AnyPath) -> float | None:
     """
     owner = read_owner(folder)
     return max(0.0, time.time() - owner['renewed']) if owner and 'renewed' in owner else None
+
+
+def is_held(folder: AnyPath) -> bool:
+    """Tells if a process holds the lease of a folder: a living one of this host, or one of another that lately renewed
+    it."""
+    owner = read_owner(folder)
+    alive = False if owner is None else _is_alive(owner, folder)
+    if alive is None:
+        silence = read_silence(folder)
+        alive = silence is not None and silence < EXPIRES
+    return alive
 
 
 def _one_line(error: Exception) -> str:

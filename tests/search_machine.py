@@ -57,14 +57,14 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == '-m':
         fake_trainer.end_with_parent(arguments[2])
     from lm import cli, lease
-    from lm.sweep import runner, sweep
+    from lm.sweep import runner
     from lm.sweep.search import run
 
     if host := os.environ.get('HOST'):
         socket.gethostname = lambda: host
     if beat := os.environ.get('BEAT'):
         lease.HEARTBEAT = float(beat)
-        lease.EXPIRES = sweep.EXPIRES = 6 * lease.HEARTBEAT
+        lease.EXPIRES = 6 * lease.HEARTBEAT
     if arguments[0] == '-m':
         return cli.main(arguments[3:])
     runner.sys = types.SimpleNamespace(executable=os.environ['TRAINER'], stdout=sys.stdout)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lm.errors import ConfigError
 from lm.files import open_path
-from lm.lease import EXPIRES, is_held, read_silence
+from lm.lease import is_held, read_silence
 from lm.runs import sweep_file
 from lm.runs.records import Run, find_run_paths, is_run
 from lm.text import format_count, format_duration, make_visible
@@ -75,10 +75,8 @@ def read_status(root: epath.PathLike) -> list[PointStatus]:
 def _read_point(root: epath.Path, name: str, steps: int) -> PointStatus:
     path, failure = root / name, sweep_file.read_failure(root, name)
     run = Run.read(path) if is_run(path) else None
-    silence, alive = read_silence(path), is_held(path)
-    if alive is None:
-        alive = silence is not None and silence < EXPIRES
-    status, reason = _judge(run, failure, bool(alive), silence)
+    silence = read_silence(path)
+    status, reason = _judge(run, failure, is_held(path), silence)
     return PointStatus(
         point=make_visible(name),
         status=status,

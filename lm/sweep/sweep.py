@@ -12,7 +12,7 @@ from etils import epath
 
 from lm.errors import ConfigError, Diverged, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
-from lm.lease import EXPIRES, is_held, read_silence
+from lm.lease import is_held
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
 from lm.runs.run_dir import RunDir
@@ -63,10 +63,7 @@ class Sweep:
     def is_running(self, point: Point) -> bool:
         """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
         lock."""
-        path = self.root / point.name
-        if (alive := is_held(path)) is not None:
-            return alive
-        return (read_silence(path) or 0.0) < EXPIRES
+        return is_held(self.root / point.name)
 
     def result(self, point: Point) -> dict[str, Any]:
         """Returns the row of a point: status done, failed, pruned, interrupted or waiting, and its measurements."""
