@@ -32,8 +32,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
+    from lm.data.prepare.beam import prepare_with_beam
+    from lm.data.prepare.chain import prove
     from lm.data.prepare.parts import read_share
-    from lm.data.prepare.run import run_prepare, run_prepare_with_beam, run_prove
+    from lm.data.prepare.run import run
+    from lm.data.prepare.stages import prepare
 
     in_shares = arguments.shard is not None or arguments.assemble
     if arguments.engine and in_shares:
@@ -48,10 +51,10 @@ def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.prove is not None:
         if arguments.engine or in_shares:
             raise ConfigError('--prove: compares a finished store; leave out --shard, --assemble and --engine')
-        return functools.partial(run_prove, *job, arguments.prove)
+        return functools.partial(run, prove, *job, arguments.prove)
     if arguments.engine:
-        return functools.partial(run_prepare_with_beam, *job, arguments.beam_options)
-    return functools.partial(run_prepare, *job, share, arguments.assemble)
+        return functools.partial(run, prepare_with_beam, *job, arguments.beam_options)
+    return functools.partial(run, prepare, *job, None, share, arguments.assemble)
 
 
 VERB = Verb(

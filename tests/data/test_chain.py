@@ -14,7 +14,7 @@ from rich.console import Console
 from lm.cli import main
 from lm.data.prepare import chain, stages
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.counts import ShardCounts, decode_counts, encode_counts
+from lm.data.prepare.counts import ShardCounts, check_content, decode_counts, encode_counts
 from lm.data.prepare.parts import Share
 from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
@@ -125,10 +125,12 @@ def test_a_damaged_tokenizer_tokenizes_nothing(config, tmp_path):
 
 def test_counts_of_an_earlier_version_are_read():
     """They have no digests, so that nothing is compared, and their store has no chain."""
-    assert decode_counts(b'{"documents": 3, "tokens": 7}') == ShardCounts(documents=3, tokens=7)
+    assert decode_counts(b'{"documents": 3, "tokens": 7, "sizes": {".tokens": 14}}') == ShardCounts(
+        documents=3, tokens=7
+    )
     counts = ShardCounts(documents=3, sha256={'.tokens': 'a'}, source='b')
     assert decode_counts(encode_counts(counts)) == counts
-    ShardCounts().check('train/000000', '.tokens', 'any')
+    assert check_content(ShardCounts(), 'train/000000', '.tokens', b'any') == b'any'
     assert chain.write_chain('nowhere', {'train': [ShardCounts(documents=3)]}) == {}
 
 

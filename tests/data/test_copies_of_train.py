@@ -20,7 +20,7 @@ from lm.data.mixture import Mixture
 from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.parts import Share
-from lm.data.prepare.shards import HASHES, TokenizedShard, name_shard, read_counts, write_shard
+from lm.data.prepare.shards import HASHES, TokenizedShard, name_shard, name_shards, read_counts, write_shard
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.prepare.stages import prepare
 from lm.data.store import TokenStore
@@ -45,7 +45,7 @@ def test_copies_are_counted_like_a_set_counts_them(train, validation, test):
         for split, shards in drawn.items():
             for i, own in enumerate(shards):
                 write(folder, name_shard(split, i), own)
-            counts[split] = read_counts(folder, split, len(shards))
+            counts[split] = read_counts(folder, name_shards(split, len(shards)))
         found = count_copies(folder, counts)
         assert count_copies(folder, {'validation': counts['validation']}) == {}
         counts['train'][0].sha256.pop(HASHES)

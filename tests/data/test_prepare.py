@@ -25,7 +25,7 @@ from lm.data import store, tokenizers
 from lm.data.dataset import DataConfig
 from lm.data.prepare import stages as prepare_module
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.run import run_prepare
+from lm.data.prepare.run import run as run_command
 from lm.data.prepare.shards import Sample
 from lm.data.prepare.stages import prepare
 from lm.data.prepare.workers import start_workers
@@ -451,17 +451,17 @@ def test_a_second_preparation_and_a_full_disk_are_refused_in_one_line(tmp_path):
         data=DataConfig(path=str(path)),
     )
     with Lease(path / 'parts'), pytest.raises(LmError, match='another `lm prepare` works on it'):
-        run_prepare(experiment.prepare, experiment.data.path)
+        run_command(prepare, experiment.prepare, experiment.data.path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the workers get this limit too
     try:
         with pytest.raises(LmError, match=r'File too large.*run the same command again') as error:
-            run_prepare(experiment.prepare, experiment.data.path)
+            run_command(prepare, experiment.prepare, experiment.data.path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert '\n' not in str(error.value)
     assert not multiprocessing.active_children()
-    run_prepare(experiment.prepare, experiment.data.path)
+    run_command(prepare, experiment.prepare, experiment.data.path)
 
 
 def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
@@ -498,7 +498,7 @@ def test_files_of_a_wrong_kind_are_reported_in_one_line(tmp_path, name, content,
     config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL, processes=1)
     experiment = types.SimpleNamespace(prepare=config, data=DataConfig(path=str(tmp_path / 'store')))
     with pytest.raises(LmError, match=message) as error:
-        run_prepare(experiment.prepare, experiment.data.path)
+        run_command(prepare, experiment.prepare, experiment.data.path)
     assert '\n' not in str(error.value)
     assert error.value.exit_code in (2, 44)
 

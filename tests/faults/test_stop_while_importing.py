@@ -54,9 +54,9 @@ class Importing:
 sys.meta_path.insert(0, Importing())
 """
 QUICKLY_OVER = """
-import lm.data.prepare.run
+import lm.data.prepare.stages
 sys.setswitchinterval(10)  # the thread that listens is told when all is over
-lm.data.prepare.run.prepare = lambda *_: os.kill(os.getpid(), signal.NAME)
+lm.data.prepare.stages.prepare = lambda *_: os.kill(os.getpid(), signal.NAME)
 code = lm.cli.main(sys.argv[1:])
 time.sleep(0.5)
 sys.exit(code)
@@ -83,8 +83,8 @@ def test_a_signal_after_the_imports_ends_with_42_and_one_message(name):
 
 NOHUP = """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-import lm.data.prepare.run
-lm.data.prepare.run.prepare = lambda *_: [os.kill(os.getpid(), signal.SIGHUP), print('went on')]
+import lm.data.prepare.stages
+lm.data.prepare.stages.prepare = lambda *_: [os.kill(os.getpid(), signal.SIGHUP), print('went on')]
 """
 
 

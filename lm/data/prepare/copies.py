@@ -3,12 +3,12 @@
 A model may have learned them by heart: their perplexity says little about new text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.shards import HASHES, LENGTHS, read_parts
+from lm.data.prepare.shards import HASHES, LENGTHS, name_shards, read_parts
 from lm.data.prepare.shared_folder import SharedFolder
 
 TRAIN = 'train'
@@ -24,13 +24,13 @@ def count_copies(folder: SharedFolder, counts: Mapping[str, list[ShardCounts]]) 
     if TRAIN not in counts or not others or not all(HASHES in c.sha256 for own in counts.values() for c in own):
         return {}
 
-    def read(split: str, suffix: str, dtype: type) -> np.ndarray:
-        return np.frombuffer(b''.join(read_parts(folder, split, counts[split], suffix)), dtype)
+    def read(split: str, suffix: str) -> Iterator[bytes]:
+        return read_parts(folder, name_shards(split, len(counts[split])), counts[split], suffix)
 
-    hashes = {split: read(split, HASHES, np.uint64) for split in others}
+    hashes = {split: np.frombuffer(b''.join(read(split, HASHES)), np.uint64) for split in others}
     known = np.unique(np.concatenate(list(hashes.values())))
     is_copied = np.zeros(len(known), bool)
-    for content in read_parts(folder, TRAIN, counts[TRAIN], HASHES):
+    for content in read(TRAIN, HASHES):
         own = np.frombuffer(content, np.uint64)
         places = np.searchsorted(known, own)
         inside = places < len(known)
@@ -39,6 +39,6 @@ def count_copies(folder: SharedFolder, counts: Mapping[str, list[ShardCounts]]) 
     found = {}
     for split in others:
         copies = is_copied[np.searchsorted(known, hashes[split])]
-        tokens = read(split, LENGTHS, np.int64)[copies].sum()
+        tokens = np.frombuffer(b''.join(read(split, LENGTHS)), np.int64)[copies].sum()
         found[split] = {'documents': int(copies.sum()), 'tokens': int(tokens)}
     return found

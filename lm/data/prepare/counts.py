@@ -31,7 +31,6 @@ class ShardCounts:
         bad: the unusable documents, each with `split`, `document` and `reason`.
         decoded: documents whose tokens were compared with their text; 0 from versions that compared none.
         unchanged: compared documents that came back without a change.
-        sizes: suffix of an intermediate file → its bytes.
         source: the SHA-256 of its usable documents, as they were read; '' from versions that computed none.
         sha256: suffix of an intermediate file → its SHA-256; empty from versions that computed none.
     """
@@ -43,21 +42,17 @@ class ShardCounts:
     bad: list[dict[str, str]] = dataclasses.field(default_factory=list)
     decoded: int = 0
     unchanged: int = 0
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     source: str = ''
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def check(self, base: str, suffix: str, digest: str) -> None:
-        """Raises DamagedPartError unless `digest` is the SHA-256 of the file BASE SUFFIX as it was written."""
-        if self.sha256.get(suffix, digest) != digest:
-            raise DamagedPartError(base, suffix)
 
 
 def check_content(counts: ShardCounts, base: str, suffix: str, content: bytes | None) -> bytes:
     """Returns the contents of the file BASE SUFFIX. Raises DamagedPartError unless they are as they were written."""
     if content is None:
         raise DamagedPartError(base, suffix)
-    counts.check(base, suffix, hashlib.sha256(content).hexdigest())
+    digest = hashlib.sha256(content).hexdigest()
+    if counts.sha256.get(suffix, digest) != digest:
+        raise DamagedPartError(base, suffix)
     return content
 
 
@@ -72,7 +67,10 @@ def decode_counts(content: bytes | None) -> ShardCounts | None:
     try:
         values = dict(parse_json(content or b''))
         seal = values.pop(SEAL, None)
-        return ShardCounts(**values) if seal in (None, _seal(values)) else None
+        if seal not in (None, _seal(values)):
+            return None
+        values.pop('sizes', None)  # of earlier versions
+        return ShardCounts(**values)
     except (TypeError, ValueError):  # no object, or other names
         return None
 

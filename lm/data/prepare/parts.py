@@ -28,7 +28,7 @@ from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.description import check_bad_records, describe_split, describe_versions, finish_store
 from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces
 from lm.data.prepare.settings import choose_splits, collect_settings, compare_settings
-from lm.data.prepare.shards import Preparation, Unit, read_counts
+from lm.data.prepare.shards import Preparation, Unit, name_shards, read_counts
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.sources.base import Shard
 from lm.errors import ConfigError, LmError, MismatchError
@@ -159,7 +159,7 @@ class PartedPreparation:
         DamagedPartError."""
         if missing := self.list_missing():
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
-        return {split: read_counts(self.folder, split, len(own)) for split, own in self.shards.items()}
+        return {split: read_counts(self.folder, name_shards(split, len(own))) for split, own in self.shards.items()}
 
     def describe_splits(self, counts: dict[str, list[ShardCounts]]) -> dict[str, dict[str, Any]]:
         """Returns the entries of the splits, without their SHA-256.

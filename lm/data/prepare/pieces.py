@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.data import store
-from lm.data.prepare.counts import DamagedPartError, ShardCounts, check_content, decode_counts
-from lm.data.prepare.shards import LENGTHS, TOKENS, name_shard, read_counts, read_parts
+from lm.data.prepare.counts import DamagedPartError, ShardCounts
+from lm.data.prepare.shards import LENGTHS, TOKENS, name_shard, name_shards, read_counts, read_parts
 from lm.data.prepare.shared_folder import SharedFolder
 
 DIGEST = 'sha256'
@@ -95,7 +95,7 @@ def make_piece(folder: SharedFolder, path: str, piece: StorePiece) -> None:
     if piece.name == DIGEST:
         content = _digest(folder, piece).encode()
     else:
-        elements = _read_tokens(folder, piece) if piece.name == 'tokens' else _compute_ends(folder, piece)
+        elements = _read_elements(folder, piece)
         store.write_array_file(path, piece.split, piece.name, piece.number, elements, piece.count)
     folder.write(piece.marker, content)
 
@@ -118,50 +118,27 @@ def forget_pieces(folder: SharedFolder, split: str) -> None:
         folder.remove(f'{MADE}/{split}/{name}')
 
 
-def _read_counts(folder: SharedFolder, base: str) -> ShardCounts:
-    if (counts := decode_counts(folder.read(f'{base}.json'))) is None:
-        raise DamagedPartError(base, '.json')
-    return counts
-
-
-def _read_tokens(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
-    tokens, start = np.empty(sum(span.stop - span.start for span in piece.spans), piece.dtype), 0
+def _read_elements(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
+    """Returns the tokens of a piece, or its document ends in tokens from the beginning of the split."""
+    elements, start = np.empty(sum(span.stop - span.start for span in piece.spans), piece.dtype), 0
     for span in piece.spans:
-        base, count = name_shard(piece.split, span.index), span.stop - span.start
-        counts = _read_counts(folder, base)
-        if count < counts.tokens:  # at the ends of the piece; only a whole file can be compared with its digest
-            content = check_content(counts, base, TOKENS, folder.read(base + TOKENS))
-            tokens[start : start + count] = np.frombuffer(content, piece.dtype)[span.start : span.stop]
-        else:
-            whole = tokens[start : start + count]
-            if not folder.fill(base + TOKENS, whole):
-                raise DamagedPartError(base, TOKENS)
-            counts.check(base, TOKENS, hashlib.sha256(whole.data).hexdigest())
-        start += count
-    return tokens
-
-
-def _compute_ends(folder: SharedFolder, piece: StorePiece) -> np.ndarray:
-    """Returns the document ends of a piece, in tokens from the beginning of the split."""
-    ends = []
-    for span in piece.spans:
-        base = name_shard(piece.split, span.index)
-        content = check_content(_read_counts(folder, base), base, LENGTHS, folder.read(base + LENGTHS))
-        ends.append(span.before + np.cumsum(np.frombuffer(content, np.int64))[span.start : span.stop])
-    return np.concatenate(ends)
+        bases = [name_shard(piece.split, span.index)]
+        suffix = TOKENS if piece.name == 'tokens' else LENGTHS
+        (content,) = read_parts(folder, bases, read_counts(folder, bases), suffix)
+        own = np.frombuffer(content, piece.dtype)
+        own = own if suffix == TOKENS else span.before + np.cumsum(own)
+        elements[start : start + span.stop - span.start] = own[span.start : span.stop]
+        start += span.stop - span.start
+    return elements
 
 
 def _digest(folder: SharedFolder, piece: StorePiece) -> str:
     """Computes the SHA-256 of a split: of its tokens and document ends. It reads the shards in their order."""
-    counts = read_counts(folder, piece.split, piece.count)
-    digest, names = hashlib.sha256(), [name_shard(piece.split, index) + TOKENS for index in range(piece.count)]
-    own = {name: hashlib.sha256() for name in names}
-    for name, block in folder.read_in_blocks(names, AHEAD):
-        digest.update(block)
-        own[name].update(block)
-    total = 0
-    for i, content in enumerate(read_parts(folder, piece.split, counts, LENGTHS, AHEAD)):
-        counts[i].check(name_shard(piece.split, i), TOKENS, own[names[i]].hexdigest())
+    bases = name_shards(piece.split, piece.count)
+    digest, counts, total = hashlib.sha256(), read_counts(folder, bases), 0
+    for content in read_parts(folder, bases, counts, TOKENS, AHEAD):
+        digest.update(content)
+    for content in read_parts(folder, bases, counts, LENGTHS):
         lengths = np.frombuffer(content, np.int64)
         digest.update((total + np.cumsum(lengths)).astype('<i8').data)
         total += int(lengths.sum())

@@ -62,6 +62,11 @@ def name_shard(split: str, index: int) -> str:
     return f'{split}/{index:06d}'
 
 
+def name_shards(split: str, number: int) -> list[str]:
+    """Returns these names of the first shards of a split."""
+    return [name_shard(split, index) for index in range(number)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Preparation:
     """The facts that all shards of a preparation have in common."""
@@ -90,9 +95,8 @@ class Preparation:
         return [found is not None and not (self.config.strict and found.bad) for found in counts]
 
 
-def read_counts(folder: SharedFolder, split: str, number: int) -> list[ShardCounts]:
-    """Returns the counts of the first shards of a split. Raises DamagedPartError for one that is not finished."""
-    bases = [name_shard(split, index) for index in range(number)]
+def read_counts(folder: SharedFolder, bases: Sequence[str]) -> list[ShardCounts]:
+    """Returns the counts of shards, by name. Raises DamagedPartError for one that is not finished."""
     counts = []
     for base, content in zip(bases, folder.read_many([f'{base}.json' for base in bases]), strict=True):
         if (found := decode_counts(content)) is None:
@@ -102,11 +106,9 @@ def read_counts(folder: SharedFolder, split: str, number: int) -> list[ShardCoun
 
 
 def read_parts(
-    folder: SharedFolder, split: str, counts: Sequence[ShardCounts], suffix: str, ahead: int = AHEAD
+    folder: SharedFolder, bases: Sequence[str], counts: Sequence[ShardCounts], suffix: str, ahead: int = AHEAD
 ) -> Iterator[bytes]:
-    """Yields the intermediate files of a kind, of all shards of a split, which have these counts. Raises
-    DamagedPartError."""
-    bases = [name_shard(split, index) for index in range(len(counts))]
+    """Yields the intermediate files BASE SUFFIX of shards, which have these counts. Raises DamagedPartError."""
     contents = folder.read_many([base + suffix for base in bases], ahead)
     for base, own, content in zip(bases, counts, contents, strict=True):
         yield check_content(own, base, suffix, content)
@@ -114,11 +116,11 @@ def read_parts(
 
 def write_shard(folder: SharedFolder, base: str, made: 'TokenizedShard') -> None:
     """Writes BASE.tokens, BASE.lengths, BASE.hashes, and last BASE.json with the counts."""
-    sizes, digests = {}, {}
+    digests = {}
     for suffix, arrays in ((TOKENS, made.tokens), (LENGTHS, made.lengths), (HASHES, made.hashes)):
         digests[suffix] = digest_arrays(arrays)
-        sizes[suffix] = folder.write(base + suffix, arrays)
-    folder.write(f'{base}.json', encode_counts(dataclasses.replace(made.counts, sizes=sizes, sha256=digests)))
+        folder.write(base + suffix, arrays)
+    folder.write(f'{base}.json', encode_counts(dataclasses.replace(made.counts, sha256=digests)))
 
 
 def digest_arrays(arrays: list[np.ndarray]) -> str:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import io
 import pathlib
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,6 @@ from lm.files import is_remote, local_path, write_atomically
 
 AHEAD = 64
 """Reads of small files that are under way together."""
-BLOCK = 2**20
-"""Bytes that are read together where nothing needs the whole file: the cache of a processor holds them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,39 +39,16 @@ class SharedFolder:
         """Returns the contents of a file, or only the bytes of `span`; None where there is no file."""
         return _value(self.kvstore.read(name, byte_range=span).result())
 
-    def fill(self, name: str, target: np.ndarray) -> bool:
-        """Fills an array with the first bytes of a file. Returns whether the file has so many."""
-        if self._local is None:
-            content = self.read(name, slice(0, target.nbytes)) or b''
-            if is_whole := len(content) == target.nbytes:
-                target.view(np.uint8)[:] = np.frombuffer(content, np.uint8)
-            return is_whole
-        try:
-            with open(self._local / name, 'rb', buffering=0) as file:
-                return _fill(file, target.view(np.uint8).data)
-        except FileNotFoundError:
-            return False
-
-    def read_in_blocks(self, names: Sequence[str], ahead: int) -> Iterator[tuple[str, bytes | memoryview]]:
-        """Yields (name, block) for the contents of files one after the other; a block lasts until the next one.
-
-        A file that is missing has no block. `ahead`: reads from a bucket that are under way together.
-        """
-        if self._local is None:
-            for name, content in zip(names, self.read_many(names, ahead), strict=True):
-                yield name, content or b''
-            return
-        block = bytearray(BLOCK)
-        for name in names:
-            try:
-                with open(self._local / name, 'rb', buffering=0) as file:
-                    while count := file.readinto(block):
-                        yield name, memoryview(block)[:count]
-            except FileNotFoundError:
-                pass
-
     def read_many(self, names: Sequence[str], ahead: int = AHEAD) -> Iterator[bytes | None]:
-        """Yields the contents of files in the order of their names; so many reads are under way together."""
+        """Yields the contents of files in the order of their names; so many reads from a bucket are under way
+        together."""
+        if self._local is not None:
+            for name in names:
+                try:
+                    yield (self._local / name).read_bytes()
+                except FileNotFoundError:
+                    yield None
+            return
         under_way: collections.deque[ts.Future] = collections.deque()
         for name in names:
             under_way.append(self.kvstore.read(name))
@@ -83,14 +57,13 @@ class SharedFolder:
         while under_way:
             yield _value(under_way.popleft().result())
 
-    def write(self, name: str, content: bytes | list[np.ndarray]) -> int:
-        """Writes a file and returns its size in bytes."""
+    def write(self, name: str, content: bytes | list[np.ndarray]) -> None:
         if self._local is not None:
             (self._local / name).parent.mkdir(parents=True, exist_ok=True)
-            return write_atomically(self._local / name, content)
-        content = content if isinstance(content, bytes) else b''.join(part.data for part in content)
-        self.kvstore.write(name, content).result()
-        return len(content)
+            write_atomically(self._local / name, content)
+        else:
+            content = content if isinstance(content, bytes) else b''.join(part.data for part in content)
+            self.kvstore.write(name, content).result()
 
     def remove(self, name: str) -> None:
         """Deletes a file, if it is there."""
@@ -122,13 +95,6 @@ class SharedFolder:
 @functools.cache
 def _open(address: str) -> ts.KvStore:
     return store.open_kvstore(address)
-
-
-def _fill(file: io.RawIOBase, target: memoryview) -> bool:
-    """Reads until the target is full. Returns whether the file had so much."""
-    while len(target) and (count := file.readinto(target)):
-        target = target[count:]
-    return not len(target)
 
 
 def _value(result: ts.KvStore.ReadResult) -> bytes | None:
