@@ -29,7 +29,7 @@ import tensorstore as ts
 
 from lm.buckets import waiting_for
 from lm.errors import ConfigError
-from lm.files import AnyPath, folder_spec, is_remote, parse_json, reaching, read_bytes
+from lm.files import AnyPath, folder_spec, is_remote, local_path, parse_json, reaching, read_bytes
 from lm.signals import last_act
 from lm.text import make_visible
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class HeldError(ConfigError):
     """Another process holds the lease. `owner` describes that process."""
 
-    def __init__(self, place: AnyPath, owner: str):
+    def __init__(self, place: os.PathLike | str, owner: str):
         super().__init__(f'{place}: {owner} works there; wait for its end or stop it')
         self.owner = owner
 
@@ -65,8 +65,9 @@ class Lease:
         lost: what has become of a lease that is known to be another's, or gone; None: nothing.
     """
 
-    def __init__(self, folder: AnyPath, name: str = NAME):
-        self.folder, self.name, self.uuid = folder, name, uuid.uuid4().hex
+    def __init__(self, folder: os.PathLike | str, name: str = NAME):
+        self.folder = os.fspath(folder if is_remote(folder) else local_path(folder))
+        self.name, self.uuid = name, uuid.uuid4().hex
         self.inherited, self.lost = False, None
         self._owner = {
             'host': socket.gethostname(),
@@ -83,6 +84,10 @@ class Lease:
         self._writing = threading.Lock()
         self._heart = threading.Thread(target=self._renew, name='lease', daemon=True)
         self._ending = last_act(self._release)
+
+    @property
+    def _file(self) -> str:
+        return f'{self.folder}/{self.name}'
 
     def __enter__(self) -> 'Lease':
         try:
@@ -132,7 +137,7 @@ class Lease:
                 if alive is None and time.monotonic() < deadline:
                     time.sleep(HEARTBEAT / 10)
                     continue
-                log.warning('%s ended without giving back %s: taken over', _name(owner), self.folder / self.name)
+                log.warning('%s ended without giving back %s: taken over', _name(owner), self._file)
             self._generation = self._write(found.stamp.generation)
 
     def _choose_wait(self, owner: dict[str, Any]) -> float:
@@ -172,7 +177,7 @@ class Lease:
                     self._generation = generation or self._generation
             except ValueError as error:  # such as a full disk: others on this host still see that we live
                 if not warned:
-                    log.warning('%s could not be renewed: %s', self.folder / self.name, _one_line(error))
+                    log.warning('%s could not be renewed: %s', self._file, _one_line(error))
                 warned = True
                 continue
             if not generation:
@@ -247,7 +252,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     return owner if is_whole else {}
 
 
-def _is_alive(owner: dict[str, Any], folder: AnyPath) -> bool | None:
+def _is_alive(owner: dict[str, Any], folder: os.PathLike | str) -> bool | None:
     """Returns whether the owner lives and holds this folder; None where this process cannot know."""
     if owner.get('host') != socket.gethostname():
         return None
@@ -269,7 +274,7 @@ def _is_alive(owner: dict[str, Any], folder: AnyPath) -> bool | None:
     return True if owner.get('inode') in (None, _inode(folder)) else None
 
 
-def _inode(folder: AnyPath) -> int | None:
+def _inode(folder: os.PathLike | str) -> int | None:
     """Returns the inode of a local folder, which a copy does not share; None where there is no inode yet."""
     try:
         return None if is_remote(folder) else os.stat(folder).st_ino

@@ -220,10 +220,10 @@ def test_prepare_flags(calls):
     ],
 )
 def test_exit_codes(error, code, message, monkeypatch, capsys):
-    def fail(config, path):
+    def fail(*arguments):
         raise error
 
-    monkeypatch.setattr('lm.data.prepare.run.run_prepare', fail)
+    monkeypatch.setattr('lm.data.prepare.run.run', fail)
     assert main(['prepare']) == code
     assert capsys.readouterr().err == message
     assert main(['prepare', '--debug']) == code
@@ -242,7 +242,7 @@ def test_help_explains_every_exit_code(argv, capsys):
 
 
 def test_exit_code_of_the_verb_is_passed_on(monkeypatch):
-    monkeypatch.setattr('lm.data.prepare.run.run_prepare', lambda config, path: 3)
+    monkeypatch.setattr('lm.data.prepare.run.run', lambda *arguments: 3)
     assert main(['prepare']) == 3
 
 

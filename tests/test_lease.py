@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -241,8 +242,8 @@ def cut_off(write):
 def wait_for_renewals(held, number=4):
     """Waits for this number of heartbeats, or until the heartbeat has ended."""
     for _ in range(number):
-        before = json.loads((held.folder / lease.NAME).read_text())['renewed']
-        while held._heart.is_alive() and json.loads((held.folder / lease.NAME).read_text())['renewed'] == before:
+        before = json.loads(pathlib.Path(held._file).read_text())['renewed']
+        while held._heart.is_alive() and json.loads(pathlib.Path(held._file).read_text())['renewed'] == before:
             time.sleep(0.01)
 
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lm.data.prepare.config import PrepareConfig
-from lm.data.prepare.run import prepare
+from lm.data.prepare.stages import prepare
 from lm.data.sources.jsonl import Jsonl
 from lm.data.sources.text_files import TextFiles
 from lm.data.store import TokenStore

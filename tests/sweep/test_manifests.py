@@ -373,8 +373,7 @@ def test_a_folder_with_other_files_is_refused(emit, tmp_path, capsys):
 def test_a_point_that_is_trained_elsewhere_is_left_out(emit, tmp_path, capsys, monkeypatch):
     assert emit('slurm') == 0
     (tmp_path / 'root' / 'seed-2').mkdir()
-    monkeypatch.setattr('lm.sweep.sweep.is_occupied', lambda path: None if path.name == 'seed-2' else False)
-    monkeypatch.setattr('lm.sweep.sweep.read_silence', lambda path: 12.0)
+    monkeypatch.setattr('lm.sweep.sweep.is_held', lambda path: path.name == 'seed-2')
     assert emit('slurm') == 0
     assert 'seed-2 is being trained and is left out' in capsys.readouterr().out
     assert '#SBATCH --array=0,1,3,4\n' in (tmp_path / 'slurm' / 'sweep.sh').read_text()

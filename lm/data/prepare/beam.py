@@ -142,12 +142,11 @@ def _finish(_: int, begin: Callable[[], PartedPreparation]) -> Iterator[None]:
 def _explain(error: Exception) -> Exception:
     """Returns the error of this package that made a pipeline fail, or an LmError with Beam's first line."""
     text = _REMARK.sub('', str(error))
-    if isinstance(error, LmError):
-        return type(error)(text)
-    if found := _OURS.findall(str(error)):
-        name, text = found[-1]
+    ours = [(type(error).__name__, text)] if isinstance(error, LmError) else _OURS.findall(str(error))
+    if ours:
+        name, text = ours[-1]
         return getattr(errors, name, LmError)(_REMARK.sub('', text))
-    if isinstance(error, OSError | ValueError):  # of the storage: `run_prepare` explains them
+    if isinstance(error, OSError | ValueError):  # of the storage: `lm.data.prepare.run` explains them
         return error
     lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return LmError(f'Beam: {lines[-1][:300]}; mend that and run the same command again: finished shards are kept')

@@ -37,7 +37,6 @@ from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError
-from lm.files import open_path
 from lm.lease import HeldError, Lease
 from lm.text import format_count, format_si
 
@@ -129,7 +128,7 @@ def _hold_off_others(path: str) -> Iterator[None]:
     """A block in which this process does all the work."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(Lease(open_path(find_parts(path).address, 'data.path')))
+            stack.enter_context(Lease(find_parts(path).address))
         except HeldError:
             raise LmError(f'{path}: another `lm prepare` works on it; wait for its end or stop it') from None
         yield
@@ -155,9 +154,7 @@ def _make_store(work: PartedPreparation, share: Share, only_assemble: bool, cons
             except DamagedPartError as error:
                 if not left:
                     raise
-                line = (
-                    f'{error.base}{error.suffix} of the intermediate files is damaged or gone: this shard is made again'
-                )
+                line = f'{error.file} of the intermediate files is damaged or gone: this shard is made again'
                 console.print(line, highlight=False, soft_wrap=True)
             _tokenize_all(work.job, [work.units[n] for n in work.list_missing()], pool, progress, console)
     raise AssertionError('the last try returns or raises')
@@ -183,7 +180,7 @@ def print_plan(work: PartedPreparation, todo: list[Unit], console: Console) -> N
 
 def _make_tokenizer(work: PartedPreparation, share: Share, pool: concurrent.futures.Executor, console: Console) -> None:
     """Returns when the tokenizer is there: this machine makes it, or waits for another one that does."""
-    lease, is_waiting = Lease(open_path(work.folder.address), 'tokenizer.lease'), False
+    lease, is_waiting = Lease(work.folder.address, 'tokenizer.lease'), False
     while not work.job.has_tokenizer():
         try:
             with lease:
