@@ -8,8 +8,9 @@ of hosts and devices gives the same global batches; each host reads only the row
 import abc
 import collections
 import concurrent.futures
+import copy
 from collections.abc import Generator, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -88,16 +89,17 @@ class BatchWindows(abc.ABC):
         following = self.batch(step - 1) + 1 if step else 0
         return [(first, min(end, following)) for first, end in self.skip if first < following]
 
-    def resume(self, step: int, skipped: Iterable[tuple[int, int]] | None) -> None:
-        """Goes on at `step` when `skipped` had been left out before it: those stay left out, the ranges given to this
-        object count from there on, and every other batch is seen once. None: not known, the ranges have been the same
-        from the beginning.
+    def resume(self, step: int, skipped: Iterable[tuple[int, int]] | None) -> Self:
+        """Returns the windows of a run that goes on at `step`, and before it has left out the batches `skipped`.
+
+        Those stay left out, the ranges of this object count from there on, and every other batch is seen once. None:
+        not known, the ranges have been the same from the beginning.
 
         Raises:
             ConfigError: a range names a batch that has been seen.
         """
         if skipped is None:
-            return
+            return self
         skipped = merge_ranges(skipped)
         following = step + sum(end - first for first, end in skipped)
         for first, end in self.skip:
@@ -109,7 +111,9 @@ class BatchWindows(abc.ABC):
                     'with --rewind_to'
                 )
         ahead = [(max(first, following), end) for first, end in self.skip if end > following]
-        self.skip = merge_ranges([*skipped, *ahead])
+        resumed = copy.copy(self)
+        resumed.skip = merge_ranges([*skipped, *ahead])
+        return resumed
 
     def examples(self, step: int) -> np.ndarray:
         """Returns example numbers [batch_size] of step `step` (both from 0): the windows of all batches in a row."""

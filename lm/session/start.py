@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
+from lm.data.batches import BatchWindows
 from lm.experiment import Experiment, check_experiment
 from lm.hardware import describe_libtpu_fault
 from lm.model.functions import ModelFunctions, Weights, select_weights
@@ -59,12 +60,15 @@ class Origin:
 class Start:
     """The state with which a session begins, after `step` steps.
 
-    `saved` is the metadata of its checkpoint; None if there was none. `stored` is the newest step in the run directory
-    up to there: it is another one if the state comes from memory.
+    Attributes:
+        windows: the windows of all further steps.
+        saved: the metadata of the checkpoint; None if there was none.
+        stored: the newest step in the run directory up to there: another one if the state comes from memory.
     """
 
     state: State
     step: int
+    windows: BatchWindows
     saved: dict[str, Any] | None
     stored: int | None = None
 
@@ -155,10 +159,11 @@ def restore_or_init(
     with goodput.charge('initialize' if is_new else 'restore'):
         restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
         if restored:
-            start = Start(*restored, source.stored)
-            plan.windows.resume(start.step, restored[2].get('skipped_batches'))
+            state, step, saved = restored
+            windows = plan.windows.resume(step, saved.get('skipped_batches'))
+            start = Start(state, step, windows, saved, source.stored)
         else:
-            start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, None)
+            start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, plan.windows, None)
             found = None
             if plan.initial and plan.source is None:
                 found = plan.initial.take(select_weights(start.state), select_weights(abstract))

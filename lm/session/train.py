@@ -136,7 +136,7 @@ def open_session(
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)
-        batches = Batches(plan.store, plan.split, plan.windows, experiment.train.microbatches, sharding)
+        batches = Batches(plan.store, plan.split, start.windows, experiment.train.microbatches, sharding)
 
         if origin.rewind_to is not None:
             checkpointer.rewind(start.step)

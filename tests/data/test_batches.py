@@ -122,13 +122,13 @@ def test_ranges_that_change_on_resume_leave_out_exactly_the_batches_ahead(data, 
     for _ in range(data.draw(st.integers(1, 4))):
         windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
         try:
-            windows.resume(len(seen), skipped)
+            windows = windows.resume(len(seen), skipped)
         except ConfigError:
             behind = {b for b in named(ranges) if b < next_batch}
             assert behind & set(seen), 'refused, but nothing that was named had been seen'
             ranges = [r for r in ranges if r[0] >= next_batch]
             windows = Windows(10_001, 10, 4, seed=1, skip=tuple(ranges))
-            windows.resume(len(seen), skipped)
+            windows = windows.resume(len(seen), skipped)
         else:
             assert not named(ranges) & set(seen), 'a range that is behind was taken without a word'
         steps = data.draw(st.integers(0, 30))
@@ -252,7 +252,7 @@ def test_the_ranges_left_out_before_a_step():
 def test_a_range_whose_batches_were_all_left_out_before_may_be_named_again(range_):
     """At step 4 the batches before 10 are in the past; 0 to 2 and 7 to 9 were left out."""
     windows = Windows(10_001, 10, 4, seed=1, skip=(range_,))
-    windows.resume(4, [(0, 3), (7, 10)])
+    windows = windows.resume(4, [(0, 3), (7, 10)])
     assert windows.batch(4) == (20 if range_ == (8, 20) else 10)
 
 
@@ -265,5 +265,5 @@ def test_a_range_is_in_the_past_once_its_first_batch_was_read(range_):
 
 def test_a_range_ahead_of_a_resume_is_left_out():
     windows = Windows(10_001, 10, 4, seed=1, skip=((10, 12),))
-    windows.resume(10, [])
+    windows = windows.resume(10, [])
     assert [windows.batch(step) for step in (9, 10)] == [9, 12]
