@@ -1,7 +1,8 @@
 """RULER (Hsieh et al. 2024): the harness makes its texts itself, as long as the context of a run.
 
-To measure their length, the harness asks `transformers` for a tokenizer by name. `measured_by` answers with the run's
-tokenizer, of any kind.
+To measure their length, the harness has `transformers` load a tokenizer by name, and takes no object in its place.
+`measured_by` answers with the run's tokenizer, of any kind. It changes a name in RULER's own module alone, until the
+tasks are loaded: `transformers` stays as it is.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import importlib
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError, MissingPackageError
@@ -28,10 +30,13 @@ per token.
 
 
 class Measure:
-    """A stand-in for a tokenizer of `transformers`; the harness only asks for the length of a text."""
+    """A stand-in for `AutoTokenizer` and for the tokenizer that it loads, of which RULER asks for lengths alone."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+
+    def from_pretrained(self, name: str, **options: Any) -> 'Measure':
+        return self
 
     def __call__(self, text: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(input_ids=self._tokenizer.encode(text).tolist())
@@ -44,16 +49,12 @@ def measured_by(tokenizer: Tokenizer) -> Iterator[None]:
     Raises ConfigError if a package that they need is not installed.
     """
     try:
-        auto: Any = importlib.import_module(COMMON).AutoTokenizer
+        common = importlib.import_module(COMMON)
         importlib.import_module('wonderwords')
     except ImportError as error:
         raise MissingPackageError('--tasks of RULER', str(error.name), 'harness') from None
-    kept = auto.from_pretrained
-    auto.from_pretrained = lambda name, **_: Measure(tokenizer)
-    try:
+    with mock.patch.object(common, 'AutoTokenizer', Measure(tokenizer)):
         yield
-    finally:
-        auto.from_pretrained = kept
 
 
 def check_fits(name: str, tokenizer: Tokenizer, length: int) -> None:
