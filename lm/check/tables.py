@@ -29,20 +29,14 @@ def print_budget(budget: Budget, plan: StepPlan) -> None:
 
 def print_check(check: Check, budget: Budget, price: float | None = None) -> None:
     """Prints the check of one topology; `price` is the price per chip-hour."""
-    topology = parse(check.topology)
-    unit = unit_of(check)
     print()
-    row(
-        'topology',
-        f'{check.topology}: {f"{topology.slices} slices, " if topology.slices > 1 else ""}'
-        f'{format_count(check.chips, "chip")}, {format_count(check.devices, "device")}; '
-        f'{"compiled in" if check.roofline else "refused by the compiler after"} {check.compile_seconds:.0f} s'
-        + (f' with {", ".join(check.bindings)}' if check.bindings else ''),
-    )
-    memory = check.memory
-    verdict = 'fits' if check.has_headroom else f'fits, with less than {MARGIN:.0%} to spare'
-    verdict = verdict if check.fits else 'does NOT fit'
-    row(f'memory per {unit}', f'{memory.needed_gib:.2f} GiB of {memory.limit_gib} GiB of HBM: {verdict}')
+    row('topology', f'{check.topology}: {describe_machine(check)}; {describe_compilation(check)}')
+    memory, verdict = check.memory, 'fits'
+    if not check.fits:
+        verdict = 'does NOT fit'
+    elif not check.has_headroom:
+        verdict = f'fits, with less than {MARGIN:.0%} to spare'
+    row(f'memory per {unit_of(check)}', f'{memory.needed_gib:.2f} GiB of {memory.limit_gib} GiB of HBM: {verdict}')
     if memory.arguments_gib is not None:
         row('  arguments', f'{memory.arguments_gib:.2f} GiB: parameters, optimizer state, batch')
         row('  outputs', f'{memory.outputs_gib:.2f} GiB, {memory.aliased_gib:.2f} of it in place of the arguments')
@@ -53,6 +47,20 @@ def print_check(check: Check, budget: Budget, price: float | None = None) -> Non
         print_times(check, check.roofline, budget, price)
     if check.advice is not None:  # its table is about another step, so it comes last
         print_advice(check, budget, price)
+
+
+def describe_machine(check: Check) -> str:
+    """Returns how many slices, chips and devices the topology has, in words."""
+    slices = parse(check.topology).slices
+    counts = [f'{slices} slices'] if slices > 1 else []
+    return ', '.join([*counts, format_count(check.chips, 'chip'), format_count(check.devices, 'device')])
+
+
+def describe_compilation(check: Check) -> str:
+    """Returns whether the compiler took the step, after how long, and with which changes of the configuration."""
+    outcome = 'compiled in' if check.roofline else 'refused by the compiler after'
+    changes = f' with {", ".join(check.bindings)}' if check.bindings else ''
+    return f'{outcome} {check.compile_seconds:.0f} s{changes}'
 
 
 def print_times(check: Check, bound: Roofline, budget: Budget, price: float | None) -> None:

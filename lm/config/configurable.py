@@ -10,6 +10,7 @@ write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing her
 
 import dataclasses
 import importlib
+import operator
 import pkgutil
 import types
 import typing
@@ -234,41 +235,49 @@ def describe(annotation: Any) -> str:
 
 
 SMALLEST, LARGEST = 1.2e-38, 3.4e38
-"""The bounds of the magnitude of a float: float32 rounds less to zero, and more to infinity."""
+"""The least and the greatest size of a float other than 0: float32 makes 0 of less, and infinity of more."""
 MOST = 2**31 - 1
-"""The bound of the magnitude of an int whose field has no `maximum`: programs count in int32."""
+"""The greatest size of an int whose field has no `maximum`: programs count in int32."""
+RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    'minimum': (operator.ge, 'at least'),
+    'maximum': (operator.le, 'at most'),
+    'above': (operator.gt, 'above'),
+    'below': (operator.lt, 'below'),
+}
+"""Rule of a field → the comparison of a good value with the bound, and the words of the error."""
 
 
-def _check_magnitude(label: str, value: Any, most: float | None) -> None:
-    """Raises ConfigError for a number, also one inside a tuple, that a run cannot compute with."""
+def _check_number(label: str, value: Any, maximum: float | None) -> None:
+    """Raises ConfigError for a number that a program cannot hold. Each item of a tuple is checked so."""
     if isinstance(value, tuple):
         for item in value:
-            _check_magnitude(label, item, most)
+            _check_number(label, item, maximum)
     elif isinstance(value, float) and value != 0 and not SMALLEST <= abs(value) <= LARGEST:
         raise ConfigError(
             f'{label} = {value!r}: must be 0 or between {SMALLEST:g} and {LARGEST:g}, which float32 holds'
         )
-    elif isinstance(value, int) and most is None and abs(value) > MOST:
+    elif isinstance(value, int) and maximum is None and abs(value) > MOST:
         raise ConfigError(f'{label} = {value!r}: must be at most {MOST}')
 
 
 def _check_range(label: str, value: Any, rules: dict[str, Any]) -> None:
+    """Raises ConfigError for a value that breaks a rule of its field. None breaks no rule."""
     if value is None:
         return
-    _check_magnitude(label, value, rules.get('maximum'))
-    problems = (
-        (rules.get('minimum') is not None and not value >= rules['minimum'], f'at least {rules.get("minimum")}'),
-        (rules.get('maximum') is not None and not value <= rules['maximum'], f'at most {rules.get("maximum")}'),
-        (rules.get('above') is not None and not value > rules['above'], f'above {rules.get("above")}'),
-        (rules.get('below') is not None and not value < rules['below'], f'below {rules.get("below")}'),
-        (bool(rules.get('even')) and value % 2 != 0, 'even'),
-        (
-            rules.get('choices') is not None and value not in rules['choices'],
-            'one of ' + ', '.join(map(str, rules.get('choices') or ())),
-        ),
-    )
-    for broken, remedy in problems:
-        if broken:
-            raise ConfigError(f'{label} = {value!r}: must be {remedy}')
-    if rules.get('check') and (remedy := rules['check'](value)):
+    _check_number(label, value, rules.get('maximum'))
+    if remedy := _find_remedy(value, rules):
         raise ConfigError(f'{label} = {value!r}: {remedy}')
+
+
+def _find_remedy(value: Any, rules: dict[str, Any]) -> str | None:
+    """Returns what a value must be that breaks a rule ("must be even"), or None."""
+    for rule, (is_good, words) in RULES.items():
+        bound = rules.get(rule)
+        if bound is not None and not is_good(value, bound):
+            return f'must be {words} {bound}'
+    if rules.get('even') and value % 2:
+        return 'must be even'
+    choices = rules.get('choices')
+    if choices is not None and value not in choices:
+        return f'must be one of {", ".join(map(str, choices))}'
+    return rules['check'](value) if rules.get('check') else None

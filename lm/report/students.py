@@ -79,35 +79,46 @@ class Student:
 
 def find_students(runs: Iterable[Run], measures: Measures) -> list[Student]:
     """Returns the runs that learned from a teacher, each with its teacher."""
-    return [student for run in runs if (student := _find_student(run, measures))]
+    return [_make_student(run, loss, measures) for run in runs if (loss := name_loss(run)) is not None]
 
 
-def _find_student(run: Run, measures: Measures) -> Student | None:
-    if (loss := name_loss(run)) is None:
-        return None
-    path = str(run.value(f'{run.objective}.teacher', ''))
-    measured, taught, tasks = measures.find_newest(run), {}, {}
+def _make_student(run: Run, loss: str, measures: Measures) -> Student:
+    path, measured = str(run.value(f'{run.objective}.teacher', '')), measures.find_newest(run)
     try:
         teacher = Run.read(epath.Path(open_path(path)))
     except (LmError, OSError):
-        teacher = None
-    if teacher is not None:
-        step = run.value(f'{run.objective}.teacher_step')
-        records = [r for r in [*teacher.evals, *teacher.evaluations] if step in (None, r['step'])]
-        same = [record for record in records if measured and _scored_the_same(run, measured, teacher, record)]
-        taught = max(reversed(same), key=lambda record: record['step'], default={})
-        tasks = _compare_tasks(_read_tasks(run), _read_tasks(teacher))
+        return Student(run, path, None, loss, measured, taught={}, tasks={})
+    taught = _find_taught(run, measured, teacher) if measured else {}
+    tasks = _compare_tasks(_read_tasks(run), _read_tasks(teacher))
     return Student(run, path, teacher, loss, measured, taught, tasks)
 
 
+def _find_taught(run: Run, measured: dict[str, Any], teacher: Run) -> dict[str, Any]:
+    """Returns the newest evaluation of the teacher that scored the tokens of `measured`; {}: there is none.
+
+    Only the step from which the student learned counts, if its configuration names one.
+    """
+    step = run.value(f'{run.objective}.teacher_step')
+    records = [r for r in (*teacher.evals, *teacher.evaluations) if step in (None, r['step'])]
+    alike = [record for record in records if _scored_the_same(run, measured, teacher, record)]
+    # The last of several records of a step is the newest, and `max` takes the first.
+    return max(reversed(alike), key=lambda record: record['step'], default={})
+
+
 def _scored_the_same(run: Run, one: dict[str, Any], teacher: Run, other: dict[str, Any]) -> bool:
+    """Tells whether an evaluation of a student and one of its teacher scored the same tokens, in the same way."""
     if other.get('overrides') and not set(other['overrides']) <= {'data.path'}:
         return False
-    data = [record.get('data_sha256', owner.info.get('data')) for record, owner in ((one, run), (other, teacher))]
     if Conditioning.read(one) != Conditioning.read(other):
         return False
-    # Evaluations of one token count are of the same first tokens of the split.
-    return data[0] == data[1] and all(one.get(name) == other.get(name) for name in ALIKE)
+    # Evaluations of as many tokens have read the same first tokens of the split.
+    same_windows = all(one.get(name) == other.get(name) for name in ALIKE)
+    return same_windows and _read_data(run, one) == _read_data(teacher, other)
+
+
+def _read_data(run: Run, record: dict[str, Any]) -> Any:
+    """Returns the digest of the store of an evaluation; an old record has none, and read the store of its run."""
+    return record.get('data_sha256', run.info.get('data'))
 
 
 def _read_tasks(run: Run) -> dict[tuple, dict[str, float]]:
