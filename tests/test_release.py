@@ -68,7 +68,8 @@ def contents(wheel: pathlib.Path) -> dict[str, bytes]:
 
 def test_a_wheel_holds_the_package_and_its_configurations(wheel):
     held = contents(wheel)
-    package = {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'lm').rglob('*') if p.suffix in ('.py', '.md', '.typed')}
+    kinds = ('.py', '.md', '.typed', '.json')
+    package = {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'lm').rglob('*') if p.suffix in kinds}
     package |= {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'lm' / 'report' / 'assets').iterdir()}
     project = {p.relative_to(tiny.ROOT) for p in (tiny.ROOT / 'configs').rglob('*') if p.is_file()}
     project |= {p.relative_to(tiny.ROOT) for p in DATA}

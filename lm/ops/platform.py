@@ -3,16 +3,21 @@
 Platform and mesh are read from the mesh in context (`with jax.set_mesh(mesh):`), which is part of jit's cache key. It
 is also set when a step is compiled on a laptop for a TPU topology. Without a mesh the platform is
 `jax.default_backend()`.
+
+On GPUs an automatic choice takes only kernels that a GPU has shown to be right. `gpu/shown.json` lists them;
+`scripts/gpu/day.sh --merge` makes the list from the results of GPUs. Other kernels run when they are requested by name.
 """
 
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import math
+import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +34,9 @@ where a mesh has any, split something else."""
 SEQUENCE_AXIS = 'sequence'
 """The axis over which the tokens of a window are split (`lm.ops.sequence`)."""
 
-KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent')}
+KERNELS = {'tpu': ('pallas_tpu',), 'gpu': ('pallas_gpu', 'pallas_gpu_recurrent', 'pallas_gpu_channels')}
 """Platform → the implementations that it prefers of an operation without other preferences."""
+SHOWN = pathlib.Path(__file__).with_name('gpu') / 'shown.json'
 FEW_TOKENS = 128
 LOG = logging.getLogger('lm.ops')
 _CHOICES: ContextVar[dict[str, str] | None] = ContextVar('choices', default=None)
@@ -173,6 +179,15 @@ class Implementation(Protocol[CallOfModule]):
         ...
 
 
+@runtime_checkable
+class HasForms(Protocol[CallOfModule]):
+    """An implementation that has other kernels for some calls. Each form must be shown by itself."""
+
+    def name_form(self, call: CallOfModule) -> str:
+        """Returns the name of the form that computes the call, such as ' (wide heads)'; '' for the usual one."""
+        ...
+
+
 Module = TypeVar('Module', bound=Implementation)
 
 
@@ -237,13 +252,27 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
             return requested
         reasons = []
         for name in self._preferred.get(target_platform(), ()):
-            reason = self[name].unsupported(call)
+            reason = self[name].unsupported(call) or self._not_shown(name, call)
             if reason is None:
                 return name
             reasons.append(f'{name} {reason}')
         if reasons:
             _warn_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
         return 'xla'
+
+    def _not_shown(self, name: str, call: Call) -> str | None:
+        """Returns why an automatic choice leaves out an implementation that could compute the call, or None."""
+        module = self[name]
+        form = module.name_form(call) if isinstance(module, HasForms) else ''
+        if target_platform() != 'gpu' or f'{self.operation}: {name}{form}' in read_shown():
+            return None
+        return f'has never run{form} on a GPU, so it is chosen by name alone'
+
+
+@functools.cache
+def read_shown() -> dict[str, str]:
+    """Returns operation, implementation and form → row, day and GPU that showed this kernel to be right."""
+    return json.loads(SHOWN.read_text())
 
 
 def choose_for_short(tokens: int) -> str | None:

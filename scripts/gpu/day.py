@@ -40,6 +40,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GPU = ROOT / 'scripts' / 'gpu'
 ROWS, RESULTS, WHEELS, PAGE = GPU / 'rows', GPU / 'results.jsonl', GPU / 'wheels.txt', ROOT / 'docs' / 'hardware.md'
+SHOWN = ROOT / 'lm' / 'ops' / 'gpu' / 'shown.json'
 PACK = '.gpu_pack'
 DATA = {
     'corpus': ('build/corpus', 'python scripts/gpu/corpus.py build build/corpus'),
@@ -73,6 +74,7 @@ class Row:
         tiny: the same on a CPU, in seconds; a test runs it.
         version: a row runs again when this grows.
         least: the row starts if so many minutes are left, even if `minutes` are not.
+        shows: the kernels that a good result shows to be right, as `lm.ops.platform` names them.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Row:
     tiny: str
     version: int = 1
     least: float | None = None
+    shows: Sequence[str] = ()
 
     @property
     def seconds(self) -> float:
@@ -386,8 +389,10 @@ def make_pack(folder: pathlib.Path, data: Sequence[str] = ()) -> int:
     return int(size > MOST_MIB)
 
 
-def merge(source: pathlib.Path, results: pathlib.Path, page: pathlib.Path, rows: Sequence[Row]) -> int:
-    """Adds results to the results of the project, each once, and writes the tables of the page again."""
+def merge(
+    source: pathlib.Path, results: pathlib.Path, page: pathlib.Path, shown: pathlib.Path, rows: Sequence[Row]
+) -> int:
+    """Adds results to the results of the project, each once. Writes the tables of the page and the record again."""
     if not source.exists():
         print(f'--merge {source}: no such file', file=sys.stderr)
         return 2
@@ -396,8 +401,31 @@ def merge(source: pathlib.Path, results: pathlib.Path, page: pathlib.Path, rows:
     new = [result for result in read_results(source) if (result['row'], result['date'], result['device']) not in known]
     results.write_text(''.join(json.dumps(result) + '\n' for result in [*kept, *new]))
     write_page(page, rows, [*kept, *new])
+    shown.write_text(json.dumps(find_shown(rows, [*kept, *new]), indent=2) + '\n')
     print(f'{len(new)} results added to {results}')
     return 0
+
+
+def find_shown(rows: Sequence[Row], results: Sequence[dict]) -> dict[str, str]:
+    """Returns kernel → row, day and GPU of the first result that showed it to be right.
+
+    A good result shows what its row says. `lm bench precision` shows the kernels of each mechanism whose gradients are
+    right, also if the row failed for another reason: two runs of a program may differ in XLA alone. Results of earlier
+    versions of a row do not count.
+    """
+    present, found = {(row.name, row.version): row for row in rows}, {}
+    for result in results:
+        row = present.get((result['row'], result['version']))
+        if row is None or result['device'] == 'cpu' or result.get('tiny'):
+            continue
+        kernels = list(row.shows) if is_good(result) else []
+        if isinstance(result['result'], dict) and result['result'].get('benchmark') == 'precision':
+            compared = result['result']['rows']
+            kernels += [kernel for one in compared if one['right'] for kernel in one['kernels'].split(', ')]
+        for kernel in kernels:
+            if kernel != '–':  # XLA alone
+                found.setdefault(kernel, f'{row.name}, {result["date"][:10]}, {result["device"]}')
+    return dict(sorted(found.items()))
 
 
 def write_page(page: pathlib.Path, rows: Sequence[Row], results: Sequence[dict]) -> None:
@@ -462,13 +490,14 @@ def main() -> int:
     parser.add_argument('--rows', type=pathlib.Path, default=ROWS, help='the folder of rows')
     parser.add_argument('--results', type=pathlib.Path, default=RESULTS, help='the results of the project')
     parser.add_argument('--page', type=pathlib.Path, default=PAGE, help='the page with tables')
+    parser.add_argument('--shown', type=pathlib.Path, default=SHOWN, help='the record of kernels that are right')
     arguments = parser.parse_args()
     if arguments.minutes is not None:
         if arguments.out is None:
             parser.error('--minutes needs --out, a folder for the results')
         return run_day(arguments)
     if arguments.merge:
-        return merge(arguments.merge, arguments.results, arguments.page, read_rows(arguments.rows))
+        return merge(arguments.merge, arguments.results, arguments.page, arguments.shown, read_rows(arguments.rows))
     if arguments.list:
         return print_list(read_rows(arguments.rows), read_results(arguments.results))
     if arguments.pack:

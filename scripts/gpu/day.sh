@@ -6,7 +6,7 @@
 #   scripts/gpu/day.sh --pack .gpu_pack --data study_store     here: and packs data for rows that need it
 #   scripts/gpu/day.sh --minutes 9 --out OUT                   there: runs rows by value until the time is up
 #   scripts/gpu/day.sh --minutes 9 --out OUT --only a,b        these rows alone, also if they have results
-#   scripts/gpu/day.sh --merge OUT/results.jsonl               here: into scripts/gpu/results.jsonl, docs/hardware.md
+#   scripts/gpu/day.sh --merge OUT/results.jsonl               here: into results.jsonl, docs/hardware.md, lm/ops/gpu
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-}

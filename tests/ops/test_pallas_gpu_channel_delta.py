@@ -92,13 +92,15 @@ def hopper(monkeypatch):
     monkeypatch.setattr(platform, 'MOSAIC_GPU_JAX', (0, 1))
 
 
-def test_the_kernels_are_chosen_by_name_only_and_refuse_other_calls(hopper):
-    """No GPU has run them."""
+def test_the_kernels_are_chosen_by_name_until_they_are_shown_and_refuse_other_calls(hopper, monkeypatch):
+    monkeypatch.setattr(platform, 'read_shown', dict)
     call = DeltaCall(*example(130)[0])
     assert IMPLEMENTATIONS.choose('pallas_gpu_channels', call) is rule
     with platform.choices() as chosen:
         compute(call)
     assert set(chosen.values()) == {'xla'}
+    monkeypatch.setattr(platform, 'read_shown', lambda: {'the delta rule: pallas_gpu_channels': 'a row'})
+    assert IMPLEMENTATIONS.choose(None, call) is IMPLEMENTATIONS['pallas_gpu_channels']
     assert 'keys of up to 128' in rule.unsupported(DeltaCall(*example(130, sizes=(129, 64))[0]))
     wide = dataclasses.replace(call, v_BxLxKxD=call.v_BxLxKxD.astype(jnp.float32))
     assert 'bfloat16, not float32' in rule.unsupported(wide)

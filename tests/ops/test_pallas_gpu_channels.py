@@ -129,13 +129,15 @@ def make_call(sizes=(64, 64)):
     return LinearCall(q, k, v, channel_log_decay_BxLxKxE=logs, options=OPTIONS)
 
 
-def test_the_kernels_are_chosen_by_name_only_and_refuse_other_calls(hopper, monkeypatch):
-    """No GPU has run them."""
+def test_the_kernels_are_chosen_by_name_until_they_are_shown_and_refuse_other_calls(hopper, monkeypatch):
+    monkeypatch.setattr(platform, 'read_shown', dict)
     call = make_call()
     assert IMPLEMENTATIONS.choose('pallas_gpu_channels', call) is attention
     with platform.choices() as chosen:
         compute(call)
     assert set(chosen.values()) == {'xla'}
+    monkeypatch.setattr(platform, 'read_shown', lambda: {'linear attention: pallas_gpu_channels': 'a row'})
+    assert IMPLEMENTATIONS.choose(None, call) is IMPLEMENTATIONS['pallas_gpu_channels']
     assert 'heads of up to 256' in attention.unsupported(make_call((64, 300)))
     assert 'bfloat16, not float32' in attention.unsupported(
         dataclasses.replace(call, v_BxLxKxD=call.v_BxLxKxD.astype(jnp.float32))

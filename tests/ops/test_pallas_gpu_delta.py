@@ -118,6 +118,13 @@ def test_hoppers_get_the_kernels_and_other_calls_are_refused(hopper, monkeypatch
     arrays, _ = example(100)
     call = DeltaCall(*arrays)
     assert IMPLEMENTATIONS.choose(None, call) is rule
+    wide = DeltaCall(*example(100, sizes=(128, 128))[0])
+    monkeypatch.setattr(platform, 'read_shown', lambda: {'the delta rule: pallas_gpu': 'a row'})
+    assert IMPLEMENTATIONS.choose(None, wide) is IMPLEMENTATIONS['xla']
+    assert IMPLEMENTATIONS.choose('pallas_gpu', wide) is rule
+    monkeypatch.setattr(platform, 'read_shown', lambda: {'the delta rule: pallas_gpu (wide heads)': 'a row'})
+    assert IMPLEMENTATIONS.choose(None, wide) is rule
+    assert IMPLEMENTATIONS.choose(None, call) is IMPLEMENTATIONS['xla']
     assert 'bfloat16, not float32' in rule.unsupported(DeltaCall(arrays[0].astype(jnp.float32), *arrays[1:]))
     for sizes in ((129, 64), (64, 257)):
         assert 'keys of up to 128 and values of up to 256' in rule.unsupported(DeltaCall(*example(100, sizes=sizes)[0]))

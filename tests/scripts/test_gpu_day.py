@@ -107,19 +107,41 @@ def test_a_row_without_its_pack_is_left_out(tmp_path):
 
 
 def test_results_are_merged_once(tmp_path):
-    page, kept, rows = tmp_path / 'page.md', tmp_path / 'kept.jsonl', write_rows(tmp_path / 'rows', a={'command': 'x'})
+    rows = write_rows(tmp_path / 'rows', a={'command': 'x', 'shows': ['an operation: pallas_gpu']})
+    page, kept = tmp_path / 'page.md', tmp_path / 'kept.jsonl'
     page.write_text('<!-- queue -->\n<!-- end of queue -->\ntext\n<!-- occasions -->\nold\n<!-- end of occasions -->\n')
     result = {
         'row': 'a', 'version': 1, 'part': 'tests', 'date': '2026-11-27 06:00:00', 'device': 'H100', 'driver': '580',
-        'commit': 'c', 'versions': {'jax': '0.11.2'}, 'code': 0, 'killed': False, 'seconds': 2.0,
+        'commit': 'c', 'versions': {'jax': '0.11.2'}, 'code': 0, 'killed': False, 'seconds': 2.0, 'result': None,
     }  # fmt: skip
     (tmp_path / 'new.jsonl').write_text(json.dumps(result) + '\n')
     for _ in range(2):
-        assert day.merge(tmp_path / 'new.jsonl', kept, page, day.read_rows(rows)) == 0
+        assert day.merge(tmp_path / 'new.jsonl', kept, page, tmp_path / 'shown.json', day.read_rows(rows)) == 0
         assert day.read_results(kept) == [result]
         assert '| a | tests | A test | 0.01 | no | 2026-11-27, H100: good, 2.0 s |' in page.read_text()
         assert '| 2026-11-27 | H100 | 580 | c | jax 0.11.2 | 1 | 0 | 0 |' in page.read_text()
         assert 'old' not in page.read_text()
+    assert json.loads((tmp_path / 'shown.json').read_text()) == {'an operation: pallas_gpu': 'a, 2026-11-27, H100'}
+
+
+def test_the_record_of_kernels_is_what_the_results_show():
+    """`lm.ops.platform` reads it: an automatic choice takes no other kernels."""
+    assert json.loads(day.SHOWN.read_text()) == day.find_shown(ROWS, day.read_results(day.RESULTS))
+
+
+def test_kernels_are_shown_by_good_results_of_the_present_version(tmp_path):
+    rows = day.read_rows(write_rows(tmp_path, a={'command': 'x', 'version': 2, 'shows': ['x: k']}, b={'command': 'x'}))
+    good = {'row': 'a', 'version': 2, 'date': '2026-11-27 06', 'device': 'H100', 'code': 0, 'result': None}
+    assert day.find_shown(rows, [good]) == {'x: k': 'a, 2026-11-27, H100'}
+    for change in ({'code': 1}, {'version': 1}, {'device': 'cpu'}, {'tiny': True}, {'row': 'gone'}):
+        assert day.find_shown(rows, [good | change]) == {}
+    compared = [
+        {'kernels': 'x: k, y: l', 'right': True},
+        {'kernels': 'x: m', 'right': False},
+        {'kernels': '–', 'right': True},
+    ]
+    precision = good | {'row': 'b', 'version': 1, 'code': 1, 'result': {'benchmark': 'precision', 'rows': compared}}
+    assert set(day.find_shown(rows, [precision])) == {'x: k', 'y: l'}
 
 
 def test_rows_that_were_stopped_have_not_failed():
@@ -129,7 +151,8 @@ def test_rows_that_were_stopped_have_not_failed():
 
 
 def test_a_missing_file_of_results_is_an_error(tmp_path, capsys):
-    assert day.merge(tmp_path / 'typo.jsonl', tmp_path / 'kept.jsonl', tmp_path / 'page.md', []) == 2
+    source, *written = (tmp_path / name for name in ('typo.jsonl', 'kept.jsonl', 'page.md', 'shown.json'))
+    assert day.merge(source, *written, []) == 2
     assert 'no such file' in capsys.readouterr().err
     assert not (tmp_path / 'kept.jsonl').exists()
 

@@ -74,6 +74,11 @@ def unsupported(call: DeltaCall) -> str | None:
     return refuse_wide_heads(call) or platform.uneven_batch(q.shape[0])
 
 
+def name_form(call: DeltaCall) -> str:
+    """Returns ' (wide heads)' for keys or values of several parts, which take other kernels, else ''."""
+    return ' (wide heads)' if max(call.k_BxLxKxE.shape[-1], call.v_BxLxKxD.shape[-1]) > CHUNK else ''
+
+
 def refuse_wide_heads(call: DeltaCall) -> str | None:
     """Returns what the kernels say of keys or values that are too large, or None."""
     key_size, value_size = call.k_BxLxKxE.shape[-1], call.v_BxLxKxD.shape[-1]
