@@ -35,7 +35,7 @@ class LinearAttention(Attention):
 
     @classmethod
     def kernel_forms(cls) -> dict[str, Self]:
-        """Returns name → settings in which the compiled kernels differ; `lm bench kernels` compiles each of them."""
+        """Returns name → settings in which the compiled kernels differ; `scripts/kernels` compiles each of them."""
         return {cls.gin_name: cls()}
 
 

@@ -77,15 +77,6 @@ class StepOptions(TimedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelOptions(BenchOptions):
-    """The options of `bench_kernels`."""
-
-    topology: Sequence[str] = option('v4, v5e, v5p, v6e, v7x; with commas', 'NAMES', ('v5e',))
-    parts: int = option('chips that share a window; default: 1', 'N', 1)
-    cases: Sequence[str] = option('which kernels; default: all', 'CASE', (), nargs='*')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions(BenchOptions):
     """The options of `bench_data`."""
 

@@ -13,7 +13,6 @@ from lm.bench.options import (
     ChipOptions,
     ComparedOptions,
     DataOptions,
-    KernelOptions,
     ModelOptions,
     StepOptions,
 )
@@ -104,12 +103,6 @@ def _call_chips(arguments: argparse.Namespace, options: ChipOptions) -> Call:
     return functools.partial(bench_chips, options, job_address(arguments))
 
 
-def _call_kernels(arguments: argparse.Namespace, options: KernelOptions) -> Call:
-    from lm.bench.kernels import bench_kernels
-
-    return functools.partial(bench_kernels, options)
-
-
 def _call_data(arguments: argparse.Namespace, options: DataOptions) -> Call:
     if options.path is not None:
         refuse(arguments, ('tokens',), 'is of the store that is made; leave this or --path out')
@@ -155,12 +148,6 @@ PARTS = {
         _call_chips,
         has_job=True,
     ),
-    'kernels': BenchPart(
-        'cycles of the TPU kernels, read from what the compiler schedules: needs libtpu, no TPU',
-        'lm bench kernels --topology v5e,v6e',
-        KernelOptions,
-        _call_kernels,
-    ),
     'data': BenchPart(
         'how fast lm prepare tokenises, beside SentencePiece alone, and how fast batches are read',
         'lm bench data --text book.txt',
@@ -178,7 +165,7 @@ PARTS = {
 VERB = Verb(
     name='bench',
     place=100,
-    help='measure attention, training steps, TPU kernels (without a TPU) and data on this machine',
+    help='measure attention, training steps, precision, data and checkpoints on this machine',
     example='lm bench attention --mechanisms softmax,polysketch --contexts 1024,4096',
     add_flags=add_parts,
     make_call=make_call,

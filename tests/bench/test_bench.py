@@ -1,10 +1,8 @@
 """`lm bench`: each part's measurements, output and files. No test depends on how long anything takes."""
 
-import dataclasses
 import json
 import math
 import pathlib
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +12,10 @@ import pytest
 from lm import plots
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
-from lm.bench import attention, candidates, checkpoint, data, kernels, results, step, timing
+from lm.bench import attention, candidates, checkpoint, data, results, step, timing
 from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
 from lm.bench.options import AttentionOptions
 from lm.cli import main
-from lm.cost_model import kernels as measured_kernels
 from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.hardware import Target
@@ -61,7 +58,7 @@ def error_of(arguments: list[str], capsys) -> str:
 def test_bench_without_a_part_prints_help(capsys):
     assert main(['bench']) == 2
     printed = capsys.readouterr().out
-    assert all(part in printed for part in ('attention', 'step', 'kernels', 'data', 'checkpoint'))
+    assert all(part in printed for part in ('attention', 'step', 'data', 'checkpoint'))
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -439,47 +436,6 @@ def test_wrong_arguments_of_data_are_refused_in_one_line(tmp_path, capsys):
     assert 'absent.txt' in error_of(['bench', 'data', '--text', str(tmp_path / 'absent.txt')], capsys)
     (tmp_path / 'empty.txt').write_text(' \n')
     assert 'no text' in error_of(['bench', 'data', '--text', str(tmp_path / 'empty.txt')], capsys)
-
-
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-
-def test_kernels(monkeypatch, tmp_path, capsys):
-    asked = []
-    row = measured_kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
-    monkeypatch.setattr(kernels, 'measure_kernels', lambda *arguments: asked.append(arguments) or [row])
-    flags = ['--topology', 'v5e,v6e', '--parts', '2', '--json', str(tmp_path / 'k.json')]
-    assert main(['bench', 'kernels', *flags, 'splash']) == 0
-    assert asked == [('v5e', ['splash'], 2), ('v6e', ['splash'], 2)]
-    assert '12.5' in capsys.readouterr().out
-    assert read(tmp_path / 'k.json', 'kernels')['rows'][0]['cycles'] == 12.5
-
-
-def test_kernels_that_compile_are_shown_beside_those_that_do_not(monkeypatch, tmp_path, capsys):
-    row = measured_kernels.KernelRow('splash', 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
-    lines = [json.dumps(dataclasses.asdict(row)), json.dumps({'error': 'softmax: out of VMEM'})]
-    done = subprocess.CompletedProcess([], 0, stdout='\n'.join(lines), stderr='')
-    monkeypatch.setattr(measured_kernels.subprocess, 'run', lambda *_, **__: done)
-    command = ['bench', 'kernels', '--topology', 'v5e', 'splash', 'softmax']
-    assert main([*command, '--json', str(tmp_path / 'k.json')]) == 2
-    captured = capsys.readouterr()
-    assert '12.5' in captured.out
-    assert 'v5e: cannot compile softmax: out of VMEM' in captured.err
-    assert [row['case'] for row in read(tmp_path / 'k.json', 'kernels')['rows']] == ['splash']
-
-
-def test_generations_have_one_list_of_names(monkeypatch, capsys):
-    monkeypatch.setattr(kernels, 'measure_kernels', lambda *_: pytest.fail('measured before all names were read'))
-    assert 'v7litepod' in error_of(['bench', 'kernels', '--topology', 'v5e,v7litepod'], capsys)
-    assert [measured_kernels.find_generation(name) for name in ('v6litepod', 'V5E', 'tpu7x:2x2x1')] == [
-        'v6e',
-        'v5e',
-        'v7x',
-    ]
-
-
-def test_unknown_topology(capsys):
-    assert 'v6e' in error_of(['bench', 'kernels', '--topology', 'v99'], capsys)
 
 
 @pytest.mark.parametrize(

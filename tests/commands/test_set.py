@@ -81,7 +81,7 @@ def test_json_has_one_meaning():
         for action in parser._actions:
             if '--json' in action.option_strings and action.help is not argparse.SUPPRESS:
                 assert (action.nargs, action.help.partition(' instead')[0]) == (0, 'print JSON'), name
-    new, old = (lm.cli.parse(['bench', 'kernels', flag, 'x.json']).save for flag in ('--save', '--json'))
+    new, old = (lm.cli.parse(['bench', 'chips', flag, 'x.json']).save for flag in ('--save', '--json'))
     assert new == old == 'x.json'
 
 

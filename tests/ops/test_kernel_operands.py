@@ -1,16 +1,20 @@
 """Each TPU kernel reads all its operands. libtpu 0.0.43 to 0.0.45 give zeros where a kernel leaves one unread."""
 
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.experimental import pallas as pl
 
 from lm.attention import HeadDims
-from lm.cost_model.kernels import HEAD_DIM, HEADS, LENGTH, cases
 from lm.hardware import describe_devices, parse
+
+sys.path.insert(0, str(tiny.ROOT))
+from scripts.kernels.measure import HEAD_DIM, HEADS, LENGTH, cases
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='needs libtpu')
 

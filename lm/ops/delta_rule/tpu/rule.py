@@ -6,7 +6,7 @@ round it. Several heads are computed side by side: with one head alone each prod
 
 Where key channels have factors of their own, a chunk is computed by `channels`.
 
-Static cycles per token and head are measured by `lm.bench.kernels`.
+Static cycles per token and head are measured by `scripts.kernels.cycles`.
 """
 
 from typing import cast

@@ -7,7 +7,7 @@ below the diagonal from a table, with a window the pairs inside it; all other pa
 whose queries see none of its keys computes nothing. Only pairs in which a document begins, or whose queries belong to
 several, are masked.
 
-Static cycles per token and head are measured by `lm bench kernels`.
+Static cycles per token and head are measured by `scripts.kernels.cycles`.
 """
 
 import functools

@@ -7,7 +7,7 @@ Expansions, packed by symmetry, and the maps' features are formed in VMEM. Sums 
 blocks of a sequence. The forward kernel leaves a rounded copy per block for the backward sweep; with many features
 forming the sums again is better. Inside the kernels everything is feature by token ([N, F, L], N = batch · heads).
 
-Static cycles per token and head are measured by `lm.bench.kernels`.
+Static cycles per token and head are measured by `scripts.kernels.cycles`.
 """
 
 import dataclasses

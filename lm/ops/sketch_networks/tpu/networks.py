@@ -1,6 +1,6 @@
 """The learned sketch on TPUs: one fused Pallas kernel a node and direction, whose hidden layers never reach HBM.
 
-Static cycles per token and head are measured by `lm.bench.kernels`.
+Static cycles per token and head are measured by `scripts.kernels.cycles`.
 """
 
 import jax

@@ -4,18 +4,21 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import pathlib
 import subprocess
+import sys
 
 import jax
 import pytest
+import tiny
 
-from lm.bench.kernels import sum_cycles
-from lm.cost_model import kernels
 from lm.errors import ConfigError
 
-RECORD = pathlib.Path(__file__).parents[1] / 'data' / 'kernels.json'
-"""`lm bench kernels --topology v5e,v6e --save tests/data/kernels.json` writes this record."""
+sys.path.insert(0, str(tiny.ROOT))
+from scripts.kernels import cycles
+from scripts.kernels import measure as kernels
+
+RECORD = tiny.ROOT / 'tests' / 'data' / 'kernels.json'
+"""`python -m scripts.kernels.cycles --topology v5e,v6e --save tests/data/kernels.json` writes this record."""
 
 GOALS = {
     ('polysketch r=32 block=256', 'v5e'): 10.5,
@@ -60,7 +63,7 @@ def grown(rows, limits) -> list[str]:
 
 def test_record_meets_the_goals():
     rows = recorded()
-    sums = sum_cycles(rows)
+    sums = cycles.sum_cycles(rows)
     assert {key: sums[key] for key, goal in GOALS.items() if sums[key] > goal} == {}
     networks = {r.kernel: r.cycles for r in rows if (r.case, r.generation) == ('sketch networks r=32', 'v5e')}
     assert networks['forward'] <= NETWORKS_GOAL
@@ -110,6 +113,40 @@ def test_a_case_without_kernels_for_parts_is_not_a_missing_compiler(monkeypatch)
     monkeypatch.setattr(kernels.subprocess, 'run', lambda *_, **__: done)
     with pytest.raises(ConfigError, match='--parts 2: no kernels of splash work on a part of a window'):
         kernels.measure_kernels('v5e', ['splash'], 2)
+
+
+def row_of(case: str) -> kernels.KernelRow:
+    return kernels.KernelRow(case, 'v5e', 'forward', 12.5, 0.5, 0.5, 0, 1.0, 2.0)
+
+
+def test_all_topologies_are_printed_and_saved(monkeypatch, tmp_path, capsys):
+    asked = []
+    monkeypatch.setattr(cycles, 'measure_kernels', lambda *given: asked.append(given) or [row_of('splash')])
+    flags = ['--topology', 'v5e,v6e', '--parts', '2', '--save', str(tmp_path / 'k.json')]
+    assert cycles.main([*flags, 'splash']) == 0
+    assert asked == [('v5e', ['splash'], 2), ('v6e', ['splash'], 2)]
+    assert '12.5' in capsys.readouterr().out
+    saved = json.loads((tmp_path / 'k.json').read_text())
+    assert (saved['benchmark'], saved['rows'][0]['cycles']) == ('kernels', 12.5)
+
+
+def test_kernels_that_compile_are_shown_beside_those_that_do_not(monkeypatch, tmp_path, capsys):
+    lines = [json.dumps(dataclasses.asdict(row_of('splash'))), json.dumps({'error': 'softmax: out of VMEM'})]
+    done = subprocess.CompletedProcess([], 0, stdout='\n'.join(lines), stderr='')
+    monkeypatch.setattr(kernels.subprocess, 'run', lambda *_, **__: done)
+    assert cycles.main(['--save', str(tmp_path / 'k.json'), 'splash', 'softmax']) == 2
+    captured = capsys.readouterr()
+    assert '12.5' in captured.out
+    assert 'v5e: cannot compile softmax: out of VMEM' in captured.err
+    assert [row['case'] for row in json.loads((tmp_path / 'k.json').read_text())['rows']] == ['splash']
+
+
+def test_all_names_are_read_before_one_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(cycles, 'measure_kernels', lambda *_: pytest.fail('measured before all names were read'))
+    assert cycles.main(['--topology', 'v5e,v7litepod']) == 2
+    assert 'v7litepod' in capsys.readouterr().err
+    names = ('v6litepod', 'V5E', 'tpu7x:2x2x1')
+    assert [kernels.find_generation(name) for name in names] == ['v6e', 'v5e', 'v7x']
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import HeadDims
-from lm.cost_model.kernel_cases.base import Case, KernelCall
 from lm.ops.exact_attention import polynomial_attention, softmax_attention
 from lm.ops.exact_attention.tpu import plan, splash
 from lm.ops.exact_attention.tpu.pairs import Window
+from scripts.kernels.cases.base import Case, KernelCall
 
 WINDOW = 1024
 

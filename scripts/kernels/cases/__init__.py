@@ -1,4 +1,4 @@
-"""Calls of operations whose TPU kernels `lm bench kernels` compiles, one file per operation.
+"""Calls of operations whose TPU kernels `scripts.kernels.cycles` compiles, one file per operation.
 
 Each file has a function `cases`. This package finds the files by itself.
 """
@@ -6,7 +6,7 @@ Each file has a function `cases`. This package finds the files by itself.
 import importlib
 import pkgutil
 
-from lm.cost_model.kernel_cases.base import Case, KernelCall
+from scripts.kernels.cases.base import Case, KernelCall
 
 __all__ = ['Case', 'KernelCall', 'cases']
 

@@ -8,12 +8,12 @@ from flax import nnx
 
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
-from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
 from lm.ops.linear_attention import LinearCall, Options, compute
 from lm.ops.linear_attention.tpu.channels import plan as channel_plan
 from lm.ops.linear_attention.tpu.plan import Sizes, make_plan
 from lm.ops.tpu.chunk_sizes import ChunkSizes
 from lm.ops.tpu.chunks import CHUNK
+from scripts.kernels.cases.base import Case, KernelCall, Steps
 
 N_FEATURES = 256
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import HeadDims
-from lm.cost_model.kernel_cases.base import Case, KernelCall
 from lm.ops.short_convolution import short_convolution
 from lm.ops.short_convolution.tpu import block_sizes
+from scripts.kernels.cases.base import Case, KernelCall
 
 WIDTH = 4
 """Tokens, the most common choice (Mamba, Gated DeltaNet)."""

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import HeadDims
-from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.tpu import block_size
+from scripts.kernels.cases.base import Case, KernelCall, Steps
 
 
 def cases() -> dict[str, Case]:

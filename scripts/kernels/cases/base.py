@@ -12,7 +12,7 @@ Steps = Mapping[tuple[str, str], float]
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A call of an operation whose kernels `lm bench kernels` compiles.
+    """A call of an operation whose kernels `scripts.kernels.cycles` compiles.
 
     Attributes:
         function: a function of arrays.

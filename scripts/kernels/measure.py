@@ -1,4 +1,4 @@
-"""Cycles of the TPU kernels without a TPU: read from the compiler's final schedule (`lm bench kernels`).
+"""Cycles of the TPU kernels without a TPU: read from the compiler's final schedule (`scripts.kernels.cycles`).
 
 libtpu compiles for a described topology on any machine. It dumps the bundles that the core would issue, one per cycle.
 Our kernels are straight-line code, so bundles × grid steps is the time without waits for memory. For JAX's splash
@@ -10,30 +10,30 @@ attention this count reproduces the published forward time within 5 %, and is ab
 import dataclasses
 import json
 import math
+import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec
 
 from lm import hardware
+from lm.attention import HeadDims
 from lm.cost_model import schedules
 from lm.errors import ConfigError
+from lm.ops.platform import SEQUENCE_AXIS
+from scripts.kernels.cases import cases
 
-if TYPE_CHECKING:  # jax is imported later
-    from lm.cost_model.kernel_cases import Case
-
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOPOLOGIES = {'v4': 'v4:2x2x1', 'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'v7x': 'tpu7x:2x2x1'}
 LENGTH, HEADS, HEAD_DIM = 32768, 12, 64
-
-
-def cases() -> dict[str, 'Case']:
-    """Returns name → a function of heads and a length that makes the call to compile."""
-    from lm.cost_model import kernel_cases
-
-    return kernel_cases.cases()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,9 @@ def measure_kernels(topology: str, names: Iterable[str] | None = None, parts: in
     if unknown := [name for name in names if name not in cases()]:
         raise ConfigError(f'case {unknown[0]!r}: must be one of {", ".join(map(repr, cases()))}')
     with tempfile.TemporaryDirectory() as dump:
-        command = [sys.executable, '-m', 'lm.cost_model.kernels', generation, dump, str(parts), *names]
-        done = subprocess.run(command, env=schedules.environment(dump), capture_output=True, text=True)
+        command = [sys.executable, '-m', 'scripts.kernels.measure', generation, dump, str(parts), *names]
+        environment = schedules.environment(dump)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
     errors = [line['error'] for line in lines if 'error' in line]
     rows = [KernelRow(**line) for line in lines if 'error' not in line]
@@ -127,10 +128,6 @@ def _work(generation: str, dump: str, parts: str, *cases: str) -> None:
 def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
     """Returns how chips share arrays [B, L, …], and the arrays with `parts` times as many tokens; each chip has all
     others."""
-    import jax
-    from jax.sharding import PartitionSpec
-
-    from lm.ops.platform import SEQUENCE_AXIS
 
     def is_split(x):
         return x.shape[1:2] == (LENGTH,)
@@ -145,14 +142,6 @@ def in_parts(inputs: Any, parts: int) -> tuple[Any, Any]:
 def measure_case(case: str, generation: str, dump: str, parts: int = 1) -> list[KernelRow]:
     """Yields the rows of one case, in a process whose libtpu dumps to `dump`; none if a part of a window has no
     kernels."""
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, PartitionSpec
-
-    from lm.attention import HeadDims
-    from lm.ops.platform import SEQUENCE_AXIS
-
     devices = topologies.get_topology_desc(platform='tpu', topology_name=TOPOLOGIES[generation]).devices
     shutil.rmtree(dump, ignore_errors=True)
     with jax.set_mesh(Mesh(np.array(devices[:parts]), (SEQUENCE_AXIS if parts > 1 else 'data',))):

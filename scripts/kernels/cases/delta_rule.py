@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from lm.attention import HeadDims
-from lm.cost_model.kernel_cases.base import Case, KernelCall, Steps
 from lm.ops.delta_rule import DeltaCall, compute
 from lm.ops.delta_rule.parts import extend
 from lm.ops.delta_rule.tpu.plan import DeltaSizes, make_plan
 from lm.ops.tpu.chunks import CHUNK
+from scripts.kernels.cases.base import Case, KernelCall, Steps
 
 
 def cases() -> dict[str, Case]:

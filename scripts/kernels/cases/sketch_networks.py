@@ -8,9 +8,9 @@ from flax import nnx
 
 from lm.attention import HeadDims
 from lm.attention.maps.sketches import Network
-from lm.cost_model.kernel_cases.base import Case, KernelCall
 from lm.ops.sketch_networks import Node, sketch_networks
 from lm.ops.sketch_networks.tpu import networks as kernels
+from scripts.kernels.cases.base import Case, KernelCall
 
 
 def cases() -> dict[str, Case]:
