@@ -39,14 +39,10 @@ def featured() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration, and its name in tables.
-
-    `formulation` is the name of another way to compute a mechanism, such as 'plain', or ''.
-    """
+    """A configuration, and its name in tables."""
 
     name: str
     experiment: Experiment
-    formulation: str = ''
 
 
 def candidates(
@@ -55,7 +51,6 @@ def candidates(
     gin_params: Sequence[str],
     *,
     allow_imports: bool = False,
-    formulations: dict[str, str] | None = None,
 ) -> list[Candidate]:
     """Returns the configurations of the names, each resolved and checked.
 
@@ -63,34 +58,31 @@ def candidates(
         names: as described above; None: the baseline, and the value of `model.attention`, or else the featured
             mechanism.
         gin_files, gin_params: shared by all candidates.
-        formulations: further names, each with the mechanism that it computes.
 
     Raises:
         ConfigError: an unknown name, a mistake in the configuration, or a binding that no candidate uses.
     """
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
-    is_default, formulations = names is None, formulations or {}
+    is_default = names is None
     if names is None:
         names = [BASELINE, '' if 'model.attention' in base | params else featured()]
     if not names:
         raise ConfigError('--mechanisms: name at least one')
     resolved: list[tuple[Candidate, dict[str, Statement], Any]] = []
     for name in dict.fromkeys(names):
-        formulation, own = '', {}
+        own = {}
         if name.endswith('.gin'):
             own = {s.key: s for s in read([name], allow_imports=allow_imports)}
         elif name:
             scope, _, mechanism = name.rpartition('/')
-            if mechanism in formulations:
-                formulation, mechanism = mechanism, formulations[mechanism]
-            _check_known(mechanism, formulations)
+            _check_known(mechanism)
             chosen = Statement('', 'model', 'attention', Reference(scope, mechanism), '--mechanisms', False)
             own = {chosen.key: chosen}
         bindings = base | params | own if not name.endswith('.gin') else base | own | params
         experiment, calls = resolve(bindings, Experiment)
         label = pathlib.Path(name).stem if name.endswith('.gin') else name or _label(experiment)
-        resolved.append((Candidate(label, experiment, formulation), bindings, calls))
+        resolved.append((Candidate(label, experiment), bindings, calls))
     used_somewhere = set().union(*(find_used_bindings(bindings, calls) for _, bindings, calls in resolved))
     for _, bindings, calls in resolved:
         used = find_used_bindings(bindings, calls)
@@ -111,10 +103,10 @@ def with_model(options: Chosen, on_cpu: bool) -> Chosen:
     return dataclasses.replace(options, gin_file=[CPU_MODEL if on_cpu else MODEL])
 
 
-def read_candidates(options: ComparedOptions, formulations: dict[str, str] | None = None) -> list[Candidate]:
+def read_candidates(options: ComparedOptions) -> list[Candidate]:
     """Returns the configurations that the options name, as `candidates` does."""
-    given, allow = (options.mechanisms, options.gin_file, options.gin_param), options.allow_gin_imports
-    return candidates(*given, allow_imports=allow, formulations=formulations)
+    given = options.mechanisms, options.gin_file, options.gin_param
+    return candidates(*given, allow_imports=options.allow_gin_imports)
 
 
 def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:
@@ -135,8 +127,8 @@ def change_context(experiment: Experiment, context: int, tokens: int, limit: int
     return dataclasses.replace(experiment, train=train)
 
 
-def _check_known(mechanism: str, formulations: dict[str, str]) -> None:
-    known = sorted([*mechanisms(), *formulations])
+def _check_known(mechanism: str) -> None:
+    known = sorted(mechanisms())
     if mechanism not in known:
         hint = did_you_mean(mechanism, known) or f'; there are {join_names(known, 30)}, and files that end in .gin'
         raise ConfigError(f'--mechanisms {mechanism}: no such mechanism{hint}')

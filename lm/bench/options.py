@@ -30,8 +30,7 @@ class ComparedOptions(ModelOptions):
     """The options of parts that compare mechanisms."""
 
     mechanisms: Sequence[str] | None = option(
-        'with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them; '
-        'lm bench attention also has plain, scan and loop: polysketch computed in other ways',
+        'with commas: registered mechanisms (also scope/name), set by --gin_param, or gin files of them',
         'NAMES',
     )
     contexts: Sequence[int] | None = option('tokens per sequence, with commas', 'LENGTHS')

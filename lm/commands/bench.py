@@ -123,7 +123,7 @@ def _call_checkpoint(arguments: argparse.Namespace, options: CheckpointOptions) 
 PARTS = {
     'attention': BenchPart(
         'one layer of each mechanism at several context lengths: latency and memory',
-        'lm bench attention --mechanisms polysketch,plain,softmax --contexts 1024,8192 --out figures',
+        'lm bench attention --mechanisms polysketch,gated_linear,softmax --contexts 1024,8192 --out figures',
         AttentionOptions,
         _call_attention,
     ),

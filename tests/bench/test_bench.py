@@ -13,7 +13,6 @@ from lm import plots
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
 from lm.bench import attention, candidates, checkpoint, data, results, step, timing
-from lm.bench.attention.formulations import FORMULATIONS, computed_mechanisms
 from lm.bench.options import AttentionOptions
 from lm.cli import main
 from lm.data.store import TokenStore
@@ -67,11 +66,11 @@ def test_bench_without_a_part_prints_help(capsys):
 def test_attention(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(results, 'PLAIN_SECONDS', 0.0)
     flags = ['--json', str(tmp_path / 'a.json'), '--out', str(tmp_path / 'figures')]
-    flags += ['--mechanisms', 'softmax,polysketch,plain', '--passes', 'forward']
+    flags += ['--mechanisms', 'softmax,polysketch,taylor', '--passes', 'forward']
     assert main(['bench', 'attention', *SMALL_LAYER, *flags, *params(SKETCH)]) == 0
     printed, said = capsys.readouterr()
     assert 'compiling 1 of 6: forward, 16, softmax\n' in said
-    assert 'compiling 6 of 6: forward, 64, plain\n' in said
+    assert 'compiling 6 of 6: forward, 64, taylor\n' in said
     assert 'first call 6 of 6\n' in said
     assert 'round 2 of 2\n' in said
     assert 'cpu' in printed
@@ -85,26 +84,11 @@ def test_attention(tmp_path, capsys, monkeypatch):
         assert row['milliseconds'] >= row['least_milliseconds'] > 0
         assert math.isclose(row['microseconds_per_token'] * row['tokens_per_second'], 1e6)
         assert row['peak_mib'] > row['temporary_mib'] > 0
-        assert set(row['speed_over']) == {'softmax', 'plain'} - {name}
-    both = [rows['forward', 64, name] for name in ('plain', 'polysketch')]
-    assert math.isclose(both[1]['speed_over']['plain'], both[0]['milliseconds'] / both[1]['milliseconds'])
+        assert set(row['speed_over']) == {'softmax'} - {name}
+    both = [rows['forward', 64, name] for name in ('softmax', 'polysketch')]
+    assert math.isclose(both[1]['speed_over']['softmax'], both[0]['milliseconds'] / both[1]['milliseconds'])
     assert {p.name for p in (tmp_path / 'figures').iterdir()} == {'attention_forward.png', 'attention_forward.pdf'}
     assert min(picture_size(tmp_path / 'figures' / 'attention_forward.png')) > 500
-
-
-@pytest.mark.parametrize('given', [False, True])
-@pytest.mark.parametrize('formulation', FORMULATIONS)
-def test_compared_formulations_compute_the_same(formulation, given):
-    """Outputs and gradients of our formulation must equal the other formulation."""
-    found = candidates.candidates(['polysketch', formulation], [], SKETCH, formulations=computed_mechanisms())
-    dims, computed = HeadDims(2, 2, 8), []
-    for candidate in found:
-        layer = attention.build(candidate, dims, given)
-        arrays = attention._inputs(64, layer, dims, jnp.float32)
-        program = attention._program(layer.function, 'forward+backward', (2, 32))
-        computed.append(jax.jit(program)(layer.weights, *arrays))
-    for ours, other in zip(*map(jax.tree.leaves, computed), strict=True):
-        np.testing.assert_allclose(ours, other, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize('given', [False, True])
@@ -172,14 +156,11 @@ def test_mechanisms_by_file_and_by_scope():
         (['--mechanisms', 'softmax', '--gin_param', 'performer.feature = 3'], 'performer.feature'),
         (['--mechanisms', 'softmax', '--gin_param', 'polysketch.block = 16'], 'polysketch.block'),
         (['--mechanisms', 'configs/attention/based.gin', '--gin_param', 'model.n_layers = 2'], 'lm bench step'),
-        (['--mechanisms', 'plain', '--gin_param', 'polysketch.local = False'], 'polysketch.local'),
-        (['--mechanisms', 'plain', '--contexts', '30', '--gin_param', 'polysketch.block = 16'], 'multiple'),
         (['--mechanisms', 'polynomial', '--features_given'], 'polynomial'),
         (['--passes', 'backward'], 'forward+backward'),
         (['--contexts', '0'], '--contexts'),
         (['--contexts', ','], '--contexts'),
         (['--mechanisms', 'softmax', '--gin_file', 'configs/models/tiny.gin', '--heads', '2'], 'model.n_heads'),
-        (['--mechanisms', 'plain', '--gin_param', 'model.causal = False'], 'model.causal = False'),
         (['--json', 'no/such/folder/a.json'], 'folder'),
         (['--json', 'configs'], 'is a folder'),
         (['--json', 'gs://b/a.json'], 'must lie on a disk'),

@@ -1,21 +1,28 @@
-"""Other ways to compute the operation of the featured mechanism, which `lm bench attention` compares with ours.
+"""Compares our operation of polysketch with other ways to compute it, forward and backward, with features given.
+
+    python -m scripts.kernels.formulations --contexts 8192 --tokens 8192 --gin_param 'polysketch.block = 256'
+
+- plain: the formulas of PolySketchFormer §3, literally
+- loop: the same formulas block by block, as one would write them by hand: a `lax.scan` of a `jax.checkpoint`
+- scan: our blocks, all at once, with an associative scan over their sums
 
 Each is a function of the layer's call of `lm.ops.linear_attention`. The call holds sketches of queries and keys,
 values, the normalized vectors for the exact weights, and options. The block must divide the length.
-
-- plain: the formulas of PolySketchFormer §3, literally. - loop: the same formulas block by block, as one would write
-them by hand: a `lax.scan` of a `jax.checkpoint`. - scan: our blocks, all at once, with an associative scan over their
-sums.
 """
 
-from collections.abc import Callable
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.bench.candidates import featured
+from lm.attention import HeadDims
+from lm.bench import results
+from lm.bench.attention import COLUMNS, HEAD_DIM, TOKENS, LayerRow, build, measure
+from lm.bench.candidates import Candidate, candidates, featured
 from lm.ops.linear_attention import LOCAL_BLOCK, LinearCall, PolynomialKernel, xla
 from lm.ops.linear_attention.block import (
     BlockInputs,
@@ -30,9 +37,6 @@ from lm.ops.linear_attention.block import (
 )
 from lm.ops.linear_attention.reference import plain_blocks
 from lm.ops.linear_attention.types import Parameters
-
-TOKENS = ('q_BxLxHxE', 'k_BxLxKxE', 'v_BxLxKxD', 'q_local_BxLxHxC', 'k_local_BxLxKxC', 'log_decay_BxLxK')
-"""The arrays of a call that have one entry per token."""
 
 
 def plain(call: LinearCall) -> jax.Array:
@@ -100,6 +104,35 @@ def _exact_kernel(call: LinearCall) -> tuple[int, int]:
 FORMULATIONS: dict[str, Callable[[LinearCall], jax.Array]] = {'plain': plain, 'loop': loop, 'scan': scan}
 
 
-def computed_mechanisms() -> dict[str, str]:
-    """Returns formulation → gin name of the mechanism that it computes."""
-    return dict.fromkeys(FORMULATIONS, featured())
+def compare(
+    candidate: Candidate, dims: HeadDims, contexts: Sequence[int], tokens: int, repeats: int, given: bool = True
+) -> list[LayerRow]:
+    """Times our operation and the other ways, or the whole layers without `given`, in turns, in float32."""
+    layers = {candidate.name: build(candidate, dims, given)}
+    layers |= {name: build(candidate, dims, given, compute) for name, compute in FORMULATIONS.items()}
+    return measure(layers, contexts, ['forward+backward'], tokens, dims, jnp.float32, repeats)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--contexts', type=lambda text: [int(n) for n in text.split(',')], default=[8192])
+    parser.add_argument('--tokens', type=int, default=8192, help='per call')
+    parser.add_argument('--heads', type=int, default=4)
+    parser.add_argument('--head_dim', type=int, default=HEAD_DIM)
+    parser.add_argument('--repeats', type=int, default=5)
+    parser.add_argument('--gin_param', action='append', default=[])
+    parser.add_argument('--whole', action='store_true', help='whole layers, which also make the features')
+    parser.add_argument('--save', help='also write everything to this file, as JSON')
+    arguments = parser.parse_args(argv)
+    output, printer, machine = results.Output(arguments.save), results.Printer(), results.machine()
+    (candidate,) = candidates([featured()], [], arguments.gin_param)
+    dims = HeadDims(arguments.heads, arguments.heads, arguments.head_dim)
+    rows = compare(candidate, dims, arguments.contexts, arguments.tokens, arguments.repeats, given=not arguments.whole)
+    printer.line(results.heading('formulations', machine))
+    printer.table([{'time': f'{row.milliseconds:.1f}'} | vars(row) for row in rows if row.milliseconds], COLUMNS)
+    output.write('formulations', machine, vars(arguments), rows)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

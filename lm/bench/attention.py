@@ -1,14 +1,13 @@
 """`lm bench attention`: one layer of each mechanism, from queries, keys and values to its output and all gradients.
 
 A call has whole sequences: the same number of tokens at every context length that divides it, as in PolySketchFormer's
-Figure 1. All candidates take turns in random order, so that ratios hold on a busy machine too. `plain`, `scan` and
-`loop` compute polysketch in other ways (`formulations`). Ratios to `plain`, the formulas of the paper, are printed too.
+Figure 1. All candidates take turns in random order, so that ratios hold on a busy machine too.
 """
 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,7 +17,6 @@ from flax import nnx
 from lm.attention import DEFAULT, HeadDims
 from lm.attention.linear import LinearAttention, LinearModule
 from lm.bench import results, timing
-from lm.bench.attention.formulations import FORMULATIONS, TOKENS, computed_mechanisms
 from lm.bench.candidates import BASELINE, Candidate, read_candidates
 from lm.bench.options import AttentionOptions
 from lm.errors import ConfigError
@@ -27,8 +25,8 @@ from lm.ops.linear_attention import LinearCall
 from lm.text import format_count, format_digits
 
 PASSES = ('forward', 'forward+backward')
-BASELINES = (BASELINE, *FORMULATIONS)
-"""The baselines of ratios, if they are among the candidates."""
+TOKENS = ('q_BxLxHxE', 'k_BxLxKxE', 'v_BxLxKxD', 'q_local_BxLxHxC', 'k_local_BxLxKxC', 'log_decay_BxLxK')
+"""The arrays of a call of linear attention that have one entry per token."""
 HEAD_DIM = 64
 CPU_CONTEXTS, CONTEXTS = (512, 1024, 2048, 4096), (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
@@ -84,7 +82,7 @@ class Layer:
 def bench_attention(options: AttentionOptions) -> None:
     """Prints a table, and writes and draws what the options ask for."""
     output = results.Output(options.save, options.out)
-    found = read_candidates(options, computed_mechanisms())
+    found = read_candidates(options)
     is_cpu = jax.default_backend() == 'cpu'
     contexts = sorted(set(options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS)))
     tokens = options.tokens or (4096 if is_cpu else 2**17)
@@ -102,8 +100,11 @@ def bench_attention(options: AttentionOptions) -> None:
     per_call = ' to '.join(f'{count:,}' for count in dict.fromkeys((counts[0], counts[-1])))
     printer.line(f'{what}, {size}, {dtype}, {per_call} tokens per call')
     given = options.features_given
+    for candidate in found:
+        check(candidate, given)
+    layers = {candidate.name: build(candidate, dims, given) for candidate in found}
     sizes = contexts, options.passes, tokens, dims, jnp.dtype(dtype), options.repeats
-    rows = measure(found, *sizes, given, say=printer.progress)
+    rows = measure(layers, *sizes, say=printer.progress)
     printer.progress()
     printer.table([_printed(row) for row in rows], COLUMNS)
     for line in summary(rows):
@@ -126,7 +127,7 @@ def bench_attention(options: AttentionOptions) -> None:
 def choose_dims(options: AttentionOptions, found: Sequence[Candidate], is_cpu: bool) -> HeadDims:
     """Returns the heads of the model that `--gin_file` configures, or as many as the flags say.
 
-    Raises ConfigError if flags and model are given together, or a formulation would show later tokens.
+    Raises ConfigError if flags and model are given together.
     """
     model = found[0].experiment.model
     dims = model.resolve(next(iter(model.pattern))).dims
@@ -135,32 +136,25 @@ def choose_dims(options: AttentionOptions, found: Sequence[Candidate], is_cpu: b
     if not options.gin_file:
         heads = options.heads or (4 if is_cpu else 12)
         dims = HeadDims(heads, heads, options.head_dim or HEAD_DIM, model.causal)
-    if not dims.causal and (named := [candidate.name for candidate in found if candidate.formulation]):
-        raise ConfigError(f'--mechanisms {named[0]}: hides later tokens; leave it or model.causal = False out')
     return dims
 
 
 def measure(
-    found: Sequence[Candidate],
+    layers: Mapping[str, Layer],
     contexts: Sequence[int],
     passes: Sequence[str],
     tokens: int,
     dims: HeadDims,
     dtype: Any,
     repeats: int,
-    given: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[LayerRow]:
     """Compiles and times everything; returns one row per pass, context and mechanism.
 
     Args:
         tokens: per call at most; a longer context is one sequence.
-        given: leave out the layer's work before the operation of linear mechanisms.
         say: called with reports of progress.
     """
-    for candidate in found:
-        check(candidate, contexts, given)
-    layers = {candidate.name: build(candidate, dims, given) for candidate in found}
     shapes = {context: (max(1, tokens // context), context) for context in contexts}
     inputs = {
         (n, name): _inputs(n, layer, dims, dtype)
@@ -170,21 +164,21 @@ def measure(
     calls, memory = {}, {}
     for step in passes:
         for context, (rows, _) in shapes.items():
-            for candidate in found:
-                key, layer = (step, context, candidate.name), layers[candidate.name]
-                count = len(passes) * len(shapes) * len(found)
-                say(f'compiling {len(memory) + 1} of {count}: {step}, {context}, {candidate.name}')
-                arguments = (layer.weights, *inputs[rows * context, candidate.name])
+            for name, layer in layers.items():
+                key = (step, context, name)
+                count = len(passes) * len(shapes) * len(layers)
+                say(f'compiling {len(memory) + 1} of {count}: {step}, {context}, {name}')
+                arguments = (layer.weights, *inputs[rows * context, name])
                 program = _program(layer.function, step, (rows, context))
                 compiled, memory[key] = timing.compile_if_fits(jax.jit(program).lower(*arguments))
                 if compiled is not None:
                     calls[key] = functools.partial(compiled, *arguments)
     times = timing.in_turns(calls, repeats, say=say)
-    return [_row(key, shapes[key[1]][0], times, memory[key], [candidate.name for candidate in found]) for key in memory]
+    return [_row(key, shapes[key[1]][0], times, memory[key]) for key in memory]
 
 
-def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
-    """Raises ConfigError unless the candidate is one layer that can be measured at these contexts."""
+def check(candidate: Candidate, given: bool) -> None:
+    """Raises ConfigError unless the candidate is one layer that can be measured."""
     pattern = candidate.experiment.model.pattern
     if len(pattern) > 1:
         names = ', '.join(attention.gin_name for attention in pattern)
@@ -192,24 +186,21 @@ def check(candidate: Candidate, contexts: Sequence[int], given: bool) -> None:
     attention = next(iter(pattern))
     if given and not isinstance(attention, LinearAttention | DEFAULT):
         raise ConfigError(f'--features_given: {candidate.name} is neither linear nor {BASELINE}; leave it out')
-    if not candidate.formulation:
-        return
-    block = getattr(attention, 'block', 1)  # a mechanism with other formulations has it, and `local` too
-    if not getattr(attention, 'local', None):
-        raise ConfigError(f'--mechanisms {candidate.name}: needs {attention.gin_name}.local = True')
-    for context in contexts:
-        if context % min(context, block):
-            raise ConfigError(
-                f'--contexts {context}: must be a multiple of {attention.gin_name}.block = {block} for {candidate.name}'
-            )
 
 
-def build(candidate: Candidate, dims: HeadDims, given: bool = False) -> Layer:
-    """Returns the layer of a candidate as a model calls it; with `given`, only the operation of a linear mechanism."""
+def build(
+    candidate: Candidate,
+    dims: HeadDims,
+    given: bool = False,
+    compute: Callable[[LinearCall], jax.Array] | None = None,
+) -> Layer:
+    """Returns the layer of a candidate as a model calls it; with `given`, only the operation of a linear mechanism.
+
+    `compute`: computes the operation of a linear mechanism in another way (`scripts.kernels.formulations`).
+    """
     (attention,) = candidate.experiment.model.pattern
     layer = attention.build(dims, nnx.Rngs(0))
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
-    compute = FORMULATIONS.get(candidate.formulation)
     if given and isinstance(layer, LinearModule):
         return _operation(layer, dims, compute or _compute_by(layer.implementation))
 
@@ -286,7 +277,7 @@ def _program(function: Callable, step: str, shape: tuple[int, int]) -> Callable:
     return forward if step == 'forward' else backward
 
 
-def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], names: list[str]) -> LayerRow:
+def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float]) -> LayerRow:
     step, context, name = key
     is_cpu = jax.default_backend() == 'cpu'
     found, n = times.get(key), sequences * context
@@ -294,7 +285,7 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
     row = LayerRow(name, context, step, sequences, True, temporary_mib=sizes[0], peak_mib=sizes[1])
     if found is None:
         return row
-    others = {base: times.get((step, context, base)) for base in BASELINES if base in names and base != name}
+    base = times.get((step, context, BASELINE)) if name != BASELINE else None
     return dataclasses.replace(
         row,
         out_of_memory=False,
@@ -304,8 +295,8 @@ def _row(key: tuple, sequences: int, times: dict, memory: dict[str, float], name
         cpu_milliseconds=1e3 * found.cpu_seconds if is_cpu else None,
         tokens_per_second=n / found.seconds,
         microseconds_per_token=1e6 * found.seconds / n,
-        speed_over={base: other.seconds / found.seconds for base, other in others.items() if other},
-        cpu_over={base: other.cpu_seconds / found.cpu_seconds for base, other in others.items() if other and is_cpu},
+        speed_over={BASELINE: base.seconds / found.seconds} if base else {},
+        cpu_over={BASELINE: base.cpu_seconds / found.cpu_seconds} if base and is_cpu else {},
     )
 
 
@@ -319,7 +310,7 @@ COLUMNS = {
     'tokens_per_second': ('tokens/s', '{:,.0f}'.format),
     'temporary_mib': ('temp. MiB', '{:,.1f}'.format),
     'peak_mib': ('peak MiB', '{:,.1f}'.format),
-    **{base: (f'{base} ÷ this', str) for base in BASELINES},
+    BASELINE: (f'{BASELINE} ÷ this', str),
 }
 
 
