@@ -9,7 +9,7 @@ import shipped
 
 from lm.errors import ConfigError
 from lm.experiment import load
-from lm.tasks.arena.listops import ASK, DIGIT, END, OPERATOR, ListOps
+from lm.tasks.long_range_arena.listops import ASK, DIGIT, END, OPERATOR, ListOps
 from lm.tasks.needle import Needle
 from lm.tasks.state_tracking import StateTracking
 
@@ -80,7 +80,7 @@ def test_listops_that_cannot_be_long_enough_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r'listops.min_length = 500: .*max_depth = 3 .* at most 122 tokens; lower'):
         ListOps(max_depth=3)
     longest = ListOps(min_length=121, max_length=124, max_depth=3)
-    monkeypatch.setattr('lm.tasks.arena.listops.TRIES', 1000)
+    monkeypatch.setattr('lm.tasks.long_range_arena.listops.TRIES', 1000)
     with pytest.raises(ConfigError, match=r'max_depth = 3: none of 1,000 expressions .*min_length = 121 .*raise max_'):
         longest.examples('train', [0], 124)
     assert ListOps(min_length=2**31 - 9, max_length=2**31 - 1, max_depth=10**6).max_depth == 10**6

@@ -19,8 +19,8 @@ import numpy as np
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.tasks.arena.classification import Classification
 from lm.tasks.draws import Draws
+from lm.tasks.long_range_arena.classification import Classification
 
 DASH, DOT = 1, 2
 """The symbols; 0 is an empty pixel."""

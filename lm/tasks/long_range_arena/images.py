@@ -13,7 +13,7 @@ import numpy as np
 
 from lm.config.configurable import configurable
 from lm.errors import ConfigError
-from lm.tasks.arena.classification import FromFiles
+from lm.tasks.long_range_arena.classification import FromFiles
 
 PIXELS = 32 * 32
 RECORD = 1 + 3 * PIXELS

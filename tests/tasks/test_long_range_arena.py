@@ -10,10 +10,10 @@ import shipped
 from lm.errors import ConfigError
 from lm.experiment import load
 from lm.tasks import TaskStore
-from lm.tasks.arena.images import ArenaImages
-from lm.tasks.arena.pathfinder import DASH, DOT, Pathfinder
-from lm.tasks.arena.retrieval import SEPARATOR, ArenaRetrieval
-from lm.tasks.arena.texts import ArenaTexts
+from lm.tasks.long_range_arena.images import ArenaImages
+from lm.tasks.long_range_arena.pathfinder import DASH, DOT, Pathfinder
+from lm.tasks.long_range_arena.retrieval import SEPARATOR, ArenaRetrieval
+from lm.tasks.long_range_arena.texts import ArenaTexts
 
 
 def parts(pixels: set, reach: int) -> list[set]:
@@ -62,7 +62,7 @@ def test_longer_paths_find_room():
 
 
 def test_pictures_without_room_are_refused(monkeypatch):
-    monkeypatch.setattr('lm.tasks.arena.pathfinder.PICTURES', 20)
+    monkeypatch.setattr('lm.tasks.long_range_arena.pathfinder.PICTURES', 20)
     with pytest.raises(ConfigError, match=r'pathfinder.size = 16: .*contour_length = 14 .* in 20 pictures; raise size'):
         Pathfinder(size=16).examples('train', [0], 257)
 

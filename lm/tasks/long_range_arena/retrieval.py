@@ -15,7 +15,7 @@ import numpy as np
 
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.tasks.arena.classification import FromFiles
+from lm.tasks.long_range_arena.classification import FromFiles
 
 FILES = {'train': 'train', 'validation': 'eval', 'test': 'test'}
 SEPARATOR = 256
