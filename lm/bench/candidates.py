@@ -109,6 +109,15 @@ def read_candidates(options: ComparedOptions) -> list[Candidate]:
     return candidates(*given, allow_imports=options.allow_gin_imports)
 
 
+def describe_settings(options: ComparedOptions, found: Sequence[Candidate]) -> dict[str, Any]:
+    """Returns the files, parameters and mechanisms of a benchmark as its JSON file states them."""
+    return {
+        'gin_files': list(options.gin_file),
+        'gin_params': list(options.gin_param),
+        'mechanisms': {one.name: [str(attention) for attention in one.experiment.model.pattern] for one in found},
+    }
+
+
 def change_context(experiment: Experiment, context: int, tokens: int, limit: int, target: Target) -> Experiment:
     """Returns the experiment with another context length, and microbatches of at most `limit` tokens per device of
     `target`.

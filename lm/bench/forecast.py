@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, change_context, read_candidates, with_model
+from lm.bench.candidates import BASELINE, Candidate, change_context, describe_settings, read_candidates, with_model
 from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
@@ -60,9 +60,7 @@ def forecast_steps(options: StepOptions) -> None:
     settings = {
         'tokens_per_step': tokens,
         'topologies': list(options.topology or ()),
-        'gin_files': list(options.gin_file),
-        'gin_params': list(options.gin_param),
-        'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
+        **describe_settings(options, found),
     }
     rows = []
     for chip in chips:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import Candidate, change_context, read_candidates, with_model
+from lm.bench.candidates import Candidate, change_context, describe_settings, read_candidates, with_model
 from lm.bench.options import StepOptions
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
@@ -182,9 +182,7 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
         'tokens_per_step': tokens,
         'steps': steps,
         'repeats': options.repeats,
-        'gin_files': list(options.gin_file),
-        'gin_params': list(options.gin_param),
-        'mechanisms': {c.name: [str(a) for a in c.experiment.model.pattern] for c in found},
+        **describe_settings(options, found),
     }
     output.write('step', machine, settings, rows)
     for name in draw(rows, output.pictures, dtype) if output.pictures else ():

@@ -97,6 +97,10 @@ def _type_of(dtype: Any) -> np.dtype:
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype)
 
 
+def _make_zeros(aval: Any) -> np.ndarray:
+    return np.zeros(aval.shape, _type_of(aval.dtype))
+
+
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Registers a function (equation, *arrays) for primitives."""
 
@@ -115,6 +119,10 @@ def _elementwise(functions: dict[str, Callable[..., Any]]) -> None:
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Divides; integers towards zero."""
     return a / b if a.dtype.kind == 'f' else (np.sign(a) * np.sign(b) * (abs(a) // abs(b))).astype(a.dtype)
+
+
+def _power(x: np.ndarray, exponent: int) -> np.ndarray:
+    return x**exponent if exponent >= 0 else 1 / x**-exponent
 
 
 def _logistic(x: np.ndarray) -> np.ndarray:
@@ -185,16 +193,6 @@ def _keep(_, x):
     return x
 
 
-@rule('optimization_barrier', 'device_put')
-def _keep_all(_, *arrays):
-    return list(arrays)
-
-
-@rule('convert_element_type')
-def _convert(equation, x):
-    return x.astype(_type_of(equation.params['new_dtype']), copy=False)
-
-
 @rule('bitcast_convert_type')
 def _read_bits(equation, x):
     """Reads bits as numbers of the traced type: float64 is rounded to it first, and numbers become float64 again."""
@@ -207,12 +205,6 @@ def _round(equation, x):
     if equation.params['rounding_method'] == lax.RoundingMethod.TO_NEAREST_EVEN:
         return np.rint(x)
     return np.copysign(np.floor(abs(x) + 0.5), x)
-
-
-@rule('integer_pow')
-def _power(equation, x):
-    exponent = equation.params['y']
-    return x**exponent if exponent >= 0 else 1 / x**-exponent
 
 
 @rule('select_n')
@@ -260,19 +252,10 @@ def _scan(equation, *arrays):
     found = found[::-1] if params['reverse'] else found
     avals = [variable.aval for variable in equation.outvars[len(carry) :]]
     stacked = zip(*found, strict=True) if found else [()] * len(avals)
-    return carry + [
-        np.stack(each) if each else np.zeros(aval.shape, _type_of(aval.dtype))
-        for each, aval in zip(stacked, avals, strict=True)
-    ]
+    return carry + [np.stack(each) if each else _make_zeros(aval) for each, aval in zip(stacked, avals, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------------------- shapes
-
-
-@rule('empty2', 'empty')
-def _make_empty(equation):
-    aval = equation.outvars[0].aval
-    return np.zeros(aval.shape, _type_of(aval.dtype))
 
 
 @rule('iota')
@@ -290,46 +273,6 @@ def _broadcast(equation, x):
     for place, size in zip(places, x.shape, strict=True):
         wide[place] = size
     return np.broadcast_to(x.reshape(wide), shape)
-
-
-@rule('reshape')
-def _reshape(equation, x):
-    return x.reshape(equation.params['new_sizes'])
-
-
-@rule('squeeze', 'expand_dims')
-def _squeeze(equation, x):
-    return x.reshape(equation.outvars[0].aval.shape)
-
-
-@rule('transpose')
-def _transpose(equation, x):
-    return x.transpose(equation.params['permutation'])
-
-
-@rule('rev')
-def _reverse(equation, x):
-    return np.flip(x, equation.params['dimensions'])
-
-
-@rule('concatenate')
-def _concatenate(equation, *arrays):
-    return np.concatenate(arrays, equation.params['dimension'])
-
-
-@rule('stack')
-def _stack(equation, *arrays):
-    return np.stack(arrays, equation.params.get('axis', 0))
-
-
-@rule('tile')
-def _tile(equation, x):
-    return np.tile(x, equation.params['reps'])
-
-
-@rule('split')
-def _split(equation, x):
-    return np.split(x, np.cumsum(equation.params['sizes'])[:-1], equation.params['axis'])
 
 
 @rule('slice')
@@ -445,36 +388,7 @@ def _scatter(put: Callable[[np.ndarray, np.ndarray, np.ndarray], None]) -> Rule:
     return scatter
 
 
-RULES['scatter'] = _scatter(lambda x, at, updates: x.__setitem__(at, updates))
-RULES['scatter-add'] = RULES['scatter_add'] = _scatter(np.add.at)
-RULES['scatter-mul'] = RULES['scatter_mul'] = _scatter(np.multiply.at)
-RULES['scatter-max'] = RULES['scatter_max'] = _scatter(np.maximum.at)
-RULES['scatter-min'] = RULES['scatter_min'] = _scatter(np.minimum.at)
-
-
 # ---------------------------------------------------------------------------------------------------- sums and products
-
-
-def _reduce(function: Callable[..., np.ndarray]) -> Rule:
-    return lambda equation, x: function(x, axis=tuple(equation.params['axes'])).astype(x.dtype, copy=False)
-
-
-for _name, _function in {
-    'sum': np.sum,
-    'prod': np.prod,
-    'max': np.max,
-    'min': np.min,
-    'and': np.all,
-    'or': np.any,
-}.items():
-    RULES[f'reduce_{_name}'] = _reduce(_function)
-
-
-def _find(function: Callable[..., np.ndarray]) -> Rule:
-    return lambda equation, x: function(x, axis=equation.params['axes'][0]).astype(equation.params['index_dtype'])
-
-
-RULES['argmax'], RULES['argmin'] = _find(np.argmax), _find(np.argmin)
 
 
 def _cumulate(function: np.ufunc) -> Rule:
@@ -485,11 +399,6 @@ def _cumulate(function: np.ufunc) -> Rule:
         return np.flip(found, axis) if equation.params['reverse'] else found
 
     return cumulate
-
-
-RULES['cumsum'], RULES['cumprod'] = _cumulate(np.add), _cumulate(np.multiply)
-RULES['cummax'], RULES['cummin'] = _cumulate(np.maximum), _cumulate(np.minimum)
-RULES['cumlogsumexp'] = _cumulate(np.logaddexp)
 
 
 @rule('sort')
@@ -552,11 +461,6 @@ def _solve(equation, a, b):
     return np.linalg.solve(a.swapaxes(-1, -2), b.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-@rule('qr')
-def _decompose(equation, x):
-    return list(np.linalg.qr(x, 'complete' if equation.params['full_matrices'] else 'reduced'))
-
-
 # ------------------------------------------------------------------------------------------------------- random numbers
 
 
@@ -587,3 +491,46 @@ def _draw_bits(equation, keys):
 
 def _generator(key: Any) -> np.random.Generator:
     return np.random.default_rng(int(key))
+
+
+def _reduce(function: Callable[..., np.ndarray]) -> Rule:
+    return lambda equation, x: function(x, axis=tuple(equation.params['axes'])).astype(x.dtype, copy=False)
+
+
+def _find(function: Callable[..., np.ndarray]) -> Rule:
+    return lambda equation, x: function(x, axis=equation.params['axes'][0]).astype(equation.params['index_dtype'])
+
+
+RULES |= {
+    'argmax': _find(np.argmax),
+    'argmin': _find(np.argmin),
+    'concatenate': lambda equation, *arrays: np.concatenate(arrays, equation.params['dimension']),
+    'convert_element_type': lambda equation, x: x.astype(_type_of(equation.params['new_dtype']), copy=False),
+    'cumlogsumexp': _cumulate(np.logaddexp),
+    'cummax': _cumulate(np.maximum),
+    'cummin': _cumulate(np.minimum),
+    'cumprod': _cumulate(np.multiply),
+    'cumsum': _cumulate(np.add),
+    'integer_pow': lambda equation, x: _power(x, equation.params['y']),
+    'qr': lambda equation, x: list(np.linalg.qr(x, 'complete' if equation.params['full_matrices'] else 'reduced')),
+    'reduce_and': _reduce(np.all),
+    'reduce_max': _reduce(np.max),
+    'reduce_min': _reduce(np.min),
+    'reduce_or': _reduce(np.any),
+    'reduce_prod': _reduce(np.prod),
+    'reduce_sum': _reduce(np.sum),
+    'reshape': lambda equation, x: x.reshape(equation.params['new_sizes']),
+    'rev': lambda equation, x: np.flip(x, equation.params['dimensions']),
+    'scatter': _scatter(lambda x, at, updates: x.__setitem__(at, updates)),
+    'split': lambda equation, x: np.split(x, np.cumsum(equation.params['sizes'])[:-1], equation.params['axis']),
+    'stack': lambda equation, *arrays: np.stack(arrays, equation.params.get('axis', 0)),
+    'tile': lambda equation, x: np.tile(x, equation.params['reps']),
+    'transpose': lambda equation, x: x.transpose(equation.params['permutation']),
+    **dict.fromkeys(('device_put', 'optimization_barrier'), lambda _, *arrays: list(arrays)),
+    **dict.fromkeys(('empty', 'empty2'), lambda equation: _make_zeros(equation.outvars[0].aval)),
+    **dict.fromkeys(('expand_dims', 'squeeze'), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)),
+    **dict.fromkeys(('scatter-add', 'scatter_add'), _scatter(np.add.at)),
+    **dict.fromkeys(('scatter-max', 'scatter_max'), _scatter(np.maximum.at)),
+    **dict.fromkeys(('scatter-min', 'scatter_min'), _scatter(np.minimum.at)),
+    **dict.fromkeys(('scatter-mul', 'scatter_mul'), _scatter(np.multiply.at)),
+}

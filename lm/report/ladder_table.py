@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.report.ladder import FEWEST_SIZES, Ladder, format_power
-from lm.report.page import SortableTable, TableCell
+from lm.report.page import SortableTable, TableCell, make_cell
 from lm.text import format_count, format_digits, make_markdown_table
 
 TITLES = (
@@ -69,21 +69,17 @@ def _describe_residuals(ladder: Ladder) -> str:
 def _make_cells(ladder: Ladder) -> list[list[TableCell]]:
     return [
         [
-            TableCell(row['series'], row['series']),
-            _format_cell(row['parameters'], lambda v: f'{v / 1e6:.3g}M'),
-            _format_cell(row['compute'], format_power),
-            _format_cell(row['runs'], str),
+            make_cell(row['series']),
+            make_cell(row['parameters'], lambda v: f'{v / 1e6:.3g}M'),
+            make_cell(row['compute'], format_power),
+            make_cell(row['runs']),
             TableCell(_add_range(row, 'loss', '{:.3f}'.format), row['loss']),
-            _format_cell(row['loss_of_curve'], '{:.3f}'.format),
+            make_cell(row['loss_of_curve'], '{:.3f}'.format),
             TableCell(_add_range(row, 'effective_speedup', str), row['effective_speedup'].value),
-            _format_cell(row['time_speedup'], format_digits),
+            make_cell(row['time_speedup'], format_digits),
         ]
         for row in ladder.list_rows()
     ]
-
-
-def _format_cell(value: Any, form: Any) -> TableCell:
-    return TableCell('–' if value is None else form(value), value)
 
 
 def _add_range(row: dict[str, Any], key: str, form: Any) -> str:

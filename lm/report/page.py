@@ -10,7 +10,7 @@ import math
 import os
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,11 @@ class TableCell(NamedTuple):
     value: float | str | None = None
     link: str | None = None
     marked: bool = False
+
+
+def make_cell(value: Any, form: Callable[[Any], str] = str) -> TableCell:
+    """Returns the cell of a figure; a dash where it is None."""
+    return TableCell('–' if value is None else form(value), value)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lm.report.ladder import Ladder, Speedup, format_power
 from lm.report.ladder_table import format_ladder, make_ladder_table
 from lm.report.measures import Measures, get_status, is_conditioned, measure_microseconds_per_token
 from lm.report.out_folder import HEAD, PAGE, TEXT, check_folder
-from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run
+from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run, make_cell
 from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
 from lm.report.students import (
@@ -153,12 +153,11 @@ class Report:
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
-            cells = [[TableCell('–' if v is None else str(v), v) for v in row.values()] for row in compared]
+            cells = [list(map(make_cell, row.values())) for row in compared]
             tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
         cells = []
         for run, link in zip(self.runs, links, strict=True):
-            text = self.describe_provenance(run)
-            cells.append([TableCell(run.name, run.name, link), TableCell(text, text)])
+            cells.append([TableCell(run.name, run.name, link), make_cell(self.describe_provenance(run))])
         tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
         return tables
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from lm import plots
-from lm.files import open_path
 from lm.plots import Curve
 from lm.report.curves import name_bindings
-from lm.report.page import SortableTable, TableCell
+from lm.report.page import SortableTable, TableCell, make_cell
 from lm.report.pictures import Picture
 from lm.runs import sweep_file
 from lm.text import format_digits
@@ -56,10 +54,9 @@ class SearchResult:
 
 def read_searches(paths: Iterable[str]) -> list[SearchResult]:
     """Returns the searches among the folders of sweeps that `paths` name."""
-    roots = [root for path in paths if '*' not in path and sweep_file.is_sweep(root := epath.Path(open_path(path)))]
     return [
         SearchResult(root.name, facts, sweep_file.read_rows(root))
-        for root in roots
+        for root in sweep_file.find_sweeps(paths)
         if (facts := sweep_file.read_search(root))
     ]
 
@@ -151,7 +148,7 @@ def make_search_table(search: SearchResult) -> SortableTable | None:
     if not search.importance:
         return None
     rows = [
-        [TableCell(key, key), TableCell(f'{share:.0%}', share), TableCell(str(search.facts['space'].get(key)))]
+        [make_cell(key), make_cell(share, '{:.0%}'.format), TableCell(str(search.facts['space'].get(key)))]
         for key, share in search.importance.items()
     ]
     note = 'Importance: by PED-ANOVA, over the trials that were trained to their end.'

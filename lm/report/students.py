@@ -14,7 +14,7 @@ from lm.evaluation.conditioning import Conditioning
 from lm.files import open_path
 from lm.plots import COLOURS, Curve
 from lm.report.measures import Measures, name_loss
-from lm.report.page import SortableTable, TableCell
+from lm.report.page import SortableTable, TableCell, make_cell
 from lm.report.pictures import Picture
 from lm.runs.records import Run, read_json
 from lm.text import escape_markdown, make_markdown_table, perplexity
@@ -161,11 +161,10 @@ def make_student_table(students: Sequence[Student]) -> SortableTable | None:
     for student in students:
         ours, theirs = (record.get('perplexity') for record in (student.measured, student.taught))
         behind = student.behind
-        cells = [TableCell(text, text) for text in (student.run.name, student.teacher_path, student.loss)]
-        cells += [TableCell('–' if value is None else f'{value:.3f}', value) for value in (ours, theirs)]
-        cells.append(TableCell('–' if behind is None else f'{behind:+.4f}', behind))
         more = None if behind is None else perplexity(behind) - 1
-        cells.append(TableCell('–' if more is None else f'{more:+.1%}', more))
+        cells = [make_cell(text) for text in (student.run.name, student.teacher_path, student.loss)]
+        cells += [make_cell(value, '{:.3f}'.format) for value in (ours, theirs)]
+        cells += [make_cell(behind, '{:+.4f}'.format), make_cell(more, '{:+.1%}'.format)]
         for task, metric in tasks:
             pair = student.tasks.get(task, {}).get(metric)
             cells.append(TableCell('–' if pair is None else f'{pair[0]:.3f} / {pair[1]:.3f}', pair and pair[0]))
@@ -179,10 +178,10 @@ def make_position_table(students: Sequence[Student]) -> SortableTable | None:
     """Returns the loss by position of student and teacher; None if no two can be compared."""
     rows = [
         [
-            TableCell(student.run.name, student.run.name),
+            make_cell(student.run.name),
             TableCell(f'{ours["start"]}–{ours["end"] - 1}', ours['start']),
-            *(TableCell(f'{bucket["loss"]:.4f}', bucket['loss']) for bucket in (ours, theirs)),
-            TableCell(f'{ours["loss"] - theirs["loss"]:+.4f}', ours['loss'] - theirs['loss']),
+            *(make_cell(bucket['loss'], '{:.4f}'.format) for bucket in (ours, theirs)),
+            make_cell(ours['loss'] - theirs['loss'], '{:+.4f}'.format),
         ]
         for student in students
         for ours, theirs in _pair_positions(student)

@@ -12,12 +12,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from etils import epath
-
 from lm import plots
 from lm.config.text import join_names
 from lm.errors import ConfigError
-from lm.files import local_path, open_path
+from lm.files import local_path
 from lm.report import paper
 from lm.report.ladder import make_ladder
 from lm.report.ladder_table import format_ladder
@@ -29,7 +27,21 @@ from lm.runs.records import Run, find_runs
 from lm.text import format_count
 
 
-def write_report(
+def write_report(paths: Sequence[str], out: str, **options: Any) -> None:
+    """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
+
+    The arguments are as in `write_files`.
+    """
+    report = write_files(paths, out, **options)
+    print(report.format_table())
+    if report.ladder:
+        print(f'\n{format_ladder(report.ladder)}')
+    if missing := paper.explain_no_match(report.comparison, report.corpus):
+        print(f'\n{missing}')
+    print(f'\n{format_count(len(report.written), "file")} in {report.out}: {", ".join(report.written)}')
+
+
+def write_files(
     paths: Sequence[str],
     out: str,
     *,
@@ -39,39 +51,18 @@ def write_report(
     pictures: bool = True,
     refresh: int | None = None,
     any_conditioning: bool = False,
-) -> None:
-    """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
+) -> Report:
+    """Writes the files of a report, and prints nothing.
 
     Args:
         paths: run directories, sweeps, or globs of them.
+        out: the folder of the report.
         split, corpus: as in `lm.report.report.Report`.
         ladder: run directories of a baseline, a sweep, or a glob of them (`lm.report.ladder`); None: no comparison.
         pictures: draw them, too.
-        any_conditioning: compare perplexities that are conditioned on different tokens, too.
         refresh: seconds after which the page reads itself again; None: never.
+        any_conditioning: compare perplexities that are conditioned on different tokens, too.
     """
-    options: dict[str, Any] = {'pictures': pictures, 'refresh': refresh, 'any_conditioning': any_conditioning}
-    report = write_files(paths, out, split=split, corpus=corpus, ladder=ladder, **options)
-    print(report.format_table())
-    if report.ladder:
-        print(f'\n{format_ladder(report.ladder)}')
-    if missing := paper.explain_no_match(report.comparison, corpus):
-        print(f'\n{missing}')
-    print(f'\n{format_count(len(report.written), "file")} in {report.out}: {", ".join(report.written)}')
-
-
-def write_files(
-    paths: Sequence[str],
-    out: str,
-    *,
-    split: str | None,
-    corpus: str | None,
-    ladder: str | None,
-    pictures: bool,
-    refresh: int | None,
-    any_conditioning: bool = False,
-) -> Report:
-    """Writes the files of `write_report`, whose arguments it has, and prints nothing."""
     baseline = find_runs([ladder]) if ladder else []
     runs = find_runs([*paths, *([ladder] if ladder else [])])
     check_split(runs, split)
@@ -102,6 +93,5 @@ def check_split(runs: Sequence[Run], split: str | None) -> None:
 
 def find_points_without_runs(paths: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the points of the sweeps among `paths` that have no run directory: not begun, or refused."""
-    roots = [root for path in paths if '*' not in path and sweep_file.is_sweep(root := epath.Path(open_path(path)))]
-    rows = [(root, row) for root in roots for row in sweep_file.read_rows(root)]
+    rows = [(root, row) for root in sweep_file.find_sweeps(paths) for row in sweep_file.read_rows(root)]
     return [row for root, row in rows if not (root / row['point'] / 'config.gin').exists()]

@@ -6,14 +6,14 @@ ROOT/points/machines/MACHINE.json    the point that ended there because the mach
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
 from rich.table import Table
 
 from lm.errors import FINAL, Diverged, MismatchError
-from lm.files import write_atomically
+from lm.files import open_path, write_atomically
 from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
 from lm.text import format_si
@@ -25,6 +25,11 @@ MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy'
 
 def is_sweep(root: epath.Path) -> bool:
     return (root / NAME).exists()
+
+
+def find_sweeps(paths: Iterable[str]) -> list[epath.Path]:
+    """Returns the folders of sweeps among paths; globs name runs, not sweeps."""
+    return [root for path in paths if '*' not in path and is_sweep(root := epath.Path(open_path(path)))]
 
 
 def read_rows(root: epath.Path) -> list[dict[str, Any]]:
