@@ -24,19 +24,9 @@ from lm.bench import results
 from lm.bench.attention import COLUMNS, HEAD_DIM, TOKENS, LayerRow, build, measure
 from lm.bench.candidates import Candidate, candidates, featured
 from lm.ops.linear_attention import LOCAL_BLOCK, LinearCall, PolynomialKernel, xla
-from lm.ops.linear_attention.block import (
-    BlockInputs,
-    BlockKeys,
-    BlockQueries,
-    Shape,
-    fold,
-    group,
-    move_tokens_last,
-    read,
-    ungroup,
-)
+from lm.ops.linear_attention.block import BlockTokens, Shape, fold, group, move_tokens_last, read, ungroup
 from lm.ops.linear_attention.reference import plain_blocks
-from lm.ops.linear_attention.types import Parameters
+from lm.ops.linear_attention.types import Sides
 
 
 def plain(call: LinearCall) -> jax.Array:
@@ -82,10 +72,11 @@ def scan(call: LinearCall) -> jax.Array:
         each = sums.reshape(batch, blocks, *sums.shape[1:])
         return (lax.associative_scan(jnp.add, each, axis=1) - each).reshape(sums.shape)
 
-    queries = BlockQueries(*(group(cut(x), heads) for x in (q_BxLxHxE, q_local_BxLxHxC)))
-    keys = BlockKeys(*(move_tokens_last(cut(x)) for x in (k_BxLxHxE, v_BxLxHxD, k_local_BxLxHxC)))
-    sums = jax.tree.map(earlier, fold(shape, keys.folded, None, None, 0))
-    num, den = read(shape, BlockInputs(queries, keys, Parameters(None, None), sums, None, 0, None))
+    k, v, k_local = (move_tokens_last(cut(x)) for x in (k_BxLxHxE, v_BxLxHxD, k_local_BxLxHxC))
+    q, q_local = (group(cut(x), heads) for x in (q_BxLxHxE, q_local_BxLxHxC))
+    tokens = BlockTokens(v, k, k_local, q, q_local)
+    sums = jax.tree.map(earlier, fold(shape, tokens, None))
+    num, den = read(shape, tokens, sums, parameters=Sides(None, None))
     return ungroup(num / den[:, :, None]).reshape(v_BxLxHxD.shape).astype(v_BxLxHxD.dtype)
 
 

@@ -6,6 +6,7 @@ then ordinary causal attention to them, the exact part sees entries i + 1 … i 
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,34 +17,27 @@ from lm.ops import decay as decays
 from lm.ops.decay import Decay
 from lm.ops.dots import dot
 from lm.ops.linear_attention import expansion
-from lm.ops.linear_attention.types import ExpKernel, LocalKernel, Options, Parameters, State, decay_state
+from lm.ops.linear_attention.types import ExpKernel, LocalKernel, Options, Sides, State, decay_state
 
 
-class BlockQueries(NamedTuple):
-    """Queries of a block: inputs of the feature map, and the vectors that the exact kernel compares."""
+class BlockTokens(NamedTuple):
+    """The tokens of a block, or of all blocks; None where nothing reads them.
 
-    q_BxKxExGxT: jax.Array | None
-    q_local_BxKxCxGxT: jax.Array | None
+    Attributes:
+        v_BxKxDxS: values.
+        k_BxKxExS: keys, inputs of the feature map; S = T, with a window N + T.
+        k_local_BxKxCxS: the keys that the exact kernel compares.
+        q_BxKxExGxT: queries, inputs of the feature map.
+        q_local_BxKxCxGxT: the queries that the exact kernel compares.
+        decay: running sums of the keys' log factors; the sums before the block are decayed up to its entry 0.
+    """
 
-
-class BlockKeys(NamedTuple):
-    """Keys of a block: inputs of the feature map, values, and the vectors that the exact kernel compares."""
-
-    k_BxKxExS: jax.Array | None
     v_BxKxDxS: jax.Array
-    k_local_BxKxCxS: jax.Array | None
-
-    @property
-    def folded(self) -> 'FoldedKeys':
-        """The keys to fold into the sums; k is present wherever keys are folded."""
-        return FoldedKeys(cast(jax.Array, self.k_BxKxExS), self.v_BxKxDxS)
-
-
-class FoldedKeys(NamedTuple):
-    """Keys to fold into the sums: inputs of the feature map, and values."""
-
-    k_BxKxExS: jax.Array
-    v_BxKxDxS: jax.Array
+    k_BxKxExS: jax.Array | None = None
+    k_local_BxKxCxS: jax.Array | None = None
+    q_BxKxExGxT: jax.Array | None = None
+    q_local_BxKxCxGxT: jax.Array | None = None
+    decay: Decay | None = None
 
 
 class Bounds(NamedTuple):
@@ -62,35 +56,6 @@ class Sums(NamedTuple):
 
     kv: tuple[jax.Array, ...]
     totals: tuple[jax.Array, ...]
-
-
-class BlockInputs(NamedTuple):
-    """The arrays of one block.
-
-    Attributes:
-        queries: T tokens.
-        keys: T tokens, with a window N + T.
-        parameters: the parameters of the feature map.
-        sums: the sums over the keys before the block; None where there are none to read.
-        bounds: bounds on the indices of keys; None: no bounds.
-        start: index of the block's first key.
-        decay: running sums of the keys' log factors; `sums` are decayed up to its entry 0. None: no decay.
-    """
-
-    queries: BlockQueries
-    keys: BlockKeys
-    parameters: Parameters
-    sums: Sums | None
-    bounds: Bounds | None
-    start: jax.Array | int
-    decay: Decay | None
-
-
-class Fraction(NamedTuple):
-    """The numerator Σ_j w_ij v_j and the denominator denominator_bias + Σ_j w_ij of queries, float32."""
-
-    numerator_BxKxDxGxT: jax.Array
-    denominator_BxKxGxT: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,54 +118,69 @@ def ungroup(x_BxKxFxGxT: jax.Array) -> jax.Array:
     return x_BxKxFxGxT.transpose(0, 4, 1, 3, 2).reshape(batch, count, heads * groups, size)
 
 
-def read(shape: Shape, block: BlockInputs) -> Fraction:
-    """Computes the numerators and denominators of a block's queries over all keys."""
-    queries, keys, x, y, log_factor = block.queries, block.keys, None, None, None
-    if queries.q_BxKxExGxT is not None:
-        x = shape.map_queries(block.parameters.queries, queries.q_BxKxExGxT)
-        log_factor = shape.find_log_factors(block.parameters.queries, queries.q_BxKxExGxT)
-    if shape.compares and x is not None and keys.k_BxKxExS is not None:
-        y = shape.map_keys(block.parameters.keys, keys.k_BxKxExS[..., : x.shape[-1]])
-    sums = None if x is None or not shape.reads else _weigh_sums(shape, block.sums, x.shape[2])
-    count, fractions = _count_tokens(queries), []
+def read(
+    shape: Shape,
+    tokens: BlockTokens,
+    sums: Sums | None,
+    *,
+    parameters: Sides[Any],
+    bounds: Bounds | None = None,
+    start: jax.Array | int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes Σ_j w_ij v_j [B, K, D, G, T] and denominator_bias + Σ_j w_ij [B, K, G, T] of a block's queries, float32.
+
+    Args:
+        shape: the static properties of the block.
+        tokens: its queries, and the keys that they see.
+        sums: the sums over the keys before the block; None where there are none to read.
+        parameters: the parameters of the feature map.
+        bounds: bounds on the indices of keys; None: no bounds.
+        start: index of the block's first key.
+    """
+    x, y, log_factor = None, None, None
+    if tokens.q_BxKxExGxT is not None:
+        x = shape.map_queries(parameters.queries, tokens.q_BxKxExGxT)
+        log_factor = shape.find_log_factors(parameters.queries, tokens.q_BxKxExGxT)
+    if shape.compares and x is not None and tokens.k_BxKxExS is not None:
+        y = shape.map_keys(parameters.keys, tokens.k_BxKxExS[..., : x.shape[-1]])
+    sums = None if x is None or not shape.reads else _weigh_sums(shape, sums, x.shape[2])
+    make_tile = functools.partial(_Tile, shape, tokens, bounds, start, y=y, sums=sums)
+    count, fractions = cast(jax.Array, tokens.q_local_BxKxCxGxT if x is None else x).shape[-1], []
     tops = range(0, count, shape.tile)
     # Split, not sliced: the gradient is then their concatenation, not a sum of padded ones.
     sizes = [min(shape.tile, count - top) for top in tops]
     xs, qs, logs = (
         [None] * len(tops) if a is None else lax.split(a, sizes, a.ndim - 1)
-        for a in (x, queries.q_local_BxKxCxGxT, log_factor)
+        for a in (x, tokens.q_local_BxKxCxGxT, log_factor)
     )
     for top, size, x_rows, q_rows, log_rows in zip(tops, sizes, xs, qs, logs, strict=True):
-        rows = slice(top, top + size)
-        row_decay = None
-        if block.decay is not None:
+        rows, row_decay, newest = slice(top, top + size), None, None
+        if tokens.decay is not None:
             first, last = rows.start + 1, rows.stop + 1
-            newest = decays.entries(block.decay, *((first, last) if shape.lag else (0, 1)))
-            row_decay = _RowDecay(block.decay, decays.entries(block.decay, first + shape.lag, last + shape.lag), newest)
+            newest = decays.entries(tokens.decay, *((first, last) if shape.lag else (0, 1)))
+            row_decay = decays.entries(tokens.decay, first + shape.lag, last + shape.lag)
         row_T = jnp.arange(rows.start, rows.stop)
-        fractions.append(_read_tile(_Tile(shape, block, rows, row_T, x_rows, q_rows, y, sums, row_decay, log_rows)))
+        tile = make_tile(rows, row_T, x_rows, q_rows, log_factor=log_rows, row_decay=row_decay, newest=newest)
+        fractions.append(_read_tile(tile))
     if len(fractions) == 1:
         return fractions[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *fractions)
 
 
-def read_one(shape: Shape, block: BlockInputs, at: jax.Array) -> Fraction:
+def read_one(
+    shape: Shape, tokens: BlockTokens, sums: Sums, *, parameters: Sides[Any], bounds: Bounds, at: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Computes numerator and denominator of one query: token `at` of a block whose keys up to `at` are filled in."""
-    queries, count = block.queries, block.keys.v_BxKxDxS.shape[-1]
-    q = cast(jax.Array, queries.q_BxKxExGxT)
-    x = shape.map_queries(block.parameters.queries, q)
-    log_factor = shape.find_log_factors(block.parameters.queries, q)
-    sums = _weigh_sums(shape, block.sums, x.shape[2])
-    row_decay = None
-    if block.decay is not None:
-        row_decay = _RowDecay(block.decay, decays.entry(block.decay, at + 1), decays.entries(block.decay, 0, 1))
-    rows = slice(count - 1, count)
-    tile = _Tile(shape, block, rows, at[None], x, queries.q_local_BxKxCxGxT, None, sums, row_decay, log_factor)
-    return _read_tile(tile)
-
-
-def _count_tokens(queries: BlockQueries) -> int:
-    return next(x.shape[-1] for x in reversed(queries) if x is not None)
+    q, count = cast(jax.Array, tokens.q_BxKxExGxT), tokens.v_BxKxDxS.shape[-1]
+    x = shape.map_queries(parameters.queries, q)
+    log_factor = shape.find_log_factors(parameters.queries, q)
+    weighed, row_decay, newest = _weigh_sums(shape, sums, x.shape[2]), None, None
+    if tokens.decay is not None:
+        row_decay, newest = decays.entry(tokens.decay, at + 1), decays.entries(tokens.decay, 0, 1)
+    rows, q_local = slice(count - 1, count), tokens.q_local_BxKxCxGxT
+    return _read_tile(
+        _Tile(shape, tokens, bounds, 0, rows, at[None], x, q_local, None, weighed, log_factor, row_decay, newest)
+    )
 
 
 def _weigh_sums(shape: Shape, sums: Sums | None, features: int) -> Sums | None:
@@ -213,188 +193,167 @@ def _weigh_sums(shape: Shape, sums: Sums | None, features: int) -> Sums | None:
     )
 
 
-class _RowDecay(NamedTuple):
-    """The decay of some rows.
-
-    Attributes:
-        keys: running sums after each of the block's keys, with the entry before.
-        rows: running sums after the rows' tokens, [B, K, T].
-        newest: running sum after the newest key out of the exact kernel's reach, [B, K, T] or [B, K, 1].
-    """
-
-    keys: Decay
-    rows: Decay
-    newest: Decay
-
-    def log_factors(self, first: int, last: int, visible: jax.Array) -> jax.Array:
-        """Computes the logs for keys `first` to before `last`, [B, K, S, 1, T]; -inf where they are not visible."""
-        later = jax.tree.map(lambda a: a[:, :, None, None], self.rows)
-        earlier = jax.tree.map(lambda a: a[:, :, first + 1 : last + 1, None, None], self.keys)
-        return jnp.where(visible, decays.between(later, earlier), -jnp.inf)
-
-    def sum_factors(self) -> jax.Array:
-        """Computes the factors of the sums over the keys before the block, [B, K, 1, T]."""
-        return jnp.exp(decays.between(self.rows, decays.entries(self.keys, 0, 1)))[:, :, None]
-
-    def has_older(self) -> jax.Array:
-        """Returns True where no reset hides the keys out of the exact kernel's reach, [B, K, 1, T]."""
-        return (self.rows.segment == self.newest.segment)[:, :, None]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tile:
     """Some rows of a block's queries.
 
     Attributes:
-        shape: the static properties of the block.
-        block: the whole block.
+        shape, tokens, bounds, start: the block, as in `read`.
         rows: the range of rows; keys after them are skipped.
         row_T: the indices of the rows in the block.
         x: features of the rows; None where nothing reads them.
         q_local: the queries that the exact kernel compares.
         y: features of the block's keys; None where no features are compared.
         sums: the sums before the block as operands; None where there are none to read.
-        row_decay: the decay of the rows; None without decay.
         log_factor: logs of the factors that approximate weights lack, [B, K, G, T]; None where they lack none.
+        row_decay: running sums of log factors after the rows' tokens, [B, K, T]; None without decay.
+        newest: running sum after the newest key out of the exact kernel's reach, [B, K, T] or [B, K, 1].
     """
 
     shape: Shape
-    block: BlockInputs
+    tokens: BlockTokens
+    bounds: Bounds | None
+    start: jax.Array | int
     rows: slice
     row_T: jax.Array
     x: jax.Array | None
     q_local: jax.Array | None
     y: jax.Array | None
     sums: Sums | None
-    row_decay: _RowDecay | None
     log_factor: jax.Array | None
+    row_decay: Decay | None
+    newest: Decay | None
 
     def is_visible(self, j: jax.Array, visible: jax.Array) -> jax.Array:
         """Hides keys j that do not exist."""
-        bounds = self.block.bounds
-        return visible if bounds is None else visible & (self.block.start + j >= bounds.first)
+        return visible if self.bounds is None else visible & (self.start + j >= self.bounds.first)
+
+    def log_factors(self, first: int, last: int, visible: jax.Array) -> jax.Array | None:
+        """Computes the logs of the decay of keys `first` to before `last`, [B, K, S, 1, T]; -inf where not visible."""
+        if self.row_decay is None or self.tokens.decay is None:
+            return None
+        later = jax.tree.map(lambda a: a[:, :, None, None], self.row_decay)
+        earlier = jax.tree.map(lambda a: a[:, :, first + 1 : last + 1, None, None], self.tokens.decay)
+        return jnp.where(visible, decays.between(later, earlier), -jnp.inf)
+
+    def sum_factors(self) -> jax.Array:
+        """Computes the decay of the sums over the keys before the block, [B, K, 1, T]."""
+        before = decays.entries(cast(Decay, self.tokens.decay), 0, 1)
+        return jnp.exp(decays.between(cast(Decay, self.row_decay), before))[:, :, None]
+
+    def has_older(self) -> jax.Array:
+        """Returns True for rows with weights other than exact ones: [T], with decay [B, K, 1, T]."""
+        if self.shape.options.denominator_bias or self.bounds is None:
+            return jnp.ones_like(self.row_T, bool)
+        has_older_T = self.start + self.row_T >= self.bounds.older
+        if self.row_decay is None or self.newest is None:
+            return has_older_T
+        # A reset may hide the keys out of the exact kernel's reach.
+        return has_older_T & (self.row_decay.segment == self.newest.segment)[:, :, None]
 
 
-class _Part(NamedTuple):
-    """Weights of some keys, [B, K, S, G, T], and their values."""
-
-    weights: jax.Array
-    values: jax.Array
-
-    def scaled(self, scale: jax.Array | None) -> '_Part':
-        return self if scale is None else self._replace(weights=self.weights * scale[:, :, None])
-
-
-class _Scales(NamedTuple):
-    """Factors of what stands beside exact weights, [B, K, G, T]: of approximate weights, and of the bias."""
-
-    features: jax.Array
-    bias: jax.Array
-
-
-def _read_tile(tile: _Tile) -> Fraction:
+def _read_tile(tile: _Tile) -> tuple[jax.Array, jax.Array]:
     """Adds the exact part, the approximate part and the part from the sums."""
-    options, keys, v = tile.shape.options, tile.block.keys, tile.block.keys.v_BxKxDxS
-    parts, scales = [], None
-    if options.local is not None and tile.q_local is not None and keys.k_local_BxKxCxS is not None:
-        part, scales = weigh_exactly(tile, options.local, tile.q_local, keys.k_local_BxKxCxS)
-        parts.append(part)
-    scale_BxKxGxT = None if scales is None else scales.features
+    options, v = tile.shape.options, tile.tokens.v_BxKxDxS
+    parts, scale_BxKxGxT, bias_scale = [], None, None
+    if options.local is not None and tile.q_local is not None and tile.tokens.k_local_BxKxCxS is not None:
+        w_BxKxSxGxT, values, scales = weigh_exactly(tile, options.local, tile.q_local, tile.tokens.k_local_BxKxCxS)
+        parts.append((w_BxKxSxGxT, values))
+        if scales is not None:
+            scale_BxKxGxT, bias_scale = scales
     if tile.y is not None and tile.x is not None:
-        parts.append(weigh_features(tile, tile.x, tile.y).scaled(scale_BxKxGxT))
+        w_BxKxSxGxT, values = weigh_features(tile, tile.x, tile.y)
+        parts.append((w_BxKxSxGxT if scale_BxKxGxT is None else w_BxKxSxGxT * scale_BxKxGxT[:, :, None], values))
     lead = v.shape[:2] + cast(jax.Array, tile.q_local if tile.x is None else tile.x).shape[3:]
     num_BxKxDxGxT, den_BxKxGxT = jnp.float32(0.0), jnp.full(lead, options.denominator_bias, jnp.float32)
-    den_BxKxGxT = den_BxKxGxT if scales is None else den_BxKxGxT * scales.bias
-    for part in parts:
-        num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', part.values, part.weights.astype(v.dtype))
-        den_BxKxGxT += part.weights.sum(2)
+    den_BxKxGxT = den_BxKxGxT if bias_scale is None else den_BxKxGxT * bias_scale
+    for weights, values in parts:
+        num_BxKxDxGxT += dot('bkds,bksgt->bkdgt', values, weights.astype(v.dtype))
+        den_BxKxGxT += weights.sum(2)
     if tile.x is not None and tile.sums is not None:
         num, den = read_sums(tile, tile.x, tile.sums)
         num_BxKxDxGxT += num if scale_BxKxGxT is None else num * scale_BxKxGxT[:, :, None]
         den_BxKxGxT += den if scale_BxKxGxT is None else den * scale_BxKxGxT
-    return Fraction(num_BxKxDxGxT, den_BxKxGxT)
+    return num_BxKxDxGxT, den_BxKxGxT
 
 
 def weigh_exactly(
     tile: _Tile, local: LocalKernel, q_local: jax.Array, k_local: jax.Array
-) -> tuple[_Part, _Scales | None]:
-    """Computes the exact weights, and the scales of what stands beside them; None: 1."""
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Computes the exact weights [B, K, S, G, T].
+
+    Returns:
+        (the weights, the values of their keys, the scales of what stands beside them). The scales are [B, K, G, T], of
+        approximate weights and of the bias; None: both are 1.
+    """
     shape, row_T = tile.shape, tile.row_T
     first, last = (tile.rows.start + 1, tile.rows.stop + shape.lag) if shape.lag else (0, tile.rows.stop)
     s_BxKxSxGxT = dot('bkcs,bkcgt->bksgt', k_local[..., first:last], q_local)
     j = jnp.arange(first, last)[:, None, None]
     visible = ((j > row_T) & (j <= row_T + shape.lag)) if shape.lag else j <= row_T
     visible = tile.is_visible(j, visible)
-    log_factors = None if tile.row_decay is None else tile.row_decay.log_factors(first, last, visible)
-    values = tile.block.keys.v_BxKxDxS[..., first:last]
+    log_factors = tile.log_factors(first, last, visible)
+    values = tile.tokens.v_BxKxDxS[..., first:last]
     if not isinstance(local, ExpKernel):
         w_BxKxSxGxT = jnp.where(visible, local.weigh(s_BxKxSxGxT), 0.0)
-        return _Part(w_BxKxSxGxT if log_factors is None else w_BxKxSxGxT * jnp.exp(log_factors), values), None
+        return w_BxKxSxGxT if log_factors is None else w_BxKxSxGxT * jnp.exp(log_factors), values, None
     s_BxKxSxGxT = jnp.where(visible, s_BxKxSxGxT * local.scale, -jnp.inf)
     s_BxKxSxGxT = s_BxKxSxGxT if log_factors is None else s_BxKxSxGxT + log_factors
     if local.relative:
         s_BxKxSxGxT -= s_BxKxSxGxT.max(2, keepdims=True)
         if tile.log_factor is None:
-            return _Part(jnp.exp(s_BxKxSxGxT), values), None
+            return jnp.exp(s_BxKxSxGxT), values, None
     log_BxKxGxT = jnp.float32(0.0) if tile.log_factor is None else tile.log_factor
     # Bias and approximate part are multiplied by exp(-m), which must not overflow; where there is neither,
     # only the largest exponent itself keeps its weight from underflow. m has no gradient: it is a factor of all terms.
-    has_older_T = _has_older(tile)
+    has_older_T = tile.has_older()
     m_BxKxGxT = jnp.maximum(s_BxKxSxGxT.max(2), jnp.where(has_older_T, log_BxKxGxT, -jnp.inf))
     if shape.options.denominator_bias:
         m_BxKxGxT = jnp.maximum(m_BxKxGxT, 0.0)
     m_BxKxGxT, unused = lax.stop_gradient((m_BxKxGxT, log_BxKxGxT))
     others = jnp.exp(log_BxKxGxT - jnp.where(has_older_T, m_BxKxGxT, unused))
-    scales = _Scales(jnp.where(has_older_T, others, 0.0), jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0)))
-    return _Part(jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None]), values), scales
+    scales = jnp.where(has_older_T, others, 0.0), jnp.exp(-jnp.maximum(m_BxKxGxT, 0.0))
+    return jnp.exp(s_BxKxSxGxT - m_BxKxGxT[:, :, None]), values, scales
 
 
-def _has_older(tile: _Tile) -> jax.Array:
-    """Returns True for rows with weights other than exact ones."""
-    bounds = tile.block.bounds
-    if tile.shape.options.denominator_bias or bounds is None:
-        return jnp.ones_like(tile.row_T, bool)
-    has_older_T = tile.block.start + tile.row_T >= bounds.older
-    return has_older_T if tile.row_decay is None else has_older_T & tile.row_decay.has_older()
-
-
-def weigh_features(tile: _Tile, x: jax.Array, y: jax.Array) -> _Part:
-    """Computes the approximate weights of the block's keys."""
+def weigh_features(tile: _Tile, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the approximate weights [B, K, S, G, T] of the block's keys; returns them and the keys' values."""
     stop = tile.rows.stop
     s_BxKxSxGxT = dot('bkfs,bkfgt->bksgt', y[..., :stop], x)
     j = jnp.arange(stop)[:, None, None]
     visible = tile.is_visible(j, j <= tile.row_T)
     w_BxKxSxGxT = jnp.where(visible, tile.shape.options.weigh(s_BxKxSxGxT), 0.0)
-    if tile.row_decay is not None:
-        w_BxKxSxGxT *= jnp.exp(tile.row_decay.log_factors(0, stop, visible))
-    return _Part(w_BxKxSxGxT, tile.block.keys.v_BxKxDxS[..., :stop])
+    log_factors = tile.log_factors(0, stop, visible)
+    w_BxKxSxGxT = w_BxKxSxGxT if log_factors is None else w_BxKxSxGxT * jnp.exp(log_factors)
+    return w_BxKxSxGxT, tile.tokens.v_BxKxDxS[..., :stop]
 
 
-def read_sums(tile: _Tile, x: jax.Array, sums: Sums) -> Fraction:
+def read_sums(tile: _Tile, x: jax.Array, sums: Sums) -> tuple[jax.Array, jax.Array]:
     """Computes the part of the rows' numerators and denominators from the keys before the block."""
     powers = tile.shape.options.powers
     phis, x = expansion.expand(powers, x)
     num_BxKxDxGxT = sum(dot('bkrd,bkrgt->bkdgt', kv, phi) for kv, phi in zip(sums.kv, phis, strict=True))
     den_BxKxGxT = expansion.read_totals(powers, x, sums.totals)
     if tile.row_decay is not None:
-        num_BxKxDxGxT *= tile.row_decay.sum_factors()[:, :, None]
-        den_BxKxGxT *= tile.row_decay.sum_factors()
-    return Fraction(cast(jax.Array, num_BxKxDxGxT), den_BxKxGxT)
+        num_BxKxDxGxT *= tile.sum_factors()[:, :, None]
+        den_BxKxGxT *= tile.sum_factors()
+    return cast(jax.Array, num_BxKxDxGxT), den_BxKxGxT
 
 
 def fold(
     shape: Shape,
-    keys: FoldedKeys,
+    tokens: BlockTokens,
     parameters: Any,
-    bounds: Bounds | None,
-    start: jax.Array | int,
+    bounds: Bounds | None = None,
+    start: jax.Array | int = 0,
     log_factors_BxKxS: jax.Array | None = None,
 ) -> Sums:
     """Computes the sums over these keys, from index `start` on, without keys outside the bounds.
 
-    `log_factors_BxKxS`: the logs of the factors by which the keys have decayed in the sums; None: no decay.
+    `parameters` are those of the keys. `log_factors_BxKxS`: the logs of the factors by which the keys have decayed in
+    the sums; None: no decay.
     """
-    y, one, factors = shape.map_keys(parameters, keys.k_BxKxExS), None, None
+    y, one, factors = shape.map_keys(parameters, cast(jax.Array, tokens.k_BxKxExS)), None, None
     if bounds is not None:
         index = start + jnp.arange(y.shape[-1])
         inside = (index >= bounds.first) & (index < bounds.last)
@@ -402,10 +361,10 @@ def fold(
             log_factors_BxKxS = jnp.where(inside, log_factors_BxKxS, -jnp.inf)
         y, one = jnp.where(inside, y, 0), inside.astype(jnp.float32)
     phis, y = expansion.expand(shape.options.powers, y, one)
-    v = keys.v_BxKxDxS.astype(shape.dtype)
+    v = tokens.v_BxKxDxS.astype(shape.dtype)
     if log_factors_BxKxS is not None:
         factors = jnp.exp(log_factors_BxKxS)
-        v = (keys.v_BxKxDxS.astype(jnp.float32) * factors[:, :, None]).astype(shape.dtype)
+        v = (tokens.v_BxKxDxS.astype(jnp.float32) * factors[:, :, None]).astype(shape.dtype)
     kv = tuple(dot('bkrt,bkdt->bkrd', phi, v) for phi in phis)
     return Sums(kv, expansion.totals(shape.options.powers, y, one, factors))
 
@@ -417,21 +376,15 @@ def last_entry(decay: Decay, bounds: Bounds | None, start: jax.Array | int) -> D
 
 
 def advance(
-    shape: Shape,
-    sums: Sums,
-    keys: FoldedKeys,
-    parameters: Any,
-    bounds: Bounds | None,
-    start: jax.Array | int,
-    decay: Decay | None,
+    shape: Shape, sums: Sums, tokens: BlockTokens, parameters: Any, bounds: Bounds | None, start: jax.Array | int
 ) -> Sums:
     """Computes the sums after a block from the sums before it, decayed up to the `last_entry`."""
     log_factors_BxKxS = None
-    if decay is not None:
-        last = last_entry(decay, bounds, start)
-        sums = decay_state(sums, decays.between(last, decays.entries(decay, 0, 1))[..., 0])
-        log_factors_BxKxS = decays.between(last, decays.entries(decay, 1))
-    return jax.tree.map(jnp.add, sums, fold(shape, keys, parameters, bounds, start, log_factors_BxKxS))
+    if tokens.decay is not None:
+        last = last_entry(tokens.decay, bounds, start)
+        sums = decay_state(sums, decays.between(last, decays.entries(tokens.decay, 0, 1))[..., 0])
+        log_factors_BxKxS = decays.between(last, decays.entries(tokens.decay, 1))
+    return jax.tree.map(jnp.add, sums, fold(shape, tokens, parameters, bounds, start, log_factors_BxKxS))
 
 
 def split(options: Options, state: State, features: int) -> Sums:

@@ -11,7 +11,6 @@ S segments, N chunks of C tokens per segment, G queries per key head.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax import lax
 
 from lm.ops import channel_decay, platform, sequence
 from lm.ops.dots import dot
-from lm.ops.linear_attention.types import LinearCall, LinearResult, State
+from lm.ops.linear_attention.types import LinearCall, LinearResult, State, decay_state
 
 CHUNK = {'cpu': 64}
 """Tokens per chunk by platform, elsewhere 128."""
@@ -27,31 +26,9 @@ SEGMENT = 2048
 """Tokens per segment, about."""
 
 
-class FadingTokens(NamedTuple):
-    """The tokens of a call in chunks."""
-
-    q_SxBxKxNxGxCxE: jax.Array
-    k_SxBxKxNxCxE: jax.Array
-    v_SxBxKxNxCxD: jax.Array
-    log_decay_SxBxKxNxCxE: jax.Array
-
-
-class FadingResult(NamedTuple):
-    """Outputs, and the state after the last token."""
-
-    o_BxLxHxD: jax.Array
-    state_BxKxExD: jax.Array
-
-
-class FadingPart(NamedTuple):
-    """The effect of a part of a window on the state: it multiplies each row by a factor, and adds."""
-
-    added_BxKxExD: jax.Array
-    log_factor_BxKxE: jax.Array
-
-
-Walk = Callable[[LinearCall, jax.Array], FadingResult]
-"""Takes a call and the state before its first token, [B, K, E, D] float32."""
+Walk = Callable[[LinearCall, jax.Array], tuple[jax.Array, jax.Array]]
+"""Takes a call and the state before its first token, [B, K, E, D] float32. Returns outputs [B, L, H, D], and the state
+after the last token."""
 
 
 def attend(call: LinearCall) -> LinearResult:
@@ -65,20 +42,20 @@ def attend_whole(walk: Walk, call: LinearCall) -> LinearResult:
     if state is None:
         totals = (jnp.zeros(call.k_BxLxKxE.shape[:1] + call.k_BxLxKxE.shape[2:], jnp.float32),)
         state = State(_make_empty(call), totals)
-    found = walk(call, state.kv_BxKxRxD)
-    return LinearResult(found.o_BxLxHxD, State(found.state_BxKxExD, state.totals) if call.with_state else None)
+    o_BxLxHxD, after_BxKxExD = walk(call, state.kv_BxKxRxD)
+    return LinearResult(o_BxLxHxD, State(after_BxKxExD, state.totals) if call.with_state else None)
 
 
 def attend_part(walk: Walk, call: LinearCall) -> LinearResult:
     """Computes the outputs of one part of a window that is split over devices (`lm.ops.sequence`)."""
     batch, length, heads, size = call.k_BxLxKxE.shape
-    own = walk(call, _make_empty(call))
+    own_BxLxHxD, added_BxKxExD = walk(call, _make_empty(call))
     log_decay_BxLxKxE = call.all_log_decay_BxLxKxE
-    before = _carry(FadingPart(own.state_BxKxExD, log_decay_BxLxKxE.sum(1)))
+    before_BxKxExD = _carry(added_BxKxExD, log_decay_BxLxKxE.sum(1))
     since = jnp.exp(jnp.cumsum(log_decay_BxLxKxE, axis=1))
     q = call.q_BxLxHxE.reshape(batch, length, heads, -1, size) * since[:, :, :, None]
-    read = dot('blkge,bked->blkgd', q, before.added_BxKxExD).reshape(own.o_BxLxHxD.shape)
-    return LinearResult((own.o_BxLxHxD + read).astype(own.o_BxLxHxD.dtype), None)
+    read = dot('blkge,bked->blkgd', q, before_BxKxExD).reshape(own_BxLxHxD.shape)
+    return LinearResult((own_BxLxHxD + read).astype(own_BxLxHxD.dtype), None)
 
 
 def _make_empty(call: LinearCall) -> jax.Array:
@@ -86,17 +63,17 @@ def _make_empty(call: LinearCall) -> jax.Array:
     return jnp.zeros((batch, heads, size, call.v_BxLxKxD.shape[-1]), jnp.float32)
 
 
-def _carry(part: FadingPart) -> FadingPart:
-    """Returns the effect of all parts before this one."""
+def _carry(added_BxKxExD: jax.Array, log_factor_BxKxE: jax.Array) -> jax.Array:
+    """Returns the state after all parts before this one, which multiplies each row by a factor, and adds."""
 
-    def compose(earlier: FadingPart, later: FadingPart) -> FadingPart:
-        faded = jnp.exp(later.log_factor_BxKxE)[..., None] * earlier.added_BxKxExD
-        return FadingPart(faded + later.added_BxKxExD, earlier.log_factor_BxKxE + later.log_factor_BxKxE)
+    def compose(earlier, later):
+        (before, earlier_log), (added, log) = earlier, later
+        return decay_state(before, log) + added, earlier_log + log
 
-    return sequence.carried(part, compose)
+    return sequence.carried((added_BxKxExD, log_factor_BxKxE), compose)[0]
 
 
-def walk(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+def walk(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the outputs of a call from the state before its first token, and the state after its last token."""
     arrays = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE, state_BxKxExD
     if platform.uneven_batch(call.q_BxLxHxE.shape[0]):
@@ -104,7 +81,7 @@ def walk(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
     return platform.per_device(_walk_chunks, (True,) * len(arrays))(*arrays)
 
 
-def _walk_chunks(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> FadingResult:
+def _walk_chunks(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxExD) -> tuple[jax.Array, jax.Array]:
     batch, length, heads, size = q_BxLxHxE.shape
     chunk = min(channel_decay.round_up(length), CHUNK.get(platform.target_platform(), 128))
     chunks = math.ceil(length / chunk)
@@ -118,44 +95,35 @@ def _walk_chunks(q_BxLxHxE, k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE, state_BxKxE
         return jnp.moveaxis(x, (1, 4), (0, 2))
 
     q = q_BxLxHxE.reshape(batch, length, k_BxLxKxE.shape[2], -1, size)
-    tokens = FadingTokens(jnp.moveaxis(cut(q), 5, 4), *map(cut, (k_BxLxKxE, v_BxLxKxD, log_decay_BxLxKxE)))
-    segment = jax.checkpoint(lambda state, part: _segment(part, state), prevent_cse=False)
+    tokens = {'k': k_BxLxKxE, 'v': v_BxLxKxD, 'log_decay': log_decay_BxLxKxE}
+    tokens = {'q': jnp.moveaxis(cut(q), 5, 4)} | {name: cut(x) for name, x in tokens.items()}
+    segment = jax.checkpoint(lambda state, part: _segment(state, **part), prevent_cse=False)
     state, o_SxBxKxNxGxCxD = lax.scan(segment, state_BxKxExD, tokens)
     o = o_SxBxKxNxGxCxD.transpose(1, 0, 3, 5, 2, 4, 6)
-    return FadingResult(o.reshape(batch, -1, heads, v_BxLxKxD.shape[-1])[:, :length], state)
+    return o.reshape(batch, -1, heads, v_BxLxKxD.shape[-1])[:, :length], state
 
 
-class FadingSides(NamedTuple):
-    """The operands of the walk over chunks.
+def _segment(
+    state_BxKxExD: jax.Array, *, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the state after the chunks of a segment, and their outputs [B, K, N, G, C, D].
 
-    Attributes:
-        q_BxKxGxCxE: queries times the factors since the start of the chunk.
-        k_BxKxCxE: keys times the factors until its end.
-        v_BxKxCxD: values.
-        inside_BxKxGxCxD: the part of the outputs from the keys of the chunk.
-        whole_BxKxE: the factors of the whole chunk.
+    Args:
+        state_BxKxExD: the state before them.
+        q: queries, [B, K, N, G, C, E].
+        k: keys, [B, K, N, C, E].
+        v: values, [B, K, N, C, D].
+        log_decay: the logs of the factors, [B, K, N, C, E].
     """
-
-    q_BxKxGxCxE: jax.Array
-    k_BxKxCxE: jax.Array
-    v_BxKxCxD: jax.Array
-    inside_BxKxGxCxD: jax.Array
-    whole_BxKxE: jax.Array
-
-
-def _segment(tokens: FadingTokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
-    q, k, v, log_decay = tokens
     pairs, since, until, whole = channel_decay.weigh(q, k, log_decay)
     weights = pairs + channel_decay.weigh_own(q, k)
     inside = dot('bkngij,bknjd->bkngid', weights.astype(v.dtype), v)
-    q, k = q * since[:, :, :, None], k * until
 
-    def step(state, chunk: FadingSides):
-        o = chunk.inside_BxKxGxCxD + dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
-        state = chunk.whole_BxKxE[..., None] * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, chunk.v_BxKxCxD)
+    def step(state, chunk):
+        o = chunk['inside'] + dot('bkgce,bked->bkgcd', chunk['q_since'], state)
+        state = chunk['whole'][..., None] * state + dot('bkce,bkcd->bked', chunk['k_until'], chunk['v'])
         return state, o.astype(v.dtype)
 
-    sides = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), FadingSides(q, k, v, inside, whole))
-    state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, sides)
+    sides = {'q_since': q * since[:, :, :, None], 'k_until': k * until, 'v': v, 'inside': inside, 'whole': whole}
+    state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), sides))
     return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)

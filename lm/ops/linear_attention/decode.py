@@ -73,16 +73,12 @@ def decode_step(state: DecodeState, call: LinearCall) -> tuple[DecodeState, jax.
     return DecodeState(cast(State, sums), recent, state.position + count), o
 
 
-class Appended(NamedTuple):
-    """Outputs, and the parts of the next `DecodeState`."""
+def _append_tokens(call: LinearCall, state: DecodeState, recent: Keys) -> tuple[jax.Array, State, Keys]:
+    """Appends any number of tokens, and cuts blocks as the whole sequence does.
 
-    o_BxLxHxD: jax.Array
-    sums: State
-    recent: Keys
-
-
-def _append_tokens(call: LinearCall, state: DecodeState, recent: Keys) -> Appended:
-    """Appends any number of tokens, and cuts blocks as the whole sequence does."""
+    Returns:
+        (outputs, the sums, the recent keys).
+    """
     block, count = recent.v_BxSxKxD.shape[1], call.q_BxLxHxE.shape[1]
     at = state.position % block
     complete = (at + count) // block * block
@@ -106,29 +102,33 @@ def _append_tokens(call: LinearCall, state: DecodeState, recent: Keys) -> Append
     )
     o, sums = xla.attend(call, bounds)
     recent = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, complete, block, 1), keys)
-    return Appended(lax.dynamic_slice_in_dim(o, at, count, 1), cast(State, sums), recent)
+    return lax.dynamic_slice_in_dim(o, at, count, 1), cast(State, sums), recent
 
 
-def _append_token(call: LinearCall, state: DecodeState, recent: Keys) -> Appended:
-    """Appends one token: the exact kernel over the current block, and one read of the sums."""
+def _append_token(call: LinearCall, state: DecodeState, recent: Keys) -> tuple[jax.Array, State, Keys]:
+    """Appends one token, likewise: the exact kernel over the current block, and one read of the sums."""
     options, block, dtype = call.options, recent.v_BxSxKxD.shape[1], call.v_BxLxKxD.dtype
     at = state.position % block
     recent = jax.tree.map(
         lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 1), recent, call.keys
     )
     heads, features = call.v_BxLxKxD.shape[2], xla.count_features(options, call.k_parameters, call.k_BxLxKxE)
-    queries = (call.q_BxLxHxE, call.q_local_BxLxHxC)
     k, v, k_local = jax.tree.map(one_block.move_tokens_last, tuple(recent[:3]))
-    inputs = one_block.BlockInputs(
-        one_block.BlockQueries(*(None if x is None else one_block.group(x, heads) for x in queries)),
-        one_block.BlockKeys(k, v, k_local),
-        call.parameters,
+    num_BxKxDxGx1, den_BxKxGx1 = one_block.read_one(
+        one_block.Shape(options, block, True, dtype),
+        one_block.BlockTokens(
+            v,
+            k_BxKxExS=k,
+            k_local_BxKxCxS=k_local,
+            q_BxKxExGxT=one_block.group(call.q_BxLxHxE, heads),
+            q_local_BxKxCxGxT=None if call.local is None else one_block.group(call.local.q_BxLxHxC, heads),
+            decay=None if recent.log_decay_BxSxK is None else decays.accumulate(recent.log_decay_BxSxK),
+        ),
         one_block.split(options, state.sums, features),
-        one_block.Bounds(jnp.int32(0), jnp.int32(block), _find_older(state, block)),
-        0,
-        None if recent.log_decay_BxSxK is None else decays.accumulate(recent.log_decay_BxSxK),
+        parameters=call.parameters,
+        bounds=one_block.Bounds(jnp.int32(0), jnp.int32(block), _find_older(state, block)),
+        at=at,
     )
-    num_BxKxDxGx1, den_BxKxGx1 = one_block.read_one(one_block.Shape(options, block, True, dtype), inputs, at)
     o_BxKxDxGx1 = num_BxKxDxGx1 / den_BxKxGx1[:, :, None] if options.normalize else num_BxKxDxGx1
     # A full block is folded as a whole, so that a token of an unfinished one costs no more than its own weights.
     sums = lax.cond(
@@ -136,7 +136,7 @@ def _append_token(call: LinearCall, state: DecodeState, recent: Keys) -> Appende
         lambda: xla.add_keys(options, call.k_parameters, recent, state.sums),
         lambda: state.sums,
     )
-    return Appended(one_block.ungroup(o_BxKxDxGx1).astype(dtype), sums, recent)
+    return one_block.ungroup(o_BxKxDxGx1).astype(dtype), sums, recent
 
 
 def _find_older(state: DecodeState, block: int) -> jax.Array:

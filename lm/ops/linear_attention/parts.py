@@ -9,7 +9,7 @@ The backward pass differentiates this as it stands: the same exchanges, in the o
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from jax import lax
 from lm.ops import decay as decays
 from lm.ops import platform, sequence
 from lm.ops.linear_attention import channels, xla
-from lm.ops.linear_attention.block import Bounds, FoldedKeys, Shape, fold, join, move_tokens_last
+from lm.ops.linear_attention.block import BlockTokens, Bounds, Shape, fold, join, move_tokens_last
 from lm.ops.linear_attention.types import Keys, LinearCall, LinearResult, Options, State, decay_state
+
+Tree = TypeVar('Tree')
 
 
 def linear_attention(call: LinearCall) -> LinearResult:
@@ -43,26 +45,25 @@ def unsupported(call: LinearCall) -> None:
     """Everything is supported."""
 
 
-class PartSums(NamedTuple):
-    """The sums over the keys of a part, decayed up to its last token, and the log factor of the whole part.
+def carry_sums(state: Tree, log_factor_BxK: jax.Array | None) -> Tree:
+    """Returns the sums [B, K, …] over the keys of all parts before this one, decayed up to its first token.
 
-    The log factor is None without decay.
+    Args:
+        state: the sums over the keys of this part, decayed up to its last token.
+        log_factor_BxK: the log factor of the whole part; None: no decay.
     """
 
-    state: Any
-    log_factor_BxK: jax.Array | None
+    def compose(earlier, later):
+        (before, earlier_log), (state, log) = earlier, later
+        if log is None:
+            return _add(before, state), None
+        return _add(decay_state(before, log), state), earlier_log + log
+
+    return sequence.carried((state, log_factor_BxK), compose)[0]
 
 
-def carry_sums(part: PartSums) -> Any:
-    """Returns the sums [B, K, …] over the keys of all parts before this one, decayed up to its first token."""
-
-    def compose(earlier: PartSums, later: PartSums) -> PartSums:
-        if earlier.log_factor_BxK is None or later.log_factor_BxK is None:
-            return PartSums(jax.tree.map(jnp.add, earlier.state, later.state), None)
-        before = decay_state(earlier.state, later.log_factor_BxK)
-        return PartSums(jax.tree.map(jnp.add, before, later.state), earlier.log_factor_BxK + later.log_factor_BxK)
-
-    return sequence.carried(part, compose).state
+def _add(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(jnp.add, a, b)
 
 
 def sum_before(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> State:
@@ -73,11 +74,12 @@ def sum_before(options: Options, parameters: Any, keys: Keys, bounds: Bounds | N
     function = functools.partial(_sum_part, options)
     if jax.tree.leaves(parameters) and keys.v_BxSxKxD.shape[0] % platform.batch_shards() == 0:
         function = platform.per_device(function, split=(False, True, False))
-    return carry_sums(function(parameters, keys, bounds))
+    sums, log_factor_BxK = function(parameters, keys, bounds)
+    return carry_sums(sums, log_factor_BxK)
 
 
-def _sum_part(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> PartSums:
-    """Computes the sums over the keys of this part.
+def _sum_part(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> tuple[State, jax.Array | None]:
+    """Computes the arguments of `carry_sums`.
 
     Blocks are added with their factors up to the end of the part. None depends on the sums before it, so that the
     gradient keeps no sums and no features.
@@ -94,7 +96,7 @@ def _sum_part(options: Options, parameters: Any, keys: Keys, bounds: Bounds | No
     @jax.checkpoint
     def sum_block(parameters, tokens, start):
         k, v, log_factors = tokens
-        return join(fold(shape, FoldedKeys(k, v), parameters, bounds, start, log_factors))
+        return join(fold(shape, BlockTokens(v, k_BxKxExS=k), parameters, bounds, start, log_factors))
 
     block = min(length, options.block or xla.BLOCK.get(platform.target_platform(), 512))
     whole = length // block * block
@@ -107,8 +109,8 @@ def _sum_part(options: Options, parameters: Any, keys: Keys, bounds: Bounds | No
     blocks = jax.tree.map(cut, tokens), jnp.arange(0, whole, block)
     features = xla.count_features(options, parameters, keys.k_BxSxKxE)
     empty = xla.make_empty_state(options, v.shape[0], v.shape[1], features, v.shape[2])
-    sums, _ = lax.scan(lambda s, x: (jax.tree.map(jnp.add, s, sum_block(parameters, *x)), None), empty, blocks)
+    sums, _ = lax.scan(lambda s, x: (_add(s, sum_block(parameters, *x)), None), empty, blocks)
     if whole < length:
         rest = sum_block(parameters, jax.tree.map(lambda x: x[..., whole:], tokens), whole)
-        sums = jax.tree.map(jnp.add, sums, rest)
-    return PartSums(sums, log_factor_BxK)
+        sums = _add(sums, rest)
+    return sums, log_factor_BxK

@@ -24,6 +24,7 @@ class BlockPlan:
         block: tokens per block.
         tile: rows of queries at a time.
         heads: key heads.
+        groups: queries per key head.
         features: features of a key.
         values: size of a value.
         dtype: the type of the values.
@@ -36,6 +37,7 @@ class BlockPlan:
     block: int
     tile: int
     heads: int
+    groups: int
     features: int
     values: int
     dtype: jnp.dtype

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ SQUARE = (0.0, 0.0, 1.0)
 LOCAL_BLOCK = 1024
 """Tokens per block of exact weights, as in the paper."""
 
+A = TypeVar('A')
 Tree = TypeVar('Tree')
 
 
@@ -75,7 +76,7 @@ def decay_state(sums: Tree, log_factor_BxK: jax.Array) -> Tree:
     """
 
     def multiply(x):
-        return x * jnp.exp(log_factor_BxK).reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+        return x * jnp.exp(log_factor_BxK).reshape(*log_factor_BxK.shape, *[1] * (x.ndim - log_factor_BxK.ndim))
 
     return jax.tree.map(multiply, sums)
 
@@ -120,11 +121,11 @@ class Options:
         return cast(jax.Array, sum(terms))  # some power has a coefficient, so the sum is no plain 0
 
 
-class Parameters(NamedTuple):
-    """The pytrees that the feature map gets with queries and with keys."""
+class Sides(NamedTuple, Generic[A]):
+    """One thing for the queries, and the same for the keys: parameters of their feature map, matrices, features."""
 
-    queries: Any
-    keys: Any
+    queries: A
+    keys: A
 
 
 class LocalVectors(NamedTuple):
@@ -175,8 +176,8 @@ class LinearCall:
         return cls(**arrays, options=options, with_state=with_state)
 
     @property
-    def parameters(self) -> Parameters:
-        return Parameters(self.q_parameters, self.k_parameters)
+    def parameters(self) -> Sides[Any]:
+        return Sides(self.q_parameters, self.k_parameters)
 
     @property
     def local(self) -> LocalVectors | None:

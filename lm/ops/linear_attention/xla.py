@@ -17,7 +17,7 @@ sums of log factors therefore have gradients only as a query's and as a key's su
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,8 @@ from lm.ops.blocks import call_in_branch
 from lm.ops.decay import Decay
 from lm.ops.linear_attention import channels
 from lm.ops.linear_attention.block import (
-    BlockInputs,
-    BlockKeys,
-    BlockQueries,
+    BlockTokens,
     Bounds,
-    FoldedKeys,
-    Fraction,
     Shape,
     Sums,
     advance,
@@ -56,7 +52,7 @@ from lm.ops.linear_attention.types import (
     LinearCall,
     LinearResult,
     Options,
-    Parameters,
+    Sides,
     State,
     decay_state,
 )
@@ -67,6 +63,10 @@ BLOCK = {'cpu': 64}
 
 TILE = {'cpu': 256}
 """Queries per tile by platform, elsewhere 512."""
+
+QUERIES = ('q_BxKxExGxT', 'q_local_BxKxCxGxT')
+KEYS = ('k_BxKxExS', 'v_BxKxDxS', 'k_local_BxKxCxS')
+"""The arrays of `BlockTokens` with an entry per query, and with an entry per key."""
 
 Tree = TypeVar('Tree')
 
@@ -112,41 +112,33 @@ def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
         block=min(block, length),
         tile=TILE.get(target, 512),
         heads=call.v_BxLxKxD.shape[2],
+        groups=call.q_BxLxHxE.shape[2] // call.v_BxLxKxD.shape[2],
         features=count_features(options, call.k_parameters, call.k_BxLxKxE),
         values=call.v_BxLxKxD.shape[3],
         dtype=call.v_BxLxKxD.dtype,
         before=call.initial_state is not None,
         after=call.with_state,
     )
-    inputs = WalkInputs(
-        call.q_BxLxHxE,
-        None if call.local is None else call.local.q_BxLxHxC,
-        call.k_BxLxKxE,
-        call.v_BxLxKxD,
-        call.keys.k_local_BxSxKxC,
-        call.parameters,
-        call.initial_state,
-        bounds,
-        None if call.log_decay_BxLxK is None else decays.accumulate(call.log_decay_BxLxK),
-    )
+    decay = None if call.log_decay_BxLxK is None else decays.accumulate(call.log_decay_BxLxK)
+    local = {} if call.local is not None else {'q_local_BxLxHxC': None, 'k_local_BxLxKxC': None}
+    tokens = dataclasses.replace(call, q_parameters=None, k_parameters=None, log_decay_BxLxK=None, **local)
 
-    def function(*fields) -> tuple[jax.Array, State | None]:
-        return _attend(plan, WalkInputs(*fields))
+    def function(parameters, bounds, tokens, decay) -> tuple[jax.Array, State | None]:
+        whole = dataclasses.replace(tokens, q_parameters=parameters.queries, k_parameters=parameters.keys)
+        return _attend(plan, whole, bounds, decay)
 
     if jax.tree.leaves(call.parameters) and call.q_BxLxHxE.shape[0] % platform.batch_shards() == 0:
-        function = platform.per_device(
-            function, tuple(name not in ('parameters', 'bounds') for name in inputs._asdict())
-        )
-    return LinearResult(*function(*inputs))
+        function = platform.per_device(function, split=(False, False, True, True))
+    return LinearResult(*function(call.parameters, bounds, tokens, decay))
 
 
 def add_keys(options: Options, parameters: Any, keys: Keys, state: State, bounds: Bounds | None = None) -> State:
     """Folds these keys into the state, without keys outside the bounds."""
     shape = Shape(options, tile=0, reads=False, dtype=keys.v_BxSxKxD.dtype)
-    folded = FoldedKeys(move_tokens_last(keys.k_BxSxKxE), move_tokens_last(keys.v_BxSxKxD))
-    sums = split(options, state, count_features(options, parameters, keys.k_BxSxKxE))
     decay = None if keys.log_decay_BxSxK is None else decays.accumulate(keys.log_decay_BxSxK)
-    return join(advance(shape, sums, folded, parameters, bounds, 0, decay))
+    k, v = move_tokens_last(keys.k_BxSxKxE), move_tokens_last(keys.v_BxSxKxD)
+    sums = split(options, state, count_features(options, parameters, keys.k_BxSxKxE))
+    return join(advance(shape, sums, BlockTokens(v, k_BxKxExS=k, decay=decay), parameters, bounds, 0))
 
 
 def count_features(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
@@ -162,117 +154,86 @@ def make_empty_state(options: Options, batch: int, heads: int, features: int, va
     return join(make_empty(options, batch, heads, features, values))
 
 
-class WalkInputs(NamedTuple):
-    """The arrays of a walk over blocks, before they are cut; S keys, which are L without a window.
-
-    The gradients of the backward pass have the same layout.
-    """
-
-    q_BxLxHxE: jax.Array
-    q_local_BxLxHxC: jax.Array | None
-    k_BxSxKxE: jax.Array
-    v_BxSxKxD: jax.Array
-    k_local_BxSxKxC: jax.Array | None
-    parameters: Parameters
-    initial_state: State | None
-    bounds: Bounds | None
-    decay: Decay | None
-
-
-class WalkResiduals(NamedTuple):
-    """The residuals of the backward pass; None where the plan has no use for them."""
-
-    inputs: WalkInputs
-    final_sums: Sums | None
-    o_BxLxHxD: jax.Array | None
-    inverse_BxKxGxL: jax.Array | None
-
-
-class Slices(NamedTuple):
-    """The tokens of one block, cut from the arrays of a walk."""
-
-    queries: BlockQueries
-    keys: BlockKeys
-    decay: Decay | None
-
-
-@dataclasses.dataclass(frozen=True)
 class BlockWalk:
-    """The arrays of a walk with tokens last, where the plan needs them.
+    """The walk over the blocks of a call.
 
     Attributes:
+        plan: the plan.
+        bounds: bounds on the indices of keys; None: no bounds.
+        parameters: the parameters of the feature map.
+        tokens: all tokens, last, where the plan needs them.
         sums: the sums before the first block; None where the plan needs none.
     """
 
-    plan: BlockPlan
-    queries: BlockQueries
-    keys: BlockKeys
-    parameters: Parameters
-    sums: Sums | None
-    bounds: Bounds | None
-    decay: Decay | None
-
-    @classmethod
-    def arrange(cls, plan: BlockPlan, inputs: WalkInputs) -> 'BlockWalk':
-        shape, q, k, sums = plan.shape, None, None, None
+    def __init__(self, plan: BlockPlan, call: LinearCall, bounds: Bounds | None, decay: Decay | None):
+        """Arranges a call; `decay` has the running sums of its log factors."""
+        shape, q, k, local = plan.shape, None, None, call.local
         if shape.reads or shape.compares:
-            q = group(inputs.q_BxLxHxE, plan.heads)
+            q = group(call.q_BxLxHxE, plan.heads)
         if plan.folds or shape.compares:
-            k = move_tokens_last(inputs.k_BxSxKxE)
-        q_local, k_local = inputs.q_local_BxLxHxC, inputs.k_local_BxSxKxC
-        queries = BlockQueries(q, None if q_local is None else group(q_local, plan.heads))
-        v = move_tokens_last(inputs.v_BxSxKxD)
-        keys = BlockKeys(k, v, None if k_local is None else move_tokens_last(k_local))
-        if inputs.initial_state is None:
-            sums = plan.make_empty(v.shape[0])
+            k = move_tokens_last(call.k_BxLxKxE)
+        self.plan, self.bounds, self.parameters = plan, bounds, call.parameters
+        self.tokens = BlockTokens(move_tokens_last(call.v_BxLxKxD), k_BxKxExS=k, q_BxKxExGxT=q, decay=decay)
+        if local is not None:
+            q_local, k_local = group(local.q_BxLxHxC, plan.heads), move_tokens_last(local.k_BxLxKxC)
+            self.tokens = self.tokens._replace(q_local_BxKxCxGxT=q_local, k_local_BxKxCxS=k_local)
+        if call.initial_state is None:
+            self.sums = plan.make_empty(call.v_BxLxKxD.shape[0])
         else:
-            sums = split(plan.options, inputs.initial_state, plan.features)
-        return cls(plan, queries, keys, inputs.parameters, sums, inputs.bounds, inputs.decay)
+            self.sums = split(plan.options, call.initial_state, plan.features)
 
-    def cut(self, start: jax.Array | int, size: int) -> Slices:
+    def cut(self, start: jax.Array | int, size: int) -> BlockTokens:
         """Cuts the queries of a block, the keys that they see, and the decay of these keys."""
-        seen = size + self.plan.lag
-        return Slices(_cut(self.queries, start, size), _cut(self.keys, start, seen), _cut(self.decay, start, seen + 1))
+        seen, tokens = size + self.plan.lag, self.tokens
+        queries = {name: _cut(getattr(tokens, name), start, size) for name in QUERIES}
+        keys = {name: _cut(getattr(tokens, name), start, seen) for name in KEYS}
+        return BlockTokens(**queries, **keys, decay=_cut(tokens.decay, start, seen + 1))
 
-    def block(self, slices: Slices, sums: Sums | None, start: jax.Array | int) -> BlockInputs:
-        return BlockInputs(slices.queries, slices.keys, self.parameters, sums, self.bounds, start, slices.decay)
+    def cut_keys(self, start: jax.Array | int, size: int) -> BlockTokens:
+        """Cuts the keys that a block folds."""
+        return _cut_keys(self.tokens, start, size)
+
+    def read(
+        self, tokens: BlockTokens, sums: Sums | None, start: jax.Array | int, parameters: Sides[Any] | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes the numerators and denominators of a block's queries, by default with the call's parameters."""
+        parameters = self.parameters if parameters is None else parameters
+        return read(self.plan.shape, tokens, sums, parameters=parameters, bounds=self.bounds, start=start)
 
     def advance(self, start: jax.Array | int, size: int, sums: Tree) -> Tree:
         """Computes the sums after a block."""
 
-        def compute(sums, keys, decay):
-            return advance(self.plan.shape, sums, keys.folded, self.parameters.keys, self.bounds, start, decay)
+        def compute(sums, keys):
+            return advance(self.plan.shape, sums, keys, self.parameters.keys, self.bounds, start)
 
-        return call_in_branch(start, compute, sums, _cut(self.keys, start, size), _cut(self.decay, start, size + 1))
+        return call_in_branch(start, compute, sums, self.cut_keys(start, size))
 
-    def advance_beside(self, slices: Slices, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
+    def advance_beside(self, tokens: BlockTokens, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
         """Computes the sums after a block where its features serve its queries too; else None."""
         if not self.plan.reuses:
             return None
-        keys, decay = _cut(slices.keys, 0, size), _cut(slices.decay, 0, size + 1)
-        return advance(self.plan.shape, cast(Sums, sums), keys.folded, self.parameters.keys, self.bounds, start, decay)
+        keys = _cut_keys(tokens, 0, size)
+        return advance(self.plan.shape, cast(Sums, sums), keys, self.parameters.keys, self.bounds, start)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, State | None]:
-    o, _, sums = _forward(plan, inputs)
+def _attend(plan: BlockPlan, call: LinearCall, bounds: Bounds | None, decay: Decay | None):
+    """Returns outputs, and the sums over all keys or None."""
+    o, _, sums = _forward(plan, BlockWalk(plan, call, bounds, decay))
     return o, join(sums) if plan.after and sums is not None else None
 
 
-def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array | None, Sums | None]:
+def _forward(plan: BlockPlan, walk: BlockWalk) -> tuple[jax.Array, jax.Array | None, Sums | None]:
     """Computes outputs, inverse denominators and the sums after all blocks."""
-    walk = BlockWalk.arrange(plan, inputs)
-    batch, _, total, _ = inputs.q_BxLxHxE.shape
-    groups, sums = total // plan.heads, walk.sums
+    batch, heads, sums = len(walk.tokens.v_BxKxDxS), plan.heads, walk.sums
     if not plan.options.causal:
         sums = plan.walk(walk.advance, sums)
 
     def body(start, size, carry):
         o, inverse, sums = carry
 
-        def compute(slices, sums):
-            fraction = read(plan.shape, walk.block(slices, sums, start))
-            return fraction, walk.advance_beside(slices, start, size, sums)
+        def compute(tokens, sums):
+            return walk.read(tokens, sums, start), walk.advance_beside(tokens, start, size, sums)
 
         (num, den), after = call_in_branch(start, compute, walk.cut(start, size), sums)
         if plan.options.normalize:
@@ -282,110 +243,74 @@ def _forward(plan: BlockPlan, inputs: WalkInputs) -> tuple[jax.Array, jax.Array 
             sums = after if plan.reuses else walk.advance(start, size, sums)
         return _put(o, num, start), inverse, sums
 
-    inverse = jnp.zeros((batch, plan.heads, groups, plan.length), jnp.float32) if plan.options.normalize else None
-    o = jnp.zeros((batch, plan.heads, plan.values, groups, plan.length), plan.dtype)
+    rows = plan.groups, plan.length
+    inverse = jnp.zeros((batch, heads, *rows), jnp.float32) if plan.options.normalize else None
+    o = jnp.zeros((batch, heads, plan.values, *rows), plan.dtype)
     o, inverse, sums = plan.walk(body, (o, inverse, sums))
     return ungroup(o), inverse, sums
 
 
-def _attend_forward(plan: BlockPlan, inputs: WalkInputs):
-    o, inverse, sums = _forward(plan, inputs)
+def _attend_forward(plan: BlockPlan, call: LinearCall, bounds: Bounds | None, decay: Decay | None):
+    o, inverse, sums = _forward(plan, BlockWalk(plan, call, bounds, decay))
     o, final = save_residual(o), None if plan.options.causal else sums
-    residuals = WalkResiduals(inputs, final, None, None)
-    if inverse is not None:
-        residuals = residuals._replace(o_BxLxHxD=o, inverse_BxKxGxL=save_residual(inverse))
-    return (o, join(sums) if plan.after and sums is not None else None), residuals
-
-
-class MetKeys(NamedTuple):
-    """Gradients of keys, laid out as `BlockKeys`; None where there are none so far."""
-
-    k: jax.Array | None
-    v: jax.Array | None
-    k_local: jax.Array | None
-
-
-class ForwardCarry(NamedTuple):
-    """The gradients that the walk forwards adds up, and the sums before a block."""
-
-    queries: BlockQueries
-    keys: MetKeys
-    parameters: Parameters
-    log_total: jax.Array | None
-    sums: Sums | None
-
-
-class BackwardCarry(NamedTuple):
-    """The gradients that the walk backwards adds up; `parameters` holds gradients of the keys' parameters."""
-
-    keys: MetKeys
-    parameters: Any
-    log_total: jax.Array | None
-    sums: Sums | None
+    fraction = None if inverse is None else (o, save_residual(inverse))
+    return (o, join(sums) if plan.after and sums is not None else None), ((call, bounds, decay), final, fraction)
 
 
 class Backward:
     """The two walks of the backward pass.
 
     Keys that a query meets directly get their gradient on the walk forwards, and folded keys on the walk backwards.
+    Gradients of tokens go by the names in `BlockTokens`; `decay` is the gradient of the running sums' totals.
     """
 
-    def __init__(self, walk: BlockWalk, cotangents: Callable[[jax.Array | int, int], Fraction]):
+    def __init__(self, walk: BlockWalk, cotangents: Callable[[jax.Array | int, int], tuple[jax.Array, jax.Array]]):
         """Stores the walk; `cotangents(start, size)` returns the gradients of a block's numerators and denominators."""
-        self.arrays, self.plan, self.cotangents = walk, walk.plan, cotangents
-        compares, causal = walk.plan.shape.compares, walk.plan.options.causal
-        self.met = MetKeys(
-            walk.keys.k_BxKxExS if compares else None,
-            walk.keys.v_BxKxDxS if causal else None,
-            walk.keys.k_local_BxKxCxS,
-        )
+        self.walk, self.plan, self.cotangents = walk, walk.plan, cotangents
+        by_sums = {'k_BxKxExS'} if not self.plan.shape.compares else set()
+        by_sums |= {'v_BxKxDxS'} if not self.plan.options.causal else set()
+        self.read = {name: array for name, array in _take(walk.tokens).items() if name not in by_sums}
+        """The arrays that queries read without the sums, by name."""
 
-    def walk_forwards(self, sums: Sums | None) -> ForwardCarry:
-        """Walks forwards; `sums` are the sums before the first block, or over all keys without a causal mask."""
-        dqueries = jax.tree.map(jnp.zeros_like, self.arrays.queries)
-        dtotal = _make_zeros(_total(self.arrays.decay))
-        carry = ForwardCarry(dqueries, _make_zeros(self.met), _make_zeros(self.arrays.parameters), dtotal, sums)
-        return self.plan.walk(self.step_forwards, carry)
+    def walk_forwards(self, sums: Sums | None) -> tuple[dict[str, jax.Array], Sides[Any], Sums | None]:
+        """Walks forwards from the sums before the first block, or over all keys without a causal mask.
 
-    def step_forwards(self, start: jax.Array | int, size: int, carry: ForwardCarry) -> ForwardCarry:
+        Returns:
+            (the gradients of tokens, the gradients of the feature map's parameters, the sums after all blocks).
+        """
+        carry = {name: jnp.zeros(x.shape, x.dtype if name in QUERIES else jnp.float32) for name, x in self.read.items()}
+        return self.plan.walk(self.step_forwards, (carry, _make_zeros(self.walk.parameters), sums))
+
+    def step_forwards(self, start: jax.Array | int, size: int, carry):
         """Adds the gradients of a block's queries and of the keys that they meet directly."""
-        walk, plan = self.arrays, self.plan
+        walk, plan = self.walk, self.plan
+        dtokens, dparameters, sums = carry
 
-        def compute(slices, cotangents, sums):
-            def call(queries, met, parameters, total):
-                block = walk.block(slices, sums, start)
-                keys = BlockKeys(*(a if b is None else b for a, b in zip(slices.keys, met, strict=True)))
-                decay = _replace_total(slices.decay, total)
-                return read(plan.shape, block._replace(queries=queries, keys=keys, parameters=parameters, decay=decay))
+        def compute(tokens, cotangents, sums):
+            def call(arrays, parameters):
+                return walk.read(_replace(tokens, arrays), sums, start, parameters)
 
-            met = MetKeys(*(None if a is None else b for a, b in zip(self.met, slices.keys, strict=True)))
-            pull = jax.vjp(call, slices.queries, met, walk.parameters, _total(slices.decay))[1]
-            return pull(cotangents), walk.advance_beside(slices, start, size, sums)
+            arrays = {name: array for name, array in _take(tokens).items() if name in self.read}
+            pull = jax.vjp(call, arrays, walk.parameters)[1]
+            return pull(cotangents), walk.advance_beside(tokens, start, size, sums)
 
-        arguments = walk.cut(start, size), self.cotangents(start, size), carry.sums
-        (dqueries, dmet, dparameters, dtotal), after = call_in_branch(start, compute, *arguments)
-        sums = carry.sums
+        (found, more), after = call_in_branch(start, compute, walk.cut(start, size), self.cotangents(start, size), sums)
         if plan.options.causal and plan.folds:
             sums = after if plan.reuses else walk.advance(start, size, sums)
-        # The first entry belongs to the sums, not to a token.
-        dtotal = None if dtotal is None else dtotal.at[..., 0].set(0.0)
-        return ForwardCarry(
-            _put(carry.queries, dqueries, start),
-            (_add if plan.lag else _put)(carry.keys, dmet, start),
-            _sum(carry.parameters, dparameters),
-            _add(carry.log_total, dtotal, start),
-            sums,
-        )
+        if 'decay' in found:
+            # The first entry belongs to the sums, not to a token.
+            found['decay'] = found['decay'].at[..., 0].set(0.0)
+        overlapping = {'decay', *(KEYS if plan.lag else ())}
+        dtokens = {n: (_add if n in overlapping else _put)(d, found[n], start) for n, d in dtokens.items()}
+        return dtokens, _sum(dparameters, more), sums
 
     def differentiate_read(self, start: jax.Array | int, size: int) -> Sums:
         """Computes the gradient of the sums before a block, through its queries' reads."""
-        walk, plan = self.arrays, self.plan
+        walk = self.walk
 
-        def compute(slices, cotangents):
-            def call(sums):
-                return read(plan.shape, walk.block(slices, sums, start))
-
-            return jax.vjp(call, plan.make_empty(walk.keys.v_BxKxDxS.shape[0]))[1](cotangents)[0]
+        def compute(tokens, cotangents):
+            empty = self.plan.make_empty(len(tokens.v_BxKxDxS))
+            return jax.vjp(lambda sums: walk.read(tokens, sums, start), empty)[1](cotangents)[0]
 
         return call_in_branch(start, compute, walk.cut(start, size), self.cotangents(start, size))
 
@@ -393,111 +318,130 @@ class Backward:
         """Adds the gradient of the sums over all keys through the reads of a block's queries."""
         return _sum(sums, self.differentiate_read(start, size))
 
-    def step_backwards(self, start: jax.Array | int, size: int, carry: BackwardCarry) -> BackwardCarry:
-        """Adds the gradients of a block's keys, and computes gradients of the sums before it from the sums after it."""
+    def step_backwards(self, start: jax.Array | int, size: int, carry):
+        """Adds the gradients of a block's keys, and computes gradients of the sums before it from the sums after it.
+
+        The carry is (the gradients of keys, the gradients of the keys' parameters, the gradients of the sums).
+        """
         plan = self.plan
         if plan.folds:
             carry = self.differentiate_fold(start, size, carry)
         if plan.options.causal and plan.shape.reads:
-            carry = carry._replace(sums=_sum(carry.sums, self.differentiate_read(start, size)))
+            dkeys, dparameters, dsums = carry
+            carry = dkeys, dparameters, _sum(dsums, self.differentiate_read(start, size))
         return carry
 
-    def differentiate_fold(self, start: jax.Array | int, size: int, carry: BackwardCarry) -> BackwardCarry:
+    def differentiate_fold(self, start: jax.Array | int, size: int, carry):
         """Adds the gradients of the keys that a block folds into the sums."""
-        walk, plan = self.arrays, self.plan
-        decay = _cut(walk.decay, start, size + 1)
-        last = None if decay is None else last_entry(decay, walk.bounds, start)
+        walk, plan = self.walk, self.plan
+        dkeys, dparameters, dsums = carry
+        keys = walk.cut_keys(start, size)
+        last = None if keys.decay is None else last_entry(keys.decay, walk.bounds, start)
 
-        def compute(keys, last, decay, dsums):
-            def call(k, v, parameters, total):
-                log_factors = None
-                if decay is not None:
-                    log_factors = decays.between(last, decays.entries(decay._replace(total=total), 1))
-                return fold(plan.shape, FoldedKeys(k, v), parameters, walk.bounds, start, log_factors)
+        def compute(keys, last, dsums):
+            def call(arrays, parameters):
+                tokens, log_factors = _replace(keys, arrays), None
+                if tokens.decay is not None:
+                    log_factors = decays.between(last, decays.entries(tokens.decay, 1))
+                return fold(plan.shape, tokens, parameters, walk.bounds, start, log_factors)
 
-            folded = keys.folded
-            pull = jax.vjp(call, folded.k_BxKxExS, folded.v_BxKxDxS, walk.parameters.keys, _total(decay))[1]
-            return pull(dsums)
+            return jax.vjp(call, _take(keys), walk.parameters.keys)[1](dsums)
 
-        dk, dv, dparameters, dtotal = call_in_branch(
-            start, compute, _cut(walk.keys, start, size), last, decay, carry.sums
-        )
-        sums = carry.sums
-        if decay is not None and last is not None:
-            sums = decay_state(sums, decays.between(last, decays.entries(decay, 0, 1))[..., 0])
-        dk = (_put if self.met.k is None else _add)(carry.keys.k, dk, start)
-        return BackwardCarry(
-            carry.keys._replace(k=dk, v=_add(carry.keys.v, dv, start)),
-            _sum(carry.parameters, dparameters),
-            _add(carry.log_total, dtotal, start),
-            sums,
-        )
+        found, more = call_in_branch(start, compute, keys, last, dsums)
+        if keys.decay is not None and last is not None:
+            dsums = decay_state(dsums, decays.between(last, decays.entries(keys.decay, 0, 1))[..., 0])
+        # Nothing else has a gradient of keys that are only folded.
+        put = _add if 'k_BxKxExS' in self.read else _put
+        added = {n: (put if n == 'k_BxKxExS' else _add)(dkeys[n], d, start) for n, d in found.items()}
+        return dkeys | added, _sum(dparameters, more), dsums
 
 
-def _attend_backward(plan: BlockPlan, residuals: WalkResiduals, cotangents: tuple[jax.Array, State | None]):
-    inputs, (do, dstate) = residuals.inputs, cotangents
-    walk, causal = BlockWalk.arrange(plan, inputs), plan.options.causal
-    backward = Backward(walk, _make_cotangents(plan, do, residuals))
-    forwards = backward.walk_forwards(walk.sums if causal else residuals.final_sums)
-
-    # Keys that are only folded have no gradient so far.
-    dkeys = MetKeys(*(_make_zeros(a) if b is None else b for a, b in zip(walk.keys, forwards.keys, strict=True)))
+def _attend_backward(plan: BlockPlan, residuals, cotangents: tuple[jax.Array, State | None]):
+    ((call, bounds, decay), final, fraction), (do, dstate) = residuals, cotangents
+    walk, causal = BlockWalk(plan, call, bounds, decay), plan.options.causal
+    backward = Backward(walk, _make_cotangents(plan, do, fraction))
+    dtokens, dparameters, sums = backward.walk_forwards(walk.sums if causal else final)
     dsums = plan.make_empty(do.shape[0]) if dstate is None else split(plan.options, dstate, plan.features)
-    dtotal = forwards.log_total
-    if walk.decay is not None and dstate is not None:
-        end = plan.length if walk.bounds is None else jnp.minimum(walk.bounds.last, plan.length)
-        products = zip(jax.tree.leaves(dsums), jax.tree.leaves(forwards.sums), strict=True)
+    # Keys that are only folded have no gradient so far.
+    dkeys = {n: _make_zeros(x) for n, x in _take(walk.tokens).items() if n in KEYS}
+    dkeys |= {n: d for n, d in dtokens.items() if n not in QUERIES}
+    if decay is not None and dstate is not None:
+        end = plan.length if bounds is None else jnp.minimum(bounds.last, plan.length)
+        products = zip(jax.tree.leaves(dsums), jax.tree.leaves(sums), strict=True)
         dlast_BxK = cast(jax.Array, sum((d * x).sum(tuple(range(2, x.ndim))) for d, x in products))
-        dtotal = _add(dtotal, dlast_BxK[..., None], end)
+        dkeys['decay'] = _add(dkeys['decay'], dlast_BxK[..., None], end)
     if not causal:
         dsums = plan.walk(backward.step_reads, dsums)
-    carry = BackwardCarry(dkeys, forwards.parameters.keys, dtotal, dsums)
+    dkey_parameters = dparameters.keys
     if plan.folds or plan.before:
-        carry = plan.walk(backward.step_backwards, carry, reverse=True)
+        dkeys, dkey_parameters, dsums = plan.walk(
+            backward.step_backwards, (dkeys, dkey_parameters, dsums), reverse=True
+        )
 
     def finish(x, d):
         return jnp.zeros_like(x) if d is None else d.astype(x.dtype)
 
-    dq, dq_local = (None if d is None else ungroup(d) for d in forwards.queries)
-    dk, dv, dk_local = (None if d is None else d.transpose(0, 3, 1, 2) for d in carry.keys)
-    parameters = Parameters(forwards.parameters.queries, carry.parameters)
-    given = inputs._replace(initial_state=None, bounds=None, decay=None)
-    found = given._replace(q_BxLxHxE=dq, q_local_BxLxHxC=dq_local, parameters=parameters)
-    found = found._replace(k_BxSxKxE=dk, v_BxSxKxD=dv, k_local_BxSxKxC=dk_local)
-    dstate = join(cast(Sums, carry.sums)) if plan.before else None
-    ddecay = None if walk.decay is None else walk.decay._replace(total=carry.log_total, rest=None, segment=None)
-    return (jax.tree.map(finish, given, found)._replace(initial_state=dstate, decay=ddecay),)
+    def regroup(name):
+        return ungroup(dtokens[name]) if name in dtokens else None
+
+    def move_back(name):
+        return dkeys[name].transpose(0, 3, 1, 2) if name in dkeys else None
+
+    found = dataclasses.replace(
+        call,
+        q_BxLxHxE=regroup('q_BxKxExGxT'),
+        k_BxLxKxE=move_back('k_BxKxExS'),
+        v_BxLxKxD=move_back('v_BxKxDxS'),
+        q_parameters=dparameters.queries,
+        k_parameters=dkey_parameters,
+        q_local_BxLxHxC=regroup('q_local_BxKxCxGxT'),
+        k_local_BxLxKxC=move_back('k_local_BxKxCxS'),
+        initial_state=None,
+    )
+    dcall = jax.tree.map(finish, dataclasses.replace(call, initial_state=None), found)
+    dcall = dataclasses.replace(dcall, initial_state=join(cast(Sums, dsums)) if plan.before else None)
+    ddecay = None if decay is None else decay._replace(total=dkeys['decay'], rest=None, segment=None)
+    return dcall, None, ddecay
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _make_cotangents(
-    plan: BlockPlan, do: jax.Array, residuals: WalkResiduals
-) -> Callable[[jax.Array | int, int], Fraction]:
-    """Makes the function (start, size) → the cotangents of numerator and denominator of a block."""
-    do_BxKxDxGxL, o, inverse = group(do, plan.heads), residuals.o_BxLxHxD, residuals.inverse_BxKxGxL
-    if o is None or inverse is None:
+    plan: BlockPlan, do: jax.Array, fraction: tuple[jax.Array, jax.Array] | None
+) -> Callable[[jax.Array | int, int], tuple[jax.Array, jax.Array]]:
+    """Makes the function (start, size) → the cotangents of numerator and denominator of a block.
+
+    `fraction` has the outputs and the inverse denominators; None where there are no denominators.
+    """
+    do_BxKxDxGxL = group(do, plan.heads)
+    if fraction is None:
         zeros = jnp.zeros((*do_BxKxDxGxL.shape[:2], *do_BxKxDxGxL.shape[3:]), jnp.float32)
-        return lambda start, size: Fraction(
-            _cut(do_BxKxDxGxL, start, size).astype(jnp.float32), _cut(zeros, start, size)
+        return lambda start, size: (
+            _cut(do_BxKxDxGxL, start, size).astype(jnp.float32),
+            _cut(zeros, start, size),
         )
+    o, inverse = fraction
     row = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     dden = -group(row[..., None], plan.heads)[:, :, 0] * inverse
 
     def cotangents(start, size):
         dnum = _cut(do_BxKxDxGxL, start, size).astype(jnp.float32) * _cut(inverse, start, size)[:, :, None]
-        return Fraction(dnum, _cut(dden, start, size))
+        return dnum, _cut(dden, start, size)
 
     return cotangents
 
 
-def _total(decay: Decay | None) -> jax.Array | None:
-    return None if decay is None else decay.total
+def _take(tokens: BlockTokens) -> dict[str, jax.Array]:
+    """Returns the arrays by name; `decay` has the totals of the running sums."""
+    arrays = tokens._asdict() | {'decay': None if tokens.decay is None else tokens.decay.total}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _replace_total(decay: Decay | None, total: jax.Array) -> Decay | None:
-    return None if decay is None else decay._replace(total=total)
+def _replace(tokens: BlockTokens, arrays: dict[str, jax.Array]) -> BlockTokens:
+    """Replaces what `_take` returns."""
+    replaced = tokens._replace(**arrays)
+    return replaced if tokens.decay is None else replaced._replace(decay=tokens.decay._replace(total=arrays['decay']))
 
 
 def _make_zeros(tree: Tree) -> Tree:
@@ -506,6 +450,12 @@ def _make_zeros(tree: Tree) -> Tree:
 
 def _cut(tree: Tree, start: jax.Array | int, size: int) -> Tree:
     return jax.tree.map(lambda x: x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, -1), tree)
+
+
+def _cut_keys(tokens: BlockTokens, start: jax.Array | int, size: int) -> BlockTokens:
+    """Cuts what the sums take of a block's tokens."""
+    v, k = _cut((tokens.v_BxKxDxS, tokens.k_BxKxExS), start, size)
+    return BlockTokens(v, k_BxKxExS=k, decay=_cut(tokens.decay, start, size + 1))
 
 
 def _put(tree: Tree, parts: Tree, start: jax.Array | int) -> Tree:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops import decay as decays
-from lm.ops.linear_attention.parts import PartSums, carry_sums
+from lm.ops.linear_attention.parts import carry_sums
 from lm.ops.linear_attention.tpu import attention
 from lm.ops.linear_attention.tpu.attention import KernelResiduals
 from lm.ops.linear_attention.tpu.backward import backward
@@ -116,7 +116,7 @@ def _forward(
 
     def carry(part_sums, log_whole_BxK):
         """Returns the sums before this part as queries read them, and as they are."""
-        before = carry_sums(PartSums(part_sums, log_whole_BxK))
+        before = carry_sums(part_sums, log_whole_BxK)
         return jax.tree.map(jnp.multiply, before, read_factors), before
 
     _, pull, before = jax.vjp(carry, part_sums, factors.log_whole_BxK, has_aux=True)

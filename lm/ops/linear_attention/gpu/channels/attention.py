@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.gpu import channel_pairs
-from lm.ops.linear_attention.channels import FadingResult, attend_whole
+from lm.ops.linear_attention.channels import attend_whole
 from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan, add_terms
 from lm.ops.linear_attention.types import LinearCall, LinearResult
 from lm.ops.residuals import save_residual
@@ -44,11 +44,11 @@ def unsupported(call: LinearCall) -> str | None:
     return platform.uneven_batch(q.shape[0])
 
 
-def _attend_on_devices(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+def _attend_on_devices(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     return platform.per_device(_compute, (True, True))(call, state_BxKxExD)
 
 
-def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the outputs of a call from the state before its first token, and the state after its last token."""
     batch, length, heads, size = call.q_BxLxHxE.shape
     kv_heads, value_size = call.v_BxLxKxD.shape[2:]
@@ -80,7 +80,7 @@ def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
     o = o.reshape(batch, -1, heads, sizes[1])[:, :length, :, :value_size]
     state = state.reshape(batch, kv_heads, -1, plan.key_parts, plan.value_parts, CHUNK, CHUNK)[:, :, 0]
     state = state.swapaxes(3, 4).reshape(batch, kv_heads, *sizes)
-    return FadingResult(o, state[:, :, :size, :value_size])
+    return o, state[:, :, :size, :value_size]
 
 
 class ChannelTokenArrays(NamedTuple):

@@ -8,7 +8,7 @@ the product before.
 import jax
 
 from lm.ops import platform
-from lm.ops.linear_attention.channels import FadingResult, attend_part, attend_whole
+from lm.ops.linear_attention.channels import attend_part, attend_whole
 from lm.ops.linear_attention.tpu.channels.backward import differentiate
 from lm.ops.linear_attention.tpu.channels.forward import compute
 from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens, estimate_vmem, make_plan
@@ -42,16 +42,16 @@ def refuse(call: LinearCall) -> str | None:
     return chunk_sizes.refuse(call, estimate_vmem(ChunkSizes.measure(call)))
 
 
-def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+def _attend(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the outputs of a call from the state before its first token."""
     return platform.per_device(_compute, (True, True))(call, state_BxKxExD)
 
 
-def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> FadingResult:
+def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     sizes = ChunkSizes.measure(call)
     plan = make_plan(sizes)
     arrays = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.all_log_decay_BxLxKxE)
     # Zero tokens after the last one do not change the state.
     tokens = ChannelTokens(*(by_token(a, plan.steps * CHUNK, a.shape[2]) for a in arrays))
     o_MxDxL, state = run_walk(WALK, plan, tokens, state_BxKxExD, (sizes.key_rows, sizes.value_rows))
-    return FadingResult(by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state)
+    return by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state
