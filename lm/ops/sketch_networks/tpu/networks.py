@@ -87,12 +87,16 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> tuple[jax.Array, jax.Array]
     leaf_BxHxMxL = passed_BxHxMxL = x_BxNxGxMxL.reshape(batch, n * heads, size, -1)
 
     def join(networks: Node, left: jax.Array, right: jax.Array) -> jax.Array:
+        """Computes ψ of one node; both children of a lowest node are the vectors themselves."""
         nonlocal passed_BxHxMxL
         maps = _maps_with_biases(networks)
-        if left is right:  # the vectors, from hand to hand, so that their gradients are added on the way back
-            psi, (passed_BxHxMxL,) = node(plan, (passed_BxHxMxL,), maps)
-        else:
+        if left is not right:
             psi, _ = node(plan, (left, right), maps)
+            return psi
+        # A node returns its inputs too. Each lowest node takes the vectors that the lowest node before it has returned.
+        # On the way back each one therefore gets the gradient of the vectors from all nodes after it, and its kernel
+        # adds its own. If all took the same array, XLA would add their gradients in passes of their own.
+        psi, (passed_BxHxMxL,) = node(plan, (passed_BxHxMxL,), maps)
         return psi
 
     def by_token(a_BxHxFxL: jax.Array) -> jax.Array:
