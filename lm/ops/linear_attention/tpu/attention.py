@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,9 @@ from lm.ops.linear_attention.tpu.backward import backward
 from lm.ops.linear_attention.tpu.channels import attention as channels
 from lm.ops.linear_attention.tpu.fold import sum_before
 from lm.ops.linear_attention.tpu.forward import forward
-from lm.ops.linear_attention.tpu.gradients import BackwardInputs
 from lm.ops.linear_attention.tpu.maps import make_operands
 from lm.ops.linear_attention.tpu.plan import (
     KernelInputs,
-    KernelSums,
-    Maps,
     Sizes,
     TpuPlan,
     count_made,
@@ -38,7 +35,7 @@ from lm.ops.linear_attention.tpu.plan import (
     is_quadratic,
     make_plan,
 )
-from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, LinearCall, LinearResult, PolynomialKernel
+from lm.ops.linear_attention.types import LOCAL_BLOCK, PLAIN, LinearCall, LinearResult, PolynomialKernel, Sides
 from lm.ops.residuals import save_residual
 from lm.ops.tpu import LANES, ROWS, by_head, by_token
 from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
@@ -146,28 +143,17 @@ def _attend_whole(call: LinearCall) -> jax.Array:
         options = dataclasses.replace(call.options, feature_map=None)
         call = dataclasses.replace(call, q_BxLxHxE=q, k_BxLxKxE=k, q_local_BxLxHxC=None, k_local_BxLxKxC=None)
         call = dataclasses.replace(call, q_parameters=None, k_parameters=None, options=options)
-    kernel = arrange(call, part=False)
-    return by_head(attend(kernel.plan, kernel.inputs, kernel.maps), call.q_BxLxHxE, call.v_BxLxKxD.shape[-1])
+    return by_head(attend(*arrange(call, part=False)), call.q_BxLxHxE, call.v_BxLxKxD.shape[-1])
 
 
-class KernelArguments(NamedTuple):
-    """A call as the kernels take it.
-
-    Attributes:
-        plan: the plan, which is static.
-        inputs: the arrays; L is a multiple of plan.block, and N of plan.heads.
-        maps: the matrices of the feature map, [R, E] float32; None without a map.
-    """
-
-    plan: TpuPlan
-    inputs: KernelInputs
-    maps: Maps[jax.Array] | None
-
-
-def arrange(call: LinearCall, part: bool) -> KernelArguments:
+def arrange(call: LinearCall, part: bool) -> tuple[TpuPlan, KernelInputs, Sides[jax.Array] | None]:
     """Plans a call and lays its arrays out feature by token.
 
     `part` is True where the tokens are a part of a window, with sums over keys before it.
+
+    Returns:
+        (the plan, the arrays, the matrices of the feature map). L is a multiple of plan.block, and N of plan.heads.
+        The matrices are [R, E] float32; None without a map.
     """
     length, heads = call.q_BxLxHxE.shape[1:3]
     sizes = Sizes.of_call(call, part)
@@ -177,7 +163,7 @@ def arrange(call: LinearCall, part: bool) -> KernelArguments:
     maps = None
     if plan.feature_map is not None:
         matrices = (cast(jax.Array, plan.feature_map.matrix(each)).astype(jnp.float32) for each in call.parameters)
-        maps = Maps(*(jnp.pad(w, ((0, 0), (0, sizes.input_rows - w.shape[1]))) for w in matrices))
+        maps = Sides(*(jnp.pad(w, ((0, 0), (0, sizes.input_rows - w.shape[1]))) for w in matrices))
     # Zero tokens after the last one change nothing, whatever their features: no earlier query sees them, and the
     # gradients of their outputs are 0. Zero features change nothing either.
     arrays = [call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, *(call.local or ())]
@@ -186,42 +172,30 @@ def arrange(call: LinearCall, part: bool) -> KernelArguments:
         log_decay_Nx1xL = arrange_log_decay(call.log_decay_BxLxK, padded, heads)
         c, rest = cast(LogSums, block_sums(log_decay_Nx1xL, plan.block, inputs.v_NxDxL.dtype))
         inputs = inputs._replace(c_Nx1xL=c, rest_Nx1xL=rest)
-    return KernelArguments(plan, inputs, maps)
+    return plan, inputs, maps
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None) -> jax.Array:
-    """Runs the kernels on `KernelArguments`, and returns outputs [N, D, L]."""
+def attend(plan: TpuPlan, inputs: KernelInputs, maps: Sides[jax.Array] | None) -> jax.Array:
+    """Runs the kernels on what `arrange` returns, and returns outputs [N, D, L]."""
     return forward(plan, False, inputs, make_operands(maps, inputs)).o_NxDxL
 
 
-class KernelResiduals(NamedTuple):
-    """The residuals of the backward kernel; the sums are None where it forms them again."""
-
-    inputs: KernelInputs
-    operands: Maps[jax.Array] | None
-    maps: Maps[jax.Array] | None
-    o_NxDxL: jax.Array
-    inverse_Nx1xL: jax.Array
-    sums: KernelSums[jax.Array] | None
-
-
-def _attend_forward(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None):
+def _attend_forward(plan: TpuPlan, inputs: KernelInputs, maps: Sides[jax.Array] | None):
     operands = make_operands(maps, inputs)
-    o, inverse, sums = jax.tree.map(save_residual, forward(plan, not plan.sums_again, inputs, operands))
-    return o, KernelResiduals(inputs, operands, maps, o, inverse, sums)
+    results = jax.tree.map(save_residual, forward(plan, not plan.sums_again, inputs, operands))
+    return results.o_NxDxL, (inputs, (maps, operands), results)
 
 
-def _attend_backward(plan: TpuPlan, residuals: KernelResiduals, do: jax.Array):
-    inputs, operands, sums = residuals.inputs, residuals.operands, residuals.sums
+def _attend_backward(plan: TpuPlan, residuals, do: jax.Array):
+    inputs, (maps, operands), results = residuals
     if plan.sums_again and operands is not None:
-        sums = sum_before(plan, inputs.y_NxFxL, inputs.v_NxDxL, operands.keys)
-    given = BackwardInputs(residuals.o_NxDxL, do, residuals.inverse_Nx1xL, sums)
-    gradients = backward(plan, operands, inputs, given)
-    return gradients.inputs, sum_steps(residuals.maps, gradients.maps)
+        results = results._replace(sums=sum_before(plan, inputs.y_NxFxL, inputs.v_NxDxL, operands.keys))
+    gradients = backward(plan, operands, inputs, results, do)
+    return gradients.inputs, sum_steps(maps, gradients.maps)
 
 
-def sum_steps(maps: Maps[jax.Array] | None, dmaps: Maps[jax.Array] | None) -> Maps[jax.Array] | None:
+def sum_steps(maps: Sides[jax.Array] | None, dmaps: Sides[jax.Array] | None) -> Sides[jax.Array] | None:
     """Sums the gradients of the matrices over the steps' heads; zeros where the map does not learn."""
     return jax.tree.map(jnp.zeros_like, maps) if dmaps is None else jax.tree.map(lambda d: d.sum(0), dmaps)
 

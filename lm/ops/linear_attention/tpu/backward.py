@@ -13,18 +13,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.linear_attention.tpu.features import expand
-from lm.ops.linear_attention.tpu.forward import start_sums
-from lm.ops.linear_attention.tpu.gradients import BackwardInputs, HeadGradients, KernelGradients
+from lm.ops.linear_attention.tpu.forward import ForwardResults, start_sums
+from lm.ops.linear_attention.tpu.gradients import HeadGradients, KernelGradients
 from lm.ops.linear_attention.tpu.maps import make_of_heads, make_with_gradient
-from lm.ops.linear_attention.tpu.plan import KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
+from lm.ops.linear_attention.tpu.plan import KernelInputs, KernelSums, Ref, TpuPlan
+from lm.ops.linear_attention.types import Sides
 from lm.ops.tpu.order import ahead, in_turn
 
 
 def backward(
     plan: TpuPlan,
-    maps: Maps[jax.Array] | None,
+    maps: Sides[jax.Array] | None,
     inputs: KernelInputs,
-    given: BackwardInputs,
+    results: ForwardResults[jax.Array],
+    do_NxDxL: jax.Array,
     after: KernelSums[jax.Array] | None = None,
 ) -> KernelGradients[jax.Array]:
     """Computes the gradients of the inputs and of the map's matrices.
@@ -33,11 +35,12 @@ def backward(
         plan: the plan of the forward kernel.
         maps: the operands of the forward kernel.
         inputs: the inputs of the forward kernel.
-        given: the results of the forward kernel, and the gradient of its outputs.
+        results: the results of the forward kernel.
+        do_NxDxL: the gradient of its outputs.
         after: Σ g φ(x)ᵀ and, with a moment, Σ e x xᵀ over the queries after the last, of plan.sums_shapes; None: no
             queries.
     """
-    n, head_dim, length = given.o_NxDxL.shape
+    n, head_dim, length = do_NxDxL.shape
     features = plan.features or inputs.x_NxFxL.shape[1]
     state, moment = plan.state_shape(features, head_dim), plan.moment_shape(features)
     steps = length // plan.block
@@ -48,7 +51,7 @@ def backward(
         gradients = gradients._replace(crossing=jax.ShapeDtypeStruct((n, steps, 1, state[1]), jnp.float32))
     if plan.learned_map is not None:
         shape = (n // plan.heads, plan.projection_rows, inputs.x_NxFxL.shape[1])
-        gradients = gradients._replace(maps=Maps(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2))
+        gradients = gradients._replace(maps=Sides(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2))
 
     def of_tokens(a):
         return pl.BlockSpec((plan.heads, a.shape[1], plan.block), lambda i, j: (i, 0, steps - 1 - j))
@@ -59,7 +62,6 @@ def backward(
     def of_step(a):
         return pl.BlockSpec((1, *a.shape[1:]), lambda i, j: (i, 0, 0))
 
-    tokens = jax.tree.map(of_tokens, given._replace(sums=None))
     gradients = pl.pallas_call(
         functools.partial(_kernel, plan),
         name='linear_attention_backward',
@@ -67,7 +69,8 @@ def backward(
         in_specs=[
             jax.tree.map(lambda w: pl.BlockSpec(w.shape, lambda i, j: (0, 0)), maps),
             jax.tree.map(of_tokens, inputs),
-            tokens._replace(sums=jax.tree.map(of_block, given.sums)),
+            *map(of_tokens, (results.o_NxDxL, do_NxDxL, results.inverse_Nx1xL)),
+            jax.tree.map(of_block, results.sums),
             jax.tree.map(lambda a: pl.BlockSpec((plan.heads, *a.shape[1:]), lambda i, j: (i, 0, 0)), after),
         ],
         out_specs=(
@@ -78,12 +81,12 @@ def backward(
             ),
         ),
         out_shape=(gradients,),
-        scratch_shapes=[ScratchSums(*(pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)))],
+        scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
-        cost_estimate=_estimate_cost(plan, inputs, (inputs, given, gradients._replace(maps=None))),
-    )(maps, inputs, given, after)[0]
+        cost_estimate=_estimate_cost(plan, inputs, (inputs, results, do_NxDxL, gradients._replace(maps=None))),
+    )(maps, inputs, results.o_NxDxL, do_NxDxL, results.inverse_Nx1xL, results.sums, after)[0]
     if gradients.crossing is None:
         return gradients
     dc = _add_crossing(plan, gradients.inputs.c_Nx1xL, gradients.crossing, features)
@@ -122,15 +125,20 @@ def _estimate_cost(plan: TpuPlan, inputs: KernelInputs, moved: tuple) -> pl.Cost
 
 def _kernel(
     plan: TpuPlan,
-    maps: Maps[Ref] | None,
+    maps: Sides[Ref] | None,
     inputs: KernelInputs,
-    given: BackwardInputs,
+    o: Ref,
+    do: Ref,
+    inverse: Ref,
+    before: KernelSums[Ref] | None,
     after: KernelSums[Ref] | None,
     gradients: KernelGradients[Ref],
-    sums: ScratchSums,
+    state: Ref,
+    moment: Ref,
 ) -> None:
-    start_sums(sums, after, jax.tree.leaves(gradients.maps))
+    start_sums(state, moment, after, jax.tree.leaves(gradients.maps))
     made = make_of_heads(make_with_gradient, plan, maps, inputs)
-    heads = [HeadGradients(plan, inputs, sums, head, made[head], given, gradients) for head in range(plan.heads)]
+    sums, results = (state, moment), ForwardResults(o, inverse, before)
+    heads = [HeadGradients(plan, inputs, sums, head, made[head], results, do, gradients) for head in range(plan.heads)]
     inside = ahead([pair for head in heads for pair in head.inside()], 1)
     in_turn(inside, [] if plan.single_block else [piece for head in heads for piece in head.outside()])

@@ -7,7 +7,7 @@ are explained in the forward kernel.
 """
 
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +22,38 @@ from lm.ops.tpu import dot
 from lm.ops.tpu.decay import multiply_tokens
 
 
-class FoldInputs(NamedTuple):
-    """Arrays of the tokens that `fold` sums over.
-
-    Attributes:
-        y_NxFxL: features; with plan.feature_map the inputs of the map [N, E, L].
-        u_NxDxL: the left side of the state's products with the features.
-        w_Nx1xL: weights of the tokens in the moment, float32; for plain features in Σ φ(y).
-    """
-
-    y_NxFxL: jax.Array
-    u_NxDxL: jax.Array
-    w_Nx1xL: jax.Array
-
-
 def fold(
-    plan: TpuPlan, queries: bool, tokens: FoldInputs, operand_RxC: jax.Array | None = None
+    plan: TpuPlan,
+    queries: bool,
+    y_NxFxL: jax.Array,
+    u_NxDxL: jax.Array,
+    w_Nx1xL: jax.Array,
+    operand_RxC: jax.Array | None = None,
 ) -> KernelSums[jax.Array]:
     """Computes Σ u φ(y)ᵀ and Σ w y yᵀ, or with plain features Σ w φ(y) below the state, in float32.
 
     Args:
         plan: as in `forward`, but any number N of heads; its `sums_shapes` are the shapes of the results.
         queries: True where the feature map takes y as queries.
-        tokens: the arrays to sum.
+        y_NxFxL: features; with plan.feature_map the inputs of the map [N, E, L].
+        u_NxDxL: the left side of the state's products with the features.
+        w_Nx1xL: weights of the tokens in the moment, float32; for plain features in Σ φ(y).
         operand_RxC: the operand of the map, where plan.feature_map.
     """
-    n, head_dim, length = tokens.u_NxDxL.shape
-    shapes = plan.sums_shapes(plan.features or tokens.y_NxFxL.shape[1], head_dim)
+    n, head_dim, length = u_NxDxL.shape
+    shapes, tokens = plan.sums_shapes(plan.features or y_NxFxL.shape[1], head_dim), (y_NxFxL, u_NxDxL, w_Nx1xL)
     sums = KernelSums(*(None if s is None else jax.ShapeDtypeStruct((n, *s), jnp.float32) for s in shapes))
     heads = max(h for h in range(1, plan.heads + 1) if n % h == 0)
     read = sum(a.size * a.dtype.itemsize for a in tokens)
     products = sum(a.shape[1] * a.shape[2] for a in jax.tree.leaves(sums))
-    products += plan.projection_rows * tokens.y_NxFxL.shape[1]
+    products += plan.projection_rows * y_NxFxL.shape[1]
     (sums,) = pl.pallas_call(
         functools.partial(_fold_kernel, plan, queries, heads),
         name='linear_attention_fold',
         grid=(n // heads, length // plan.block),
         in_specs=[
             jax.tree.map(lambda w: pl.BlockSpec(w.shape, lambda i, j: (0, 0)), operand_RxC),
-            jax.tree.map(lambda a: pl.BlockSpec((heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)), tokens),
+            *(pl.BlockSpec((heads, a.shape[1], plan.block), lambda i, j: (i, 0, j)) for a in tokens),
         ],
         out_specs=(jax.tree.map(lambda a: pl.BlockSpec((heads, *a.shape[1:]), lambda i, j: (i, 0, 0)), sums),),
         out_shape=(sums,),
@@ -68,7 +61,7 @@ def fold(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
         cost_estimate=pl.CostEstimate(flops=2 * n * length * products, transcendentals=0, bytes_accessed=read),
-    )(operand_RxC, tokens)
+    )(operand_RxC, *tokens)
     return sums
 
 
@@ -119,7 +112,7 @@ def _before_kernel(plan: TpuPlan, operand: Ref, y: Ref, v: Ref, saved: Ref, stat
 
 
 def _fold_kernel(
-    plan: TpuPlan, queries: bool, heads: int, operand: Ref | None, tokens: FoldInputs, sums: KernelSums[Ref]
+    plan: TpuPlan, queries: bool, heads: int, operand: Ref | None, y: Ref, u: Ref, w: Ref, sums: KernelSums[Ref]
 ) -> None:
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -127,9 +120,9 @@ def _fold_kernel(
             ref[...] = jnp.zeros_like(ref)
 
     for head in range(heads):
-        y_FxT, u_DxT, w_1xT = (ref[head] for ref in tokens)
+        y_FxT, u_DxT, w_1xT = (ref[head] for ref in (y, u, w))
         if plan.feature_map is not None and operand is not None:
-            y_FxT = make_features(plan.feature_map, operand[...], y_FxT, queries, tokens.u_NxDxL.dtype).phi_MxT
+            y_FxT = make_features(plan.feature_map, operand[...], y_FxT, queries, u.dtype).phi_MxT
         if plan.squared:
             sums.state[head] += dot(u_DxT, expand(plan, y_FxT, weighted=False), (1, 1))
         else:

@@ -26,8 +26,9 @@ from lm.ops.linear_attention.tpu.features import (
     weigh,
 )
 from lm.ops.linear_attention.tpu.head import Head
-from lm.ops.linear_attention.tpu.maps import HeadFeatures, make_features, make_of_heads
-from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
+from lm.ops.linear_attention.tpu.maps import MapFeatures, make_features, make_of_heads
+from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Ref, TpuPlan
+from lm.ops.linear_attention.types import Sides
 from lm.ops.tpu import dot
 from lm.ops.tpu.decay import decay_sums, multiply_tokens, pairs
 from lm.ops.tpu.order import Piece, Total, ahead, in_turn
@@ -51,7 +52,7 @@ def forward(
     plan: TpuPlan,
     save: bool,
     inputs: KernelInputs,
-    maps: Maps[jax.Array] | None,
+    maps: Sides[jax.Array] | None,
     before: KernelSums[jax.Array] | None = None,
 ) -> ForwardResults[jax.Array]:
     """Computes outputs and inverse denominators; with `save` also the sums before each block.
@@ -99,7 +100,7 @@ def forward(
         ],
         out_specs=(specs,),
         out_shape=(results,),
-        scratch_shapes=[ScratchSums(*(pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)))],
+        scratch_shapes=[pltpu.VMEM((plan.heads, *shape), jnp.float32) for shape in (state, moment)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
@@ -123,29 +124,30 @@ def _estimate_cost(plan: TpuPlan, inputs: KernelInputs, results: ForwardResults)
     )
 
 
-def start_sums(sums: ScratchSums, first: KernelSums[Ref] | None, others: Iterable[Ref] = ()) -> None:
+def start_sums(state: Ref, moment: Ref, first: KernelSums[Ref] | None, others: Iterable[Ref] = ()) -> None:
     """Sets the sums at a sequence's first step, to zeros where `first` has none; sets `others` to zeros."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        sums.state[...] = jnp.zeros_like(sums.state) if first is None else first.state[...]
-        moment = None if first is None else first.moment
-        sums.moment[...] = jnp.zeros_like(sums.moment) if moment is None else moment[...]
+        state[...] = jnp.zeros_like(state) if first is None else first.state[...]
+        before = None if first is None else first.moment
+        moment[...] = jnp.zeros_like(moment) if before is None else before[...]
         for ref in others:
             ref[...] = jnp.zeros_like(ref)
 
 
 def _kernel(
     plan: TpuPlan,
-    maps: Maps[Ref] | None,
+    maps: Sides[Ref] | None,
     inputs: KernelInputs,
     before: KernelSums[Ref] | None,
     results: ForwardResults[Ref],
-    sums: ScratchSums,
+    state: Ref,
+    moment: Ref,
 ) -> None:
-    start_sums(sums, before)
+    start_sums(state, moment, before)
     made = make_of_heads(make_features, plan, maps, inputs)
-    heads = [_HeadOutputs(plan, inputs, sums, head, made[head], results) for head in range(plan.heads)]
+    heads = [_HeadOutputs(plan, inputs, (state, moment), head, made[head], results) for head in range(plan.heads)]
     inside = ahead([pair for head in heads for pair in head.inside()], 1)
     in_turn(inside, [piece for head in heads for piece in head.outside()])
 
@@ -157,9 +159,9 @@ class _HeadOutputs(Head):
         self,
         plan: TpuPlan,
         inputs: KernelInputs,
-        sums: ScratchSums,
+        sums: tuple[Ref, Ref],
         head: int,
-        made: HeadFeatures | None,
+        made: Sides[MapFeatures] | None,
         results: ForwardResults[Ref],
     ):
         super().__init__(plan, inputs, sums, head, made)
@@ -207,12 +209,12 @@ class _HeadOutputs(Head):
     @functools.cached_property
     def state_DxP(self) -> jax.Array:
         """The state of the keys before the block, as an operand."""
-        return make_state_operand(self.plan, self.sums.state[self.head], self.features, self.dtype)
+        return make_state_operand(self.plan, self.state[self.head], self.features, self.dtype)
 
     @functools.cached_property
     def moment_FxE(self) -> jax.Array:
         """The moment of the keys before the block, as an operand."""
-        return make_moment_operand(self.plan, self.sums.moment[self.head], self.dtype)
+        return make_moment_operand(self.plan, self.moment[self.head], self.dtype)
 
     def outside(self) -> list[Piece]:
         """Returns the pieces for tokens before and after the block."""
@@ -251,13 +253,13 @@ class _HeadOutputs(Head):
 
     def _fold(self, i: int) -> None:
         """Adds keys i to the sums, as queries after the block see them."""
-        plan, sums, head = self.plan, self.sums, self.head
+        plan, head = self.plan, self.head
         y_FxK, v_DxK = self.y(i), self.v(i)
         y_PxK = expand(plan, y_FxK, weighted=False) if plan.squared else y_FxK
         added_DxK = multiply_tokens(extend(plan, v_DxK, 1.0), self.adds(i))
-        sums.state[head] = decay_sums(sums.state[head], self.kept(i)) + dot(added_DxK, y_PxK, (1, 1))
+        self.state[head] = decay_sums(self.state[head], self.kept(i)) + dot(added_DxK, y_PxK, (1, 1))
         if plan.has_moment:
             y1_FxK = append_one(plan, y_FxK)
-            sums.moment[head] = decay_sums(sums.moment[head], self.kept(i)) + dot(
+            self.moment[head] = decay_sums(self.moment[head], self.kept(i)) + dot(
                 y1_FxK, multiply_tokens(y1_FxK, self.adds(i)), (1, 1)
             )

@@ -26,28 +26,14 @@ from lm.ops.linear_attention.tpu.features import (
     split_float32,
     weigh,
 )
+from lm.ops.linear_attention.tpu.forward import ForwardResults
 from lm.ops.linear_attention.tpu.head import Head, once
-from lm.ops.linear_attention.tpu.maps import HeadFeatures, MapFeatures
-from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Maps, Ref, ScratchSums, TpuPlan
+from lm.ops.linear_attention.tpu.maps import MapFeatures
+from lm.ops.linear_attention.tpu.plan import A, KernelInputs, KernelSums, Ref, TpuPlan
+from lm.ops.linear_attention.types import Sides
 from lm.ops.tpu import ROWS, dot
 from lm.ops.tpu.decay import column, decay_sums, multiply_tokens, pairs
 from lm.ops.tpu.order import Piece, Total
-
-
-class BackwardInputs(NamedTuple):
-    """The inputs of the backward kernel besides the forward kernel's inputs.
-
-    Attributes:
-        o_NxDxL: outputs.
-        do_NxDxL: the gradient of the outputs.
-        inverse_Nx1xL: inverse denominators.
-        sums: operands of the sums before each block; None with a single block.
-    """
-
-    o_NxDxL: jax.Array
-    do_NxDxL: jax.Array
-    inverse_Nx1xL: jax.Array
-    sums: KernelSums[jax.Array] | None
 
 
 class KernelGradients(NamedTuple, Generic[A]):
@@ -63,15 +49,7 @@ class KernelGradients(NamedTuple, Generic[A]):
 
     inputs: KernelInputs
     crossing: A | None
-    maps: Maps[A] | None
-
-
-class QueryGradient(NamedTuple):
-    """The gradients of some queries' numerators and denominators, g and e, and ⟨do, o⟩."""
-
-    g_DxQ: jax.Array
-    e_1xQ: jax.Array
-    row_1xQ: jax.Array
+    maps: Sides[A] | None
 
 
 class _Side:
@@ -91,14 +69,16 @@ class HeadGradients(Head):
         self,
         plan: TpuPlan,
         inputs: KernelInputs,
-        sums: ScratchSums,
+        sums: tuple[Ref, Ref],
         head: int,
-        made: HeadFeatures | None,
-        given: BackwardInputs,
+        made: Sides[MapFeatures] | None,
+        results: ForwardResults[Ref],
+        do: Ref,
         gradients: KernelGradients[Ref],
     ):
+        """Stores the arguments: `results` of the forward kernel, and `do`, the gradient of its outputs."""
         super().__init__(plan, inputs, sums, head, made)
-        self.given, self.gradients = given, gradients
+        self.results, self.do, self.gradients = results, do, gradients
         written, maps = gradients.inputs, gradients.maps
         queries = _Side(made and made.queries, written.x_NxFxL, written.a_NxCxL, maps and maps.queries)
         keys = _Side(made and made.keys, written.y_NxFxL, written.b_NxCxL, maps and maps.keys)
@@ -114,13 +94,13 @@ class HeadGradients(Head):
         """Σ w dw of keys i and all later queries, through the moment."""
 
     @once
-    def gradient(self, i: int) -> QueryGradient:
-        """Computes the gradients of the numerators and denominators of queries i."""
-        given, head, at = self.given, self.head, self.tiles[i]
-        do_DxQ, inverse_1xQ = given.do_NxDxL[head, :, at].astype(jnp.float32), given.inverse_Nx1xL[head, :, at]
-        row_1xQ = jnp.sum(do_DxQ * given.o_NxDxL[head, :, at].astype(jnp.float32), axis=0, keepdims=True)
+    def gradient(self, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes g and e, the gradients of the numerators and denominators of queries i, and ⟨do, o⟩."""
+        results, head, at = self.results, self.head, self.tiles[i]
+        do_DxQ, inverse_1xQ = self.do[head, :, at].astype(jnp.float32), results.inverse_Nx1xL[head, :, at]
+        row_1xQ = jnp.sum(do_DxQ * results.o_NxDxL[head, :, at].astype(jnp.float32), axis=0, keepdims=True)
         e_1xQ = -inverse_1xQ * row_1xQ if self.plan.normalize else jnp.zeros_like(row_1xQ)
-        return QueryGradient((do_DxQ * inverse_1xQ).astype(self.dtype), e_1xQ, row_1xQ)
+        return (do_DxQ * inverse_1xQ).astype(self.dtype), e_1xQ, row_1xQ
 
     # Writing.
 
@@ -141,10 +121,10 @@ class HeadGradients(Head):
         if len(side.tiles) < len(self.tiles):
             return
         whole_FxT = jnp.concatenate([tile for _, tile in sorted(side.tiles, key=lambda each: each[0])], axis=1)
-        gradient = side.pull(whole_FxT)
-        side.features[self.head] = gradient.dx_ExT.astype(side.features.dtype)
+        dx_ExT, dw_RxE = side.pull(whole_FxT)
+        side.features[self.head] = dx_ExT.astype(side.features.dtype)
         if side.matrix is not None:
-            side.matrix[0] += gradient.dw_RxE
+            side.matrix[0] += dw_RxE
 
     def _write_values(self, i: int, dv_DxK: jax.Array) -> None:
         """Writes dv and, with decay, the gradient of a token's running sum.
@@ -155,8 +135,8 @@ class HeadGradients(Head):
         """
         written, at, size = self.gradients.inputs, self.tiles[i], self.head_dim
         if written.c_Nx1xL is not None:
-            gradient = self.gradient(i)
-            as_query_1xT = -self.plan.denominator_bias * gradient.e_1xQ if self.plan.normalize else gradient.row_1xQ
+            _, e_1xT, row_1xT = self.gradient(i)
+            as_query_1xT = -self.plan.denominator_bias * e_1xT if self.plan.normalize else row_1xT
             as_key_1xT = jnp.sum(self.v(i).astype(jnp.float32) * dv_DxK[:size], axis=0, keepdims=True)
             self._write(written.c_Nx1xL, at, as_query_1xT - as_key_1xT - dv_DxK[size : size + 1])
         self._write(written.v_NxDxL, at, dv_DxK[:size].astype(self.dtype))
@@ -248,7 +228,7 @@ class HeadGradients(Head):
         width = self.width
         size = self.plan.columns or width
         parts = [slice(at, min(at + size, width)) for at in range(0, width, size)]
-        pieces: list[Piece] = [self._read_sums]
+        pieces: list[Piece] = [self._load_sums]
         for i in range(len(self.tiles)):
             queries, keys, values = [], [], []
             of_queries = [functools.partial(self._add_queries, i, part, queries) for part in parts]
@@ -265,25 +245,31 @@ class HeadGradients(Head):
     @property
     def width(self) -> int:
         """The number of columns of the state."""
-        return self.sums.state.shape[2]
+        return self.state.shape[2]
 
     @property
     def before(self) -> KernelSums[Ref]:
         """The sums over the keys before each block, as operands."""
-        return cast(KernelSums, self.given.sums)  # they are there wherever there is anything outside of the block
+        return cast(KernelSums, self.results.sums)  # they are there wherever there is anything outside of the block
 
-    def _read_sums(self) -> None:
-        """Reads the sums over the keys before the block and over the queries after it, before this block is added."""
-        plan, sums, head = self.plan, self.sums, self.head
+    def _load_sums(self) -> None:
+        """Loads the sums over tokens outside of the block, as operands.
+
+        The gradients of queries need the sums over the keys before the block, which the forward kernel has saved. The
+        gradients of keys and values need the sums over the queries after the block, which this kernel carries from
+        block to block. `_fold` then adds the block's own queries to them, so they are copied before.
+        """
+        plan, head = self.plan, self.head
         self.before_DxP = self.before.state[head, 0]
-        self.after_DxP = make_state_operand(plan, sums.state[head], self.features, self.dtype)
+        self.after_DxP = make_state_operand(plan, self.state[head], self.features, self.dtype)
         if plan.has_moment:
-            self.moment_after_FxE = make_moment_operand(plan, sums.moment[head], self.dtype)
+            self.moment_after_FxE = make_moment_operand(plan, self.moment[head], self.dtype)
 
     def _add_queries(self, i: int, part: slice, found: list[jax.Array]) -> None:
         """Computes the gradients of queries i from the keys before the block.
 
-        They are a part of the features' gradients; with the last part all of them are added.
+        The keys are summed up in the state, and `part` is some of its columns: a call computes some rows of the
+        features' gradients. They are collected in `found`, and added up after the last part.
         """
         plan = self.plan
         x_FxQ, (g_DxQ, e_1xQ) = self.x(i), self.read(i)
@@ -345,14 +331,14 @@ class HeadGradients(Head):
 
     def _fold(self, i: int, part: slice) -> None:
         """Adds a part of the features of queries i to the sums."""
-        plan, sums, head = self.plan, self.sums, self.head
+        plan, head = self.plan, self.head
         g_DxQ, e_1xQ = self.read(i)
         added_DxP = dot(extend(plan, g_DxQ, e_1xQ), self.expanded_x(i)[part], (1, 1))
-        sums.state[head, :, part] = decay_sums(sums.state[head, :, part], self.kept(i)) + added_DxP
+        self.state[head, :, part] = decay_sums(self.state[head, :, part], self.kept(i)) + added_DxP
         if plan.has_moment and part.start == 0:
             x1_FxQ = append_one(plan, self.x(i))
             added_FxE = dot((x1_FxQ.astype(jnp.float32) * e_1xQ).astype(x1_FxQ.dtype), x1_FxQ, (1, 1))
-            sums.moment[head] = decay_sums(sums.moment[head], self.kept(i)) + added_FxE
+            self.moment[head] = decay_sums(self.moment[head], self.kept(i)) + added_FxE
 
     def _write_crossing(self) -> None:
         """Writes Σ w dw over all pairs of a key before the block and a query from its first on.
@@ -360,14 +346,14 @@ class HeadGradients(Head):
         These queries are in the sums by now. Each column of the state stands by itself, with all of the moment in the
         first one, which counts once.
         """
-        before, sums, head = self.before, self.sums, self.head
+        before, head = self.before, self.head
         sums_RxP: jax.Array | float = 0.0
-        for at in range(0, sums.state.shape[1], ROWS):  # a float32 copy of all would need more memory
+        for at in range(0, self.state.shape[1], ROWS):  # a float32 copy of all would need more memory
             rows = slice(at, at + ROWS)
-            sums_RxP += before.state[head, 0, rows].astype(jnp.float32) * sums.state[head, rows]
+            sums_RxP += before.state[head, 0, rows].astype(jnp.float32) * self.state[head, rows]
         row_1xP = jnp.sum(sums_RxP, axis=0, keepdims=True)
         if before.moment is not None:
-            before_FxE, after_FxF = before.moment[head, 0].astype(jnp.float32), sums.moment[head]
+            before_FxE, after_FxF = before.moment[head, 0].astype(jnp.float32), self.moment[head]
             copies = before_FxE.shape[1] // after_FxF.shape[1]
             both_FxE = before_FxE * jnp.concatenate([after_FxF] * copies, axis=1)
             at = lax.broadcasted_iota(jnp.int32, row_1xP.shape, 1)

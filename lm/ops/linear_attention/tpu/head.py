@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops.linear_attention.tpu.features import cut_tiles
-from lm.ops.linear_attention.tpu.maps import HeadFeatures
-from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, ScratchSums, TpuPlan
+from lm.ops.linear_attention.tpu.maps import MapFeatures
+from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, TpuPlan
+from lm.ops.linear_attention.types import Sides
 from lm.ops.tpu.decay import LogSums, columns, last, since_start, until_end
 
 Method = TypeVar('Method', bound=Callable)
@@ -61,14 +62,17 @@ class Head:
     Attributes:
         plan: the plan.
         inputs: references for all heads of a grid step.
-        sums: references for all heads of a grid step.
+        state, moment: references for the sums of all heads of a grid step, `UNUSED` where no one reads them.
         head: the number of the head in the grid step.
         tiles: the tiles of tokens.
     """
 
-    def __init__(self, plan: TpuPlan, inputs: KernelInputs, sums: ScratchSums, head: int, made: HeadFeatures | None):
+    def __init__(
+        self, plan: TpuPlan, inputs: KernelInputs, sums: tuple[Ref, Ref], head: int, made: Sides[MapFeatures] | None
+    ):
         """Stores the arguments; `made` holds features of queries and of keys, None without a map."""
-        self.plan, self.inputs, self.sums, self.head, self.made = plan, inputs, sums, head, made
+        self.plan, self.inputs, self.head, self.made = plan, inputs, head, made
+        self.state, self.moment = sums
         self.tiles = cut_tiles(plan)
 
     def _take(self, ref: Ref, i: int) -> jax.Array:

@@ -17,29 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.linear_attention.feature_maps import ProductMap
-from lm.ops.linear_attention.tpu.plan import KernelInputs, Maps, Ref, TpuPlan
+from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, TpuPlan
+from lm.ops.linear_attention.types import Sides
 from lm.ops.tpu import dot
 
 
-class InputGradient(NamedTuple):
-    """The gradients of x and, where the map learns, of W."""
-
-    dx_ExT: jax.Array
-    dw_RxE: jax.Array | None
-
-
 class MapFeatures(NamedTuple):
-    """Features φ(x), and the function that turns their float32 gradient into gradients of x and W."""
+    """Features φ(x), and the function that turns their float32 gradient into gradients of x and of W.
+
+    The gradient of W is None where the map does not learn.
+    """
 
     phi_MxT: jax.Array
-    pull: Callable[[jax.Array], InputGradient] | None
-
-
-class HeadFeatures(NamedTuple):
-    """The features that a map makes of one head's queries and keys."""
-
-    queries: MapFeatures
-    keys: MapFeatures
+    pull: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] | None
 
 
 Make = Callable[[ProductMap, jax.Array, jax.Array, bool, jnp.dtype], MapFeatures]
@@ -59,13 +49,13 @@ def make_operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) ->
     return jnp.concatenate(parts, axis=1).astype(dtype)
 
 
-def make_operands(maps: Maps[jax.Array] | None, inputs: KernelInputs) -> Maps[jax.Array] | None:
+def make_operands(maps: Sides[jax.Array] | None, inputs: KernelInputs) -> Sides[jax.Array] | None:
     """Makes the matrices of a map as the kernels read them."""
     if maps is None:
         return None
     dtype = inputs.v_NxDxL.dtype
     queries = make_operand(maps.queries, inputs.x_NxFxL.dtype, dtype)
-    return Maps(queries, make_operand(maps.keys, inputs.y_NxFxL.dtype, dtype))
+    return Sides(queries, make_operand(maps.keys, inputs.y_NxFxL.dtype, dtype))
 
 
 def multiply(operand_RxC: jax.Array, x_ExT: jax.Array) -> jax.Array:
@@ -95,7 +85,7 @@ def make_with_gradient(
     wx_RxT = multiply(operand_RxC, x_ExT)
     phi_MxT, pull = jax.vjp(lambda wx, x: feature_map.of_products(wx, x, queries), wx_RxT, wide_ExT)
 
-    def differentiate(dphi_MxT: jax.Array) -> InputGradient:
+    def differentiate(dphi_MxT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         dwx_RxT, dx_ExT = pull(dphi_MxT)
         dwx_RxT, size = dwx_RxT.astype(dtype), x_ExT.shape[0]
         if dtype == jnp.float32:
@@ -103,14 +93,14 @@ def make_with_gradient(
         else:
             parts = dot(operand_RxC[:, : 2 * size], dwx_RxT, (0, 0))
             dx_ExT += parts[:size] + parts[size:]
-        return InputGradient(dx_ExT, dot(dwx_RxT, x_ExT.astype(dtype), (1, 1)) if feature_map.learns else None)
+        return dx_ExT, dot(dwx_RxT, x_ExT.astype(dtype), (1, 1)) if feature_map.learns else None
 
     return MapFeatures(phi_MxT.astype(dtype), differentiate)
 
 
 def make_of_heads(
-    make: Make, plan: TpuPlan, operands: Maps[Ref] | None, inputs: KernelInputs
-) -> list[HeadFeatures | None]:
+    make: Make, plan: TpuPlan, operands: Sides[Ref] | None, inputs: KernelInputs
+) -> list[Sides[MapFeatures] | None]:
     """Makes the features of each head; None without a map.
 
     All features are written before anything reads one. Matrix units keep the order in which products are written, and
@@ -121,4 +111,4 @@ def make_of_heads(
     dtype, made = inputs.v_NxDxL.dtype, []
     for operand, x, queries in ((operands.queries, inputs.x_NxFxL, True), (operands.keys, inputs.y_NxFxL, False)):
         made.append([make(plan.feature_map, operand[...], x[head], queries, dtype) for head in range(plan.heads)])
-    return [HeadFeatures(*both) for both in zip(*made, strict=True)]
+    return [Sides(*both) for both in zip(*made, strict=True)]

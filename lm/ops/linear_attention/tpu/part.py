@@ -17,16 +17,14 @@ import jax.numpy as jnp
 from lm.ops import decay as decays
 from lm.ops.linear_attention.parts import carry_sums
 from lm.ops.linear_attention.tpu import attention
-from lm.ops.linear_attention.tpu.attention import KernelResiduals
 from lm.ops.linear_attention.tpu.backward import backward
 from lm.ops.linear_attention.tpu.channels import attention as channels
 from lm.ops.linear_attention.tpu.features import expand, make_moment_operand, make_state_operand
-from lm.ops.linear_attention.tpu.fold import FoldInputs, fold
+from lm.ops.linear_attention.tpu.fold import fold
 from lm.ops.linear_attention.tpu.forward import ForwardResults, forward
-from lm.ops.linear_attention.tpu.gradients import BackwardInputs
 from lm.ops.linear_attention.tpu.maps import make_operands
-from lm.ops.linear_attention.tpu.plan import KernelInputs, KernelSums, Maps, TpuPlan
-from lm.ops.linear_attention.types import LinearCall, LinearResult
+from lm.ops.linear_attention.tpu.plan import KernelInputs, KernelSums, TpuPlan
+from lm.ops.linear_attention.types import LinearCall, LinearResult, Sides
 from lm.ops.residuals import save_residual
 from lm.ops.tpu import ROWS, by_head
 from lm.ops.tpu.decay import multiply_tokens
@@ -61,10 +59,9 @@ def unsupported(call: LinearCall) -> str | None:
 
 
 def _attend_part(call: LinearCall) -> jax.Array:
-    kernel = attention.arrange(call, part=True)
-    factors = _make_factors(call, kernel.inputs.v_NxDxL.shape[-1])
-    size = call.v_BxLxKxD.shape[-1]
-    return by_head(attend(kernel.plan, kernel.inputs, kernel.maps, factors), call.q_BxLxHxE, size)
+    plan, inputs, maps = attention.arrange(call, part=True)
+    factors = _make_factors(call, inputs.v_NxDxL.shape[-1])
+    return by_head(attend(plan, inputs, maps, factors), call.q_BxLxHxE, call.v_BxLxKxD.shape[-1])
 
 
 def _make_factors(call: LinearCall, padded: int) -> PartFactors:
@@ -79,38 +76,22 @@ def _make_factors(call: LinearCall, padded: int) -> PartFactors:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None, factors: PartFactors) -> jax.Array:
+def attend(plan: TpuPlan, inputs: KernelInputs, maps: Sides[jax.Array] | None, factors: PartFactors) -> jax.Array:
     """Runs the kernels as `lm.ops.linear_attention.tpu.attention.attend` does, on a part of a window."""
-    return _forward(plan, False, inputs, make_operands(maps, inputs), factors).results.o_NxDxL
-
-
-class _Forward(NamedTuple):
-    """The results of the forward pass.
-
-    Attributes:
-        results: the results of the kernel.
-        part_sums: the sums over the keys of this part, decayed up to its end, [B, K, rows, columns].
-        pull: takes the gradients of the sums before this part as queries read them; returns the gradients of
-            `part_sums` and of the log factor of the part.
-    """
-
-    results: ForwardResults[jax.Array]
-    part_sums: KernelSums[jax.Array]
-    pull: Callable
-
-
-class PartResiduals(NamedTuple):
-    """The residuals of the backward pass; `part_sums` is None without decay."""
-
-    kernel: KernelResiduals
-    factors: PartFactors
-    part_sums: KernelSums[jax.Array] | None
-    pull: Callable
+    results, _, _ = _forward(plan, False, inputs, make_operands(maps, inputs), factors)
+    return results.o_NxDxL
 
 
 def _forward(
-    plan: TpuPlan, save: bool, inputs: KernelInputs, operands: Maps[jax.Array] | None, factors: PartFactors
-) -> _Forward:
+    plan: TpuPlan, save: bool, inputs: KernelInputs, operands: Sides[jax.Array] | None, factors: PartFactors
+) -> tuple[ForwardResults[jax.Array], KernelSums[jax.Array], Callable]:
+    """Computes the outputs of this part.
+
+    Returns:
+        (the results of the kernel, the sums over the keys of this part, a function). The sums have decayed up to its
+        end, [B, K, rows, columns]. The function takes the gradients of the sums before this part as queries read them,
+        and returns the gradients of these sums and of the log factor of the part.
+    """
     part_sums = jax.tree.map(save_residual, _fold_keys(plan, inputs, operands, factors))
     read_factors = _make_read_factors(plan, inputs)
 
@@ -122,18 +103,18 @@ def _forward(
     _, pull, before = jax.vjp(carry, part_sums, factors.log_whole_BxK, has_aux=True)
     groups = inputs.x_NxFxL.shape[0] // math.prod(factors.keys_BxKxL.shape[:2])
     before = jax.tree.map(lambda a: jnp.repeat(a, groups, axis=1).reshape(-1, *a.shape[2:]), before)
-    return _Forward(forward(plan, save, inputs, operands, before), part_sums, pull)
+    return forward(plan, save, inputs, operands, before), part_sums, pull
 
 
 def _fold_keys(
-    plan: TpuPlan, inputs: KernelInputs, operands: Maps[jax.Array] | None, factors: PartFactors
+    plan: TpuPlan, inputs: KernelInputs, operands: Sides[jax.Array] | None, factors: PartFactors
 ) -> KernelSums[jax.Array]:
     """Computes the sums over the keys of this part, decayed up to its end, [B, K, rows, columns]."""
     batch, heads, length = factors.keys_BxKxL.shape
     groups, w_Nx1xL = inputs.v_NxDxL.shape[0] // (batch * heads), factors.keys_BxKxL.reshape(-1, 1, length)
     y, v = inputs.y_NxFxL[::groups], inputs.v_NxDxL[::groups]
-    tokens = FoldInputs(y, multiply_tokens(v, w_Nx1xL) if plan.decay else v, w_Nx1xL)
-    sums = fold(plan, False, tokens, operands and operands.keys)
+    u = multiply_tokens(v, w_Nx1xL) if plan.decay else v
+    sums = fold(plan, False, y, u, w_Nx1xL, operands and operands.keys)
     return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), sums)
 
 
@@ -150,16 +131,16 @@ def _make_read_factors(plan: TpuPlan, inputs: KernelInputs) -> KernelSums[jax.Ar
     return KernelSums(make_state_operand(plan, state, features, jnp.dtype('float32')), moment)
 
 
-def _attend_forward(plan: TpuPlan, inputs: KernelInputs, maps: Maps[jax.Array] | None, factors: PartFactors):
+def _attend_forward(plan: TpuPlan, inputs: KernelInputs, maps: Sides[jax.Array] | None, factors: PartFactors):
     operands = make_operands(maps, inputs)
     results, part_sums, pull = _forward(plan, True, inputs, operands, factors)
-    o, inverse, sums = jax.tree.map(save_residual, results)
-    kernel = KernelResiduals(inputs, operands, maps, o, inverse, sums)
-    return o, PartResiduals(kernel, factors, part_sums if plan.decay else None, pull)
+    results = jax.tree.map(save_residual, results)
+    return results.o_NxDxL, ((inputs, (maps, operands), results), factors, (part_sums if plan.decay else None, pull))
 
 
-def _attend_backward(plan: TpuPlan, residuals: PartResiduals, do: jax.Array):
-    (inputs, operands, maps, o, inverse, sums), factors, part_sums, pull = residuals
+def _attend_backward(plan: TpuPlan, residuals, do: jax.Array):
+    (inputs, (maps, operands), results), factors, (part_sums, pull) = residuals
+    o, inverse = results.o_NxDxL, results.inverse_Nx1xL
     batch, heads, length = factors.keys_BxKxL.shape
     groups = inputs.v_NxDxL.shape[0] // (batch * heads)
     e_Nx1xL = jnp.zeros_like(inverse)
@@ -169,8 +150,8 @@ def _attend_backward(plan: TpuPlan, residuals: PartResiduals, do: jax.Array):
     if factors.queries_BxKxL is not None:
         read_Nx1xL = jnp.repeat(factors.queries_BxKxL, groups, axis=1).reshape(-1, 1, length)
         g_NxDxL, e_Nx1xL = g_NxDxL * read_Nx1xL, e_Nx1xL * read_Nx1xL
-    tokens = FoldInputs(inputs.x_NxFxL, g_NxDxL.astype(inputs.v_NxDxL.dtype), e_Nx1xL)
-    to_earlier = fold(plan, True, tokens, operands and operands.queries)
+    g_NxDxL = g_NxDxL.astype(inputs.v_NxDxL.dtype)
+    to_earlier = fold(plan, True, inputs.x_NxFxL, g_NxDxL, e_Nx1xL, operands and operands.queries)
     dread = jax.tree.map(lambda a: a.reshape(batch, heads, groups, *a.shape[1:]).sum(2), to_earlier)
     down, dlog_BxK = pull(dread)
     read_factors = _make_read_factors(plan, inputs)
@@ -182,7 +163,7 @@ def _attend_backward(plan: TpuPlan, residuals: PartResiduals, do: jax.Array):
         return first.reshape(-1, *first.shape[3:])
 
     after = jax.tree.map(arrange_after, down, read_factors)
-    gradients = backward(plan, operands, inputs, BackwardInputs(o, do, inverse, sums), after)
+    gradients = backward(plan, operands, inputs, results, do, after)
     dinputs = gradients.inputs
     if part_sums is not None and dinputs.c_Nx1xL is not None:
         # All reads of later parts, of this part and of parts before, have decayed with its tokens after the last reset.

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 
 from lm.ops import platform
-from lm.ops.linear_attention.feature_maps import ProductMap
+from lm.ops.linear_attention.feature_maps import FeatureMap, ProductMap
 from lm.ops.linear_attention.types import LOCAL_BLOCK, SQUARE, LinearCall, Options, PolynomialKernel
 from lm.ops.tpu import LANES, ROWS, SUBLANES, padded_rows
 
@@ -44,13 +44,6 @@ class KernelInputs(NamedTuple):
     rest_Nx1xL: jax.Array | None = None
 
 
-class Maps(NamedTuple, Generic[A]):
-    """The matrices of a feature map for queries and for keys, or the operands made from them, [R, columns] each."""
-
-    queries: A
-    keys: A
-
-
 class KernelSums(NamedTuple, Generic[A]):
     """Sums over tokens, [N, rows, columns] float32 of `plan.sums_shapes`; saved ones are rounded, one set per block.
 
@@ -61,13 +54,6 @@ class KernelSums(NamedTuple, Generic[A]):
 
     state: A
     moment: A | None
-
-
-class ScratchSums(NamedTuple):
-    """References to the sums of a step's heads, in VMEM; `UNUSED` arrays where a plan has no use for them."""
-
-    state: Ref
-    moment: Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,15 +180,17 @@ class Sizes:
     @classmethod
     def of_call(cls, call: LinearCall, part: bool = False) -> 'Sizes':
         batch, length, heads, size = call.q_BxLxHxE.shape
+        features, projection_rows = count_made(call.options.feature_map, call.q_BxLxHxE, call.q_parameters)
         return cls(
             call.options,
             length,
-            batch * heads,
-            padded_rows(size),
-            padded_rows(call.v_BxLxKxD.shape[-1]),
-            0 if call.local is None else padded_rows(call.local.q_BxLxHxC.shape[-1]),
-            call.v_BxLxKxD.dtype.itemsize,
-            *count_made(call.options.feature_map, call.q_BxLxHxE, call.q_parameters),
+            heads=batch * heads,
+            input_rows=padded_rows(size),
+            head_dim=padded_rows(call.v_BxLxKxD.shape[-1]),
+            compared=0 if call.local is None else padded_rows(call.local.q_BxLxHxC.shape[-1]),
+            itemsize=call.v_BxLxKxD.dtype.itemsize,
+            features=features,
+            projection_rows=projection_rows,
             decay=call.log_decay_BxLxK is not None,
             part=part,
         )
@@ -216,21 +204,14 @@ def is_quadratic(powers: tuple[float, ...]) -> bool:
     return len(powers) == 3 and min(powers) >= 0 and powers[2] > 0
 
 
-class Made(NamedTuple):
-    """Numbers of features that a map makes, and of rows of its matrix; 0 without a map."""
-
-    features: int
-    projection_rows: int
-
-
-def count_made(feature_map: Any, x: jax.Array, parameters: Any) -> Made:
-    """Counts the features and rows of a `ProductMap`; 0 where there is no map."""
+def count_made(feature_map: FeatureMap | None, x: jax.Array, parameters: object) -> tuple[int, int]:
+    """Counts the features that a `ProductMap` makes, and the rows of its matrix; 0 and 0 where there is no map."""
     if feature_map is None:
-        return Made(0, 0)
+        return 0, 0
     one = jax.ShapeDtypeStruct((1, 1, 1, x.shape[-1]), x.dtype)
-    matrix = jax.eval_shape(feature_map.matrix, parameters)
+    matrix = jax.eval_shape(cast(ProductMap, feature_map).matrix, parameters)
     features = jax.eval_shape(lambda parameters, x: feature_map(parameters, x, False), parameters, one)
-    return Made(features.shape[-1], matrix.shape[0])
+    return features.shape[-1], cast(jax.Array, matrix).shape[0]
 
 
 def choose_block(sizes: Sizes) -> int:
