@@ -18,7 +18,7 @@ from test_pallas_tpu import by_definition, errors, example, make_call, quick
 from lm.ops import exact_attention, platform
 from lm.ops.linear_attention import IMPLEMENTATIONS
 from lm.ops.linear_attention.gpu import attention as pallas_gpu
-from lm.ops.linear_attention.gpu.plan import BlockOperands, FarTokens, list_squares
+from lm.ops.linear_attention.gpu.plan import FarTokens, NearTokens, list_squares
 from lm.ops.linear_attention.types import ExpKernel, Options, PolynomialKernel
 
 SQUARE = (0.0, 0.0, 1.0)
@@ -114,7 +114,7 @@ def test_sums_of_a_long_block():
 @interpreter
 def test_denominators_of_concentrated_keys_stay_positive():
     """If the keys' second moment is rounded to bfloat16, many of these denominators become negative."""
-    from lm.ops.linear_attention.gpu.forward import NearTokens, outputs
+    from lm.ops.linear_attention.gpu.forward import outputs
 
     rng = np.random.default_rng(0)
     features, before, length = 32, 448, 64
@@ -136,7 +136,7 @@ def test_denominators_of_concentrated_keys_stay_positive():
     state = jnp.zeros((1, 1, 6, 128, 64), jnp.bfloat16)
     v = jnp.ones((1, length, 64), jnp.bfloat16)
     with interpreted():
-        far = FarTokens(x, x.swapaxes(1, 2), BlockOperands(moment, state))
+        far = FarTokens(x, x.swapaxes(1, 2), moment, state)
         _, inverse = quick(lambda near, far: outputs(plan, near, far))(NearTokens(x, y_in, v), far)
     den = 1 / np.asarray(inverse, np.float64)[0]
     want = 1e-3 + np.tril((x64 @ y64.T) ** 2).sum(1)[before:]

@@ -7,7 +7,7 @@ tile of queries meets the sums before its block and the keys inside it. Expanded
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from lm.ops.dots import in_three
 from lm.ops.linear_attention.gpu.plan import (
     GROUP,
     TILE,
-    BlockOperands,
     FarTokens,
     GpuPlan,
+    NearTokens,
     SquareInputs,
     list_squares,
 )
@@ -131,50 +131,41 @@ def make_plan(options: Options, length: int, exact_local: bool) -> GpuPlan:
     )
 
 
-class SquareResiduals(NamedTuple):
-    """The residuals of the backward pass; the sums before each block are None with plan.single_block."""
-
-    inputs: SquareInputs
-    o_NxLxD: jax.Array
-    inverse_NxL: jax.Array
-    before: BlockOperands[jax.Array] | None
-
-
 @custom_vjp(0)
 def attend(plan: GpuPlan, inputs: SquareInputs) -> jax.Array:
     """Runs the kernels on separate heads, and returns outputs [N, L, D]."""
-    return _forward(plan, inputs).o_NxLxD
+    return _forward(plan, inputs)[0]
 
 
-def _attend_forward(plan: GpuPlan, inputs: SquareInputs) -> tuple[jax.Array, SquareResiduals]:
-    residuals = _forward(plan, inputs)
-    residuals = jax.tree.map(save_residual, residuals._replace(inputs=None))._replace(inputs=inputs)
-    return residuals.o_NxLxD, residuals
+def _attend_forward(plan: GpuPlan, inputs: SquareInputs):
+    o, inverse, before = jax.tree.map(save_residual, _forward(plan, inputs))
+    return o, (inputs, (o, inverse), before)
 
 
 # It is compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan: GpuPlan, inputs: SquareInputs) -> SquareResiduals:
+def _forward(plan: GpuPlan, inputs: SquareInputs) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Computes outputs, inverse denominators, and moment and state before each block; None with plan.single_block."""
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
-    from lm.ops.linear_attention.gpu.forward import NearTokens, outputs, sum_blocks
+    from lm.ops.linear_attention.gpu.forward import outputs, sum_blocks
 
     x, y, v = inputs.x_NxLxR, inputs.y_NxLxR, inputs.v_NxLxD
     before, far = None, None
     if not plan.single_block:
         sums = sum_blocks(plan, y, y.swapaxes(1, 2), v)
         moment = make_moment_operand(sum_earlier(sum_moments(plan, y, y)))
-        before = BlockOperands(moment, make_state_operand(sum_earlier(sums)))
-        far = FarTokens(x, x.swapaxes(1, 2), before)
+        before = moment, make_state_operand(sum_earlier(sums))
+        far = FarTokens(x, x.swapaxes(1, 2), *before)
     o, inverse = outputs(plan, NearTokens(inputs.queries, inputs.keys, v), far)
-    return SquareResiduals(inputs, o, inverse, before)
+    return o, inverse, before
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_backward(plan: GpuPlan, residuals: SquareResiduals, do: jax.Array) -> tuple[SquareInputs]:
-    from lm.ops.linear_attention.gpu.backward import Cotangents, differentiate_keys, differentiate_queries
-    from lm.ops.linear_attention.gpu.forward import NearTokens, sum_blocks
+def _attend_backward(plan: GpuPlan, residuals, do: jax.Array) -> tuple[SquareInputs]:
+    from lm.ops.linear_attention.gpu.backward import differentiate_keys, differentiate_queries
+    from lm.ops.linear_attention.gpu.forward import sum_blocks
 
-    inputs, o, inverse, before = residuals
+    inputs, (o, inverse), before = residuals
     x, y, v = inputs.x_NxLxR, inputs.y_NxLxR, inputs.v_NxLxD
     do = do.astype(jnp.float32)
     e = -inverse * jnp.sum(do * o.astype(jnp.float32), axis=-1)
@@ -182,15 +173,14 @@ def _attend_backward(plan: GpuPlan, residuals: SquareResiduals, do: jax.Array) -
     far_queries, far_keys = None, None
     if before is not None:
         xt, yt = x.swapaxes(1, 2), y.swapaxes(1, 2)
-        before = before._replace(state=mirror(before.state))
+        moment, state = before
+        far_queries = FarTokens(x, xt, moment, mirror(state))
         ex = (x.astype(jnp.float32) * e[..., None]).astype(x.dtype)
         sums = sum_blocks(plan, x, xt, g)
         moment = make_moment_operand(sum_later(sum_moments(plan, ex, x)))
-        after = BlockOperands(moment, mirror(make_state_operand(sum_later(sums))))
-        far_queries, far_keys = FarTokens(x, xt, before), FarTokens(y, yt, after)
-    near, cotangents = NearTokens(inputs.queries, inputs.keys, v), Cotangents(g, e)
-    queries = differentiate_queries(plan, near, cotangents, far_queries)
-    keys = differentiate_keys(plan, near, cotangents, far_keys)
+        far_keys = FarTokens(y, yt, moment, mirror(make_state_operand(sum_later(sums))))
+    queries = differentiate_queries(plan, NearTokens(inputs.queries, inputs.keys, v, g, e), far_queries)
+    keys = differentiate_keys(plan, NearTokens(inputs.keys, inputs.queries, v, g, e), far_keys)
     dv = cast(jax.Array, keys.values)
     return (SquareInputs(queries.features, keys.features, dv, queries.compared, keys.compared),)
 

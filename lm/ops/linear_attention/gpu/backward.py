@@ -7,7 +7,7 @@ sums over earlier keys that the forward pass left; a key y with value v meets th
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,8 @@ from lm.ops.gpu import (
     write,
 )
 from lm.ops.linear_attention.gpu.features import allocate_operand, mask, weigh
-from lm.ops.linear_attention.gpu.forward import NearTokens
-from lm.ops.linear_attention.gpu.plan import TILE, A, FarTokens, GpuPlan, Ref
-from lm.ops.linear_attention.gpu.squares import ReaderMemory, SumsReader, TilePlace
-
-
-class Cotangents(NamedTuple):
-    """The gradients of numerators, bfloat16, and of denominators, float32."""
-
-    g_NxLxD: jax.Array
-    e_NxL: jax.Array
+from lm.ops.linear_attention.gpu.plan import TILE, A, FarTokens, GpuPlan, NearTokens, Ref
+from lm.ops.linear_attention.gpu.squares import SumsReader, TilePlace, allocate_reader
 
 
 class SideGradients(NamedTuple, Generic[A]):
@@ -54,83 +46,54 @@ class SideGradients(NamedTuple, Generic[A]):
     compared: A | None
 
 
-class _NearInputs(NamedTuple, Generic[A]):
-    """The operands of weights inside a block; the side whose gradients the kernel computes comes first."""
-
-    own_NxLxC: A
-    other_NxLxC: A
-    v_NxLxD: A
-    g_NxLxD: A
-    e_NxL: A
-
-
-class _Memory(NamedTuple):
-    """Shared memory of a tile.
-
-    Attributes:
-        register: scratch of `multiply` for operands, where the kernel is interpreted; else an empty list.
-        compared_TxC: the tokens' vectors that weights compare.
-        vector_TxD: g of queries, or v of keys.
-        ready: the barrier of both.
-        e_T: e of queries.
-        e_ready: the barrier of e.
-    """
-
-    register: list
-    compared_TxC: Any
-    vector_TxD: Any
-    ready: Any
-    e_T: Any
-    e_ready: Any
-
-
 def differentiate_queries(
-    plan: GpuPlan, near: NearTokens[jax.Array], cotangents: Cotangents, far: FarTokens[jax.Array] | None
+    plan: GpuPlan, near: NearTokens[jax.Array], far: FarTokens[jax.Array] | None
 ) -> SideGradients[jax.Array]:
     """Computes the gradients of x and, where plan.exact_local, of a.
 
     Args:
         plan: the plan of the forward kernels.
-        near: the operands of the forward kernels.
-        cotangents: the gradients of numerators and denominators.
+        near: the operands of weights inside a block, queries first.
         far: queries, and the sums before each block with mirror images; None with plan.single_block.
     """
-    a, b, v = near
-    features = a if far is None else far.x_NxLxR
-    gradients = SideGradients(None, features, a if plan.exact_local else None)
-    return _call(plan, _query_kernel, 'query', _NearInputs(a, b, v, *cotangents), far, gradients)
+    own = near.own_NxLxC
+    gradients = SideGradients(None, own if far is None else far.x_NxLxR, own if plan.exact_local else None)
+    return _call(plan, _query_kernel, 'query', near, far, gradients)
 
 
 def differentiate_keys(
-    plan: GpuPlan, near: NearTokens[jax.Array], cotangents: Cotangents, far: FarTokens[jax.Array] | None
+    plan: GpuPlan, near: NearTokens[jax.Array], far: FarTokens[jax.Array] | None
 ) -> SideGradients[jax.Array]:
     """Computes the gradients of v, of y and, where plan.exact_local, of b.
 
     Args:
         plan: the plan of the forward kernels.
-        near: the operands of the forward kernels.
-        cotangents: the gradients of numerators and denominators.
+        near: the operands of weights inside a block, keys first.
         far: keys, and Σ (x ⊗ x) gᵀ and Σ e x xᵀ after each block with mirror images; None with plan.single_block.
     """
-    a, b, v = near
-    features = b if far is None else far.x_NxLxR
-    gradients = SideGradients(v, features, b if plan.exact_local else None)
-    return _call(plan, _key_kernel, 'key', _NearInputs(b, a, v, *cotangents), far, gradients)
+    own = near.own_NxLxC
+    gradients = SideGradients(near.v_NxLxD, own if far is None else far.x_NxLxR, own if plan.exact_local else None)
+    return _call(plan, _key_kernel, 'key', near, far, gradients)
 
 
 def _call(
     plan: GpuPlan,
     kernel: Callable,
     name: str,
-    near: _NearInputs[jax.Array],
+    near: NearTokens[jax.Array],
     far: FarTokens[jax.Array] | None,
     gradients: SideGradients[jax.Array],
 ) -> SideGradients[jax.Array]:
-    """Runs a kernel; `gradients` are arrays like the results."""
+    """Runs a kernel; `gradients` are arrays like the results.
+
+    In its memory `compared_TxC` holds the vectors of a tile that weights compare, `vector_TxD` g of queries or v of
+    keys; both arrive at `ready`. `e_T` holds e of queries, which arrives at `e_ready`. `register` is scratch of
+    `multiply`, where the kernel is interpreted; else an empty list.
+    """
     n, length, size = near.own_NxLxC.shape
 
-    def body(*refs):
-        kernel(plan, *refs)
+    def body(*refs, **memory):
+        kernel(plan, *refs, **memory)
 
     body.__name__ = f'linear_attention_{name}_gradients'
     (results,) = plgpu.kernel(
@@ -138,30 +101,37 @@ def _call(
         out_type=(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), gradients),),
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
-        scratch_types=[
-            _Memory(
-                allocate_operand(plan.interpreted),
-                matrix(TILE, size),
-                matrix(TILE, TILE),
-                plgpu.Barrier(num_arrivals=2),
-                plgpu.SMEM((TILE,), jnp.float32),
-                plgpu.Barrier(),
-            )
-        ],
+        scratch_types={
+            'register': allocate_operand(plan.interpreted),
+            'compared_TxC': matrix(TILE, size),
+            'vector_TxD': matrix(TILE, TILE),
+            'ready': plgpu.Barrier(num_arrivals=2),
+            'e_T': plgpu.SMEM((TILE,), jnp.float32),
+            'e_ready': plgpu.Barrier(),
+        },
     )(near, far)
     return results
 
 
 def _query_kernel(
-    plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
+    plan: GpuPlan,
+    near: NearTokens[Ref],
+    far: FarTokens[Ref] | None,
+    gradients: SideGradients[Ref],
+    *,
+    register: list[Ref],
+    compared_TxC: Ref,
+    vector_TxD: Ref,
+    ready: Ref,
+    e_T: Ref,
+    e_ready: Ref,
 ) -> None:
     # The last tiles come first: in long blocks they have the most keys.
     place = TilePlace.find(near.own_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
-    head, tokens = place.head, place.tokens
-    register, a_TxC, g_TxD, ready, e_T, e_ready = memory
+    head, tokens, a_TxC, g_TxD = place.head, place.tokens, compared_TxC, vector_TxD
     plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], a_TxC, ready)
-    plgpu.copy_gmem_to_smem(near.g_NxLxD.at[head, tokens], g_TxD, ready)
-    plgpu.copy_gmem_to_smem(near.e_NxL.at[head, tokens], e_T, e_ready)
+    plgpu.copy_gmem_to_smem(cast(Ref, near.g_NxLxD).at[head, tokens], g_TxD, ready)
+    plgpu.copy_gmem_to_smem(cast(Ref, near.e_NxL).at[head, tokens], e_T, e_ready)
     plgpu.barrier_wait(ready)
     plgpu.barrier_wait(e_ready)
 
@@ -179,8 +149,8 @@ def _query_kernel(
         walk(sources, place.block * plan.block, 0, place.inside + 1, add_keys)
         return plan.degree * plan.scale * da_TxC[...]
 
-    def differentiate_before(far, reader_memory):
-        reader = SumsReader(far, place, reader_memory, register)
+    def differentiate_before(far, **memory):
+        reader = SumsReader(far, place, register, **memory)
         reader.wait()
         mx_TxR = reader.multiply_moment() * repeat_per_row(load_rows(e_T), reader.features)
         return 2.0 * (mx_TxR + jnp.concatenate(reader.multiply_squares(g_TxD=g_TxD), axis=1))
@@ -194,7 +164,7 @@ def _add_far(
     gradients: SideGradients[Ref],
     place: TilePlace,
     inside: jax.Array,
-    differentiate_far: Callable[[FarTokens[Ref], ReaderMemory], jax.Array],
+    differentiate_far: Callable[..., jax.Array],
     far: FarTokens[Ref] | None,
 ) -> jax.Array:
     """Returns the gradients of features from inside the block and from the sums over other blocks.
@@ -207,17 +177,25 @@ def _add_far(
         total = 0.0
     if far is not None:
         total = total + pl.run_scoped(
-            functools.partial(differentiate_far, far), ReaderMemory.allocate(far.x_NxLxR.shape[2])
+            functools.partial(differentiate_far, far), **allocate_reader(far.x_NxLxR.shape[2])
         )
     return cast(jax.Array, total)  # a plan with separate arrays has other blocks
 
 
 def _key_kernel(
-    plan: GpuPlan, near: _NearInputs[Ref], far: FarTokens[Ref] | None, gradients: SideGradients[Ref], memory: _Memory
+    plan: GpuPlan,
+    near: NearTokens[Ref],
+    far: FarTokens[Ref] | None,
+    gradients: SideGradients[Ref],
+    *,
+    register: list[Ref],
+    compared_TxC: Ref,
+    vector_TxD: Ref,
+    ready: Ref,
+    **_: Ref,
 ) -> None:
     place = TilePlace.find(lax.axis_index('tile'), plan.tiles)
-    head, tokens = place.head, place.tokens
-    register, b_TxC, v_TxD, ready, *_ = memory
+    head, tokens, b_TxC, v_TxD = place.head, place.tokens, compared_TxC, vector_TxD
     plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], b_TxC, ready)
     plgpu.copy_gmem_to_smem(near.v_NxLxD.at[head, tokens], v_TxD, ready)
     plgpu.barrier_wait(ready)
@@ -235,12 +213,12 @@ def _key_kernel(
                 multiply(db_TxC, ds_TxQ.astype(jnp.bfloat16), a_smem, register)
                 return carry
 
-            sources = (near.other_NxLxC.at[head], near.g_NxLxD.at[head], near.e_NxL.at[head])
+            sources = (near.other_NxLxC.at[head], cast(Ref, near.g_NxLxD).at[head], cast(Ref, near.e_NxL).at[head])
             walk(sources, place.block * plan.block, place.inside, plan.tiles, add_queries)
             return plan.degree * plan.scale * db_TxC[...]
 
-        def differentiate_after(far, reader_memory):
-            reader = SumsReader(far, place, reader_memory, register)
+        def differentiate_after(far, **memory):
+            reader = SumsReader(far, place, register, **memory)
             reader.wait()
             my_TxR = reader.multiply_moment()
             return 2.0 * (my_TxR + jnp.concatenate(reader.multiply_squares(dv_TxD, v_TxD), axis=1))

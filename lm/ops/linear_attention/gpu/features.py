@@ -3,23 +3,23 @@
 A thread block is one warpgroup and holds TILE tokens.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import load_rows, matrix, repeat_per_row
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan
+from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan, Ref
 from lm.ops.powers import power_and_slope
 
 
-def allocate_operand(interpreted: bool) -> list[Any]:
+def allocate_operand(interpreted: bool) -> list[Ref]:
     """Returns the memory that `multiply` needs where the kernel is interpreted."""
     return [matrix(TILE, SLICE)] if interpreted else []
 
 
-def multiply_features(x_TxG: jax.Array, rows: Any, index: int) -> jax.Array:
+def multiply_features(x_TxG: jax.Array, rows: Ref, index: int) -> jax.Array:
     """Multiplies four features, rows of `rows` from number 4 · index on, with the 16 of a group: [TILE, SLICE].
 
     Each product multiplies two bfloat16 numbers and is rounded once.

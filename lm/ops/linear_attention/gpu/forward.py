@@ -6,7 +6,6 @@ Arrays in memory are [N, tokens, columns].
 """
 
 import functools
-from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import accumulator, load_matrix, matrix, multiply, product, repeat_per_row, walk, write, zeros
 from lm.ops.linear_attention.gpu.features import allocate_operand, mask, multiply_features, weigh
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, SQUARE, TILE, A, FarTokens, GpuPlan, Ref, list_squares
-from lm.ops.linear_attention.gpu.squares import ReaderMemory, SumsReader, TilePlace
+from lm.ops.linear_attention.gpu.plan import (
+    GROUP,
+    SLICE,
+    SQUARE,
+    TILE,
+    FarTokens,
+    GpuPlan,
+    NearTokens,
+    Ref,
+    list_squares,
+)
+from lm.ops.linear_attention.gpu.squares import SumsReader, TilePlace, allocate_reader
 
 DEPTH = 4
 """Tiles of a block that `sum_blocks` holds at a time."""
@@ -93,66 +102,52 @@ def _find_groups(index: jax.Array, features: int) -> tuple[jax.Array, jax.Array]
     return row, column
 
 
-class NearTokens(NamedTuple, Generic[A]):
-    """Arrays of the weights inside a block: the compared vectors of queries and of keys, and values."""
-
-    a_NxLxC: A
-    b_NxLxC: A
-    v_NxLxD: A
-
-
-class SquareOutputs(NamedTuple, Generic[A]):
-    """Outputs, and inverse denominators in float32."""
-
-    o_NxLxD: A
-    inverse_NxL: A
-
-
-def outputs(plan: GpuPlan, near: NearTokens[jax.Array], far: FarTokens[jax.Array] | None) -> SquareOutputs[jax.Array]:
-    """Computes outputs, one thread block per tile of queries.
+def outputs(
+    plan: GpuPlan, near: NearTokens[jax.Array], far: FarTokens[jax.Array] | None
+) -> tuple[jax.Array, jax.Array]:
+    """Computes outputs and inverse denominators, float32; one thread block per tile of queries.
 
     Args:
         plan: the plan; L is a multiple of its block.
-        near: the operands of the weights inside a block.
+        near: the operands of the weights inside a block, queries first.
         far: queries, and the sums before each block; None with plan.single_block.
     """
-    n, length, size = near.a_NxLxC.shape
+    n, length, size = near.own_NxLxC.shape
     v = near.v_NxLxD
 
     def linear_attention_outputs(*refs):
         _outputs(plan, *refs)
 
-    (results,) = plgpu.kernel(
+    o_NxLxD, inverse_NxL = plgpu.kernel(
         linear_attention_outputs,
-        out_type=(
-            SquareOutputs(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, length), jnp.float32)),
-        ),
+        out_type=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, length), jnp.float32)),
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
         scratch_types=[allocate_operand(plan.interpreted), matrix(TILE, size), plgpu.Barrier()],
     )(near, far)
-    return results
+    return o_NxLxD, inverse_NxL
 
 
 def _outputs(
     plan: GpuPlan,
     near: NearTokens[Ref],
     far: FarTokens[Ref] | None,
-    results: SquareOutputs[Ref],
+    o: Ref,
+    inverse: Ref,
     register: list[Ref],
     a_smem: Ref,
     a_ready: Ref,
 ) -> None:
     # The last tiles come first: in long blocks they have the most keys.
-    place = TilePlace.find(near.a_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
+    place = TilePlace.find(near.own_NxLxC.shape[1] // TILE - 1 - lax.axis_index('tile'), plan.tiles)
     head, tokens = place.head, place.tokens
-    plgpu.copy_gmem_to_smem(near.a_NxLxC.at[head, tokens], a_smem, a_ready)
+    plgpu.copy_gmem_to_smem(near.own_NxLxC.at[head, tokens], a_smem, a_ready)
 
     def compute(num_TxD):
-        def read_sums(far, memory):
-            reader = SumsReader(far, place, memory, register)
+        def read_sums(far, **memory):
+            reader = SumsReader(far, place, register, **memory)
             reader.wait()
-            x_TxR = load_matrix(memory.x_TxR).astype(jnp.float32)
+            x_TxR = load_matrix(reader.x_TxR).astype(jnp.float32)
             den_T = jnp.maximum(jnp.sum(reader.multiply_moment() * x_TxR, axis=1), 0.0)
             reader.multiply_squares(num_TxD)
             return den_T
@@ -166,14 +161,14 @@ def _outputs(
 
         den_T = zeros(TILE) + plan.denominator_bias
         if far is not None:
-            den_T += pl.run_scoped(functools.partial(read_sums, far), ReaderMemory.allocate(far.x_NxLxR.shape[2]))
+            den_T += pl.run_scoped(functools.partial(read_sums, far), **allocate_reader(far.x_NxLxR.shape[2]))
         plgpu.barrier_wait(a_ready)
-        sources = (near.b_NxLxC.at[head], near.v_NxLxD.at[head])
+        sources = (near.other_NxLxC.at[head], near.v_NxLxD.at[head])
         den_T = walk(sources, place.block * plan.block, 0, place.inside + 1, read_keys, den_T)
         return num_TxD[...], den_T
 
     num_TxD, den_T = pl.run_scoped(compute, accumulator(TILE, TILE))
     # Padding after the last token has no keys and, with denominator_bias 0, no denominator either.
     inverse_T = jnp.where(den_T == 0.0, 0.0, 1.0 / den_T)
-    write(num_TxD * repeat_per_row(inverse_T, TILE), results.o_NxLxD.at[head, tokens])
-    write(inverse_T, results.inverse_NxL.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))
+    write(num_TxD * repeat_per_row(inverse_T, TILE), o.at[head, tokens])
+    write(inverse_T, inverse.at[head, tokens], plgpu.SMEM((TILE,), jnp.float32))

@@ -51,17 +51,22 @@ class SquareInputs(NamedTuple):
         return self.y_NxLxR if self.b_NxLxC is None else self.b_NxLxC
 
 
-class BlockOperands(NamedTuple, Generic[A]):
-    """Sums over the tokens outside each block, as operands in bfloat16.
+class NearTokens(NamedTuple, Generic[A]):
+    """The operands of weights inside a block; the side whose results a kernel computes comes first.
 
     Attributes:
-        moment: Σ y yᵀ, [N, L / block, 3R, R]: three parts, stacked.
-        state: Σ (y ⊗ y) vᵀ, [N, L / block, 2M, S / 2, D]: square by square, each cut in two. Gradients also need
-            the mirror images of the squares, column by column.
+        own_NxLxC: the compared vectors of this side.
+        other_NxLxC: the compared vectors of the other side.
+        v_NxLxD: values.
+        g_NxLxD: gradients of numerators, bfloat16; None in the forward pass.
+        e_NxL: gradients of denominators, float32; None in the forward pass.
     """
 
-    moment: A
-    state: A
+    own_NxLxC: A
+    other_NxLxC: A
+    v_NxLxD: A
+    g_NxLxD: A | None = None
+    e_NxL: A | None = None
 
 
 class FarTokens(NamedTuple, Generic[A]):
@@ -70,12 +75,15 @@ class FarTokens(NamedTuple, Generic[A]):
     Attributes:
         x_NxLxR: features of the tokens.
         xt_NxRxL: x transposed.
-        sums: the sums over the other blocks.
+        moment: Σ y yᵀ, bfloat16 [N, L / block, 3R, R]: three parts, stacked.
+        state: Σ (y ⊗ y) vᵀ, bfloat16 [N, L / block, 2M, S / 2, D]: square by square, each cut in two. Gradients also
+            need the mirror images of the squares, column by column.
     """
 
     x_NxLxR: A
     xt_NxRxL: A
-    sums: BlockOperands[A]
+    moment: A
+    state: A
 
 
 @dataclasses.dataclass(frozen=True)

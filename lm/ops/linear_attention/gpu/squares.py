@@ -5,7 +5,7 @@ square from memory while the squares before are used.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,35 +24,16 @@ SLOTS = 3
 """Halves in shared memory: two to come, and one that may still be in use."""
 
 
-class ReaderMemory(NamedTuple):
-    """Shared memory and barriers of a `SumsReader`.
-
-    Attributes:
-        x_TxR: the tile's features.
-        xt_RxT: x transposed.
-        moment_QxR: the three parts of the moment, Q = 3R.
-        halves: SLOTS halves of squares.
-        ready: the barrier of the first three.
-        arrived: a barrier per slot.
-    """
-
-    x_TxR: Any
-    xt_RxT: Any
-    moment_QxR: Any
-    halves: Any
-    ready: Any
-    arrived: Any
-
-    @classmethod
-    def allocate(cls, features: int) -> 'ReaderMemory':
-        return cls(
-            matrix(TILE, features),
-            plgpu.SMEM((features, TILE), jnp.bfloat16),
-            matrix(3 * features, features),
-            matrix(SLOTS, ROWS * GROUP, TILE),
-            plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_barriers=SLOTS),
-        )
+def allocate_reader(features: int) -> dict[str, Ref]:
+    """Returns shared memory and barriers of a `SumsReader`, by the names of its arguments."""
+    return {
+        'x_TxR': matrix(TILE, features),
+        'xt_RxT': plgpu.SMEM((features, TILE), jnp.bfloat16),
+        'moment_QxR': matrix(3 * features, features),
+        'halves': matrix(SLOTS, ROWS * GROUP, TILE),
+        'ready': plgpu.Barrier(num_arrivals=3),
+        'arrived': plgpu.Barrier(num_barriers=SLOTS),
+    }
 
 
 class TilePlace(NamedTuple):
@@ -61,7 +42,7 @@ class TilePlace(NamedTuple):
     head: jax.Array
     inside: jax.Array
     block: jax.Array
-    tokens: Any
+    tokens: pl.Slice | slice
 
     @classmethod
     def find(cls, tile: jax.Array, tiles: int) -> 'TilePlace':
@@ -73,44 +54,63 @@ class TilePlace(NamedTuple):
 class SumsReader:
     """One tile of tokens and the sums over the tokens of other blocks, from the first copy on."""
 
-    def __init__(self, far: FarTokens[Ref], place: TilePlace, memory: ReaderMemory, register: list):
+    def __init__(
+        self,
+        far: FarTokens[Ref],
+        place: TilePlace,
+        register: list[Ref],
+        *,
+        x_TxR: Ref,
+        xt_RxT: Ref,
+        moment_QxR: Ref,
+        halves: Ref,
+        ready: Ref,
+        arrived: Ref,
+    ):
         """Starts the copies.
 
         Args:
             far: arrays in memory.
             place: the place of the tile.
-            memory: shared memory.
             register: `allocate_operand(…)`.
+            x_TxR: shared memory for the tile's features.
+            xt_RxT: for x transposed.
+            moment_QxR: for the three parts of the moment, Q = 3R.
+            halves: for SLOTS halves of squares.
+            ready: the barrier of the first three.
+            arrived: a barrier per slot.
         """
         head, tokens = place.head, place.tokens
-        self.memory, self.register, self.features = memory, register, memory.x_TxR.shape[1]
-        self.state = far.sums.state.at[head, place.block]
-        plgpu.copy_gmem_to_smem(far.x_NxLxR.at[head, tokens], memory.x_TxR, memory.ready)
-        plgpu.copy_gmem_to_smem(far.xt_NxRxL.at[head, :, tokens], memory.xt_RxT, memory.ready)
-        plgpu.copy_gmem_to_smem(far.sums.moment.at[head, place.block], memory.moment_QxR, memory.ready)
+        self.register, self.features = register, x_TxR.shape[1]
+        self.x_TxR, self.xt_RxT, self.moment_QxR = x_TxR, xt_RxT, moment_QxR
+        self.halves, self.ready, self.arrived = halves, ready, arrived
+        self.state = far.state.at[head, place.block]
+        plgpu.copy_gmem_to_smem(far.x_NxLxR.at[head, tokens], x_TxR, ready)
+        plgpu.copy_gmem_to_smem(far.xt_NxRxL.at[head, :, tokens], xt_RxT, ready)
+        plgpu.copy_gmem_to_smem(far.moment.at[head, place.block], moment_QxR, ready)
         for half in range(SLOTS - 1):
             self._fetch(jnp.int32(half))
 
     def _fetch(self, half: jax.Array) -> None:
         slot = lax.rem(half, SLOTS)
-        plgpu.copy_gmem_to_smem(self.state.at[half], self.memory.halves.at[slot], self.memory.arrived.at[slot])
+        plgpu.copy_gmem_to_smem(self.state.at[half], self.halves.at[slot], self.arrived.at[slot])
 
     def wait(self) -> None:
         """Waits for all copies except the squares."""
-        plgpu.barrier_wait(self.memory.ready)
+        plgpu.barrier_wait(self.ready)
 
     def multiply_moment(self) -> jax.Array:
         """Computes moment · x, float32 [TILE, R]."""
-        size, (x_TxR, _, moment_QxR, *_) = self.features, self.memory
+        size = self.features
 
         def compute(sum_TxR):
             for i in range(3):
-                plgpu.wgmma(sum_TxR, x_TxR, moment_QxR.at[i * size : (i + 1) * size])
+                plgpu.wgmma(sum_TxR, self.x_TxR, self.moment_QxR.at[i * size : (i + 1) * size])
             return sum_TxR[...]
 
         return pl.run_scoped(compute, accumulator(TILE, size))
 
-    def multiply_squares(self, sum_TxD: Any = None, g_TxD: Any = None) -> list[jax.Array]:
+    def multiply_squares(self, sum_TxD: Ref | None = None, g_TxD: Ref | None = None) -> list[jax.Array]:
         """Adds ⟨x ⊗ x, Z⟩ to an accumulator, or differentiates such sums, or both.
 
         Args:
@@ -121,13 +121,12 @@ class SumsReader:
             With g, Σ_i x_i ⟨Z_ij, g⟩ for the features j of each group, half of the gradient: float32 [TILE, 16] each.
         """
         groups, count = self.features // GROUP, self.state.shape[0]
-        x_TxR, xt_RxT, _, slots, _, arrived = self.memory
 
         def use(halves_before, column, x_TxG, with_sum, i, gradient_TxG):
             half = halves_before + i
             slot = lax.rem(half, SLOTS)
-            z_SxD, rows = slots.at[slot], xt_RxT.at[pl.ds(i * ROWS, ROWS)]
-            plgpu.barrier_wait(arrived.at[slot])
+            z_SxD, rows = self.halves.at[slot], self.xt_RxT.at[pl.ds(i * ROWS, ROWS)]
+            plgpu.barrier_wait(self.arrived.at[slot])
             if with_sum:
                 weight = jnp.where(i < 2 * column, 2.0, 1.0).astype(jnp.bfloat16)
                 for j in range(ROWS * GROUP // SLICE):
@@ -151,7 +150,7 @@ class SumsReader:
 
         halves_before, gradients = 0, []
         for column in range(groups):
-            x_TxG = load_matrix(x_TxR)[:, column * GROUP : (column + 1) * GROUP]
+            x_TxG = load_matrix(self.x_TxR)[:, column * GROUP : (column + 1) * GROUP]
             gradient_TxG = zeros(TILE, GROUP)
             # Mirror images, below the diagonal, are in the sum already.
             summed = 0 if sum_TxD is None else 2 * (column + 1)
