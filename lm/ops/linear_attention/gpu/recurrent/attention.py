@@ -7,7 +7,7 @@ the features of an `ElementwiseMap` are made on chip and never reach the GPU's m
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.feature_maps import ElementwiseMap
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, SegmentSums, SideArrays
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentArrays, RecurrentPlan, SegmentSums, SideArrays
 from lm.ops.linear_attention.types import LinearCall, LinearResult, Options
 from lm.ops.residuals import save_residual
 
@@ -31,16 +31,20 @@ BUSY = 132
 SHORTEST = 1024
 """Tokens of a segment."""
 
+Inputs = RecurrentArrays[jax.Array]
+
 
 def linear_attention(call: LinearCall) -> LinearResult:
     """Computes the call, which `unsupported` must not refuse."""
     options, (batch, length, heads, _) = call.options, call.q_BxLxHxE.shape
     features, decay = _count_features(call), call.log_decay_BxLxK is not None
     feature_map = cast(ElementwiseMap, options.feature_map) if features > MOST_GIVEN else None
-    pieces = choose_pieces(features, batch // platform.batch_shards() * heads, length, decay)
+    segments, slices, chunks = choose_pieces(features, batch // platform.batch_shards() * heads, length, decay)
     plan = RecurrentPlan(
         heads=heads,
-        **pieces._asdict(),
+        segments=segments,
+        slices=slices,
+        chunks=chunks,
         normalize=options.normalize,
         denominator_bias=options.denominator_bias,
         decay=decay,
@@ -97,29 +101,23 @@ def _count_features(call: LinearCall) -> int:
     )
 
 
-class Pieces(NamedTuple):
-    """The numbers of segments and slices of a call, and of chunks per slice."""
+def choose_pieces(features: int, heads: int, length: int, decay: bool) -> tuple[int, int, int]:
+    """Chooses the numbers of segments and slices, and of chunks per slice.
 
-    segments: int
-    slices: int
-    chunks: int
-
-
-def choose_pieces(features: int, heads: int, length: int, decay: bool) -> Pieces:
-    """Chooses pieces that keep a GPU busy, and segments that are long enough to be worth their sums.
+    They keep a GPU busy, and segments are long enough to be worth their sums.
 
     Two chunks per slice halve what slices write. Their sums fit the registers where accumulators hold them.
     """
     chunks = -(-features // CHUNK)
     if chunks % 2 == 0 and not decay and heads * chunks // 2 >= BUSY:
-        return Pieces(1, chunks // 2, 2)
+        return 1, chunks // 2, 2
     segments = 1
     while heads * chunks * segments < BUSY and length // (2 * segments) >= SHORTEST:
         segments *= 2
-    return Pieces(segments, chunks, 1)
+    return segments, chunks, 1
 
 
-def _compute_features(options: Options, parameters: Any, x_BxLxNxE: jax.Array, queries: bool) -> jax.Array:
+def _compute_features(options: Options, parameters: object, x_BxLxNxE: jax.Array, queries: bool) -> jax.Array:
     """Computes features [B, L, N, M]; the powers' weights are the queries' part."""
     x_BxNxFxL = options.compute_features(parameters, x_BxLxNxE, queries).transpose(0, 2, 3, 1)
     pieces, _ = expansion.expand(options.powers, x_BxNxFxL)
@@ -159,7 +157,7 @@ def _attend_on_device(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array
         if shift_BxLxK is not None:
             shift_BxKxL = shift_BxLxK.swapaxes(1, 2)
         else:
-            shift_BxKxL = save_residual(_find_largest(join_heads(x_BxLxKxF), rows.high)).reshape(batch, -1, padded)
+            shift_BxKxL = save_residual(_find_largest(join_heads(x_BxLxKxF), rows[0])).reshape(batch, -1, padded)
         return SideArrays(vectors=join_heads(x_BxLxKxF), shifts=split_heads(shift_BxKxL))
 
     queries, keys = arrange(call.q_BxLxHxE, True), arrange(call.k_BxLxKxE, False)
@@ -167,16 +165,16 @@ def _attend_on_device(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array
     log_decay = None if log_decay is None else split_heads(pad(log_decay[..., None], 1)[..., 0].swapaxes(1, 2))
     rows = jax.tree.map(lambda w: w.reshape(-1, CHUNK, WIDEST), rows)
     v_BxLxKD = join_heads(pad(call.v_BxLxKxD, WIDEST))
-    o_BxLxHD = _attend(plan, RecurrentInputs(queries, keys, rows, v_BxLxKD, log_decay))
+    o_BxLxHD = cast(jax.Array, _attend(plan, RecurrentArrays(queries, keys, rows, v_BxLxKD), log_decay))
     o_BxLxHxD = o_BxLxHD.reshape(batch, padded, heads, WIDEST)
     return o_BxLxHxD[:, :length, :, : call.v_BxLxKxD.shape[-1]]
 
 
-def _split_rows(w: jax.Array) -> MapRows[jax.Array]:
+def _split_rows(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits w into two bfloat16 arrays whose sum is w to 16 bits."""
     # XLA may leave out a cast there and back, so this is none.
     high = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
-    return MapRows(high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16))
+    return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
 
 
 @jax.jit
@@ -191,60 +189,35 @@ def _sum_in_tiles(log_decay_NxL: jax.Array) -> jax.Array:
     return decays.in_tile(log_decay_NxL.reshape(log_decay_NxL.shape[0], -1, TILE)).reshape(log_decay_NxL.shape)
 
 
-class RecurrentInputs(NamedTuple):
-    """The arrays of a call; N are all segments of all heads of all sequences, of T tokens each."""
-
-    queries: SideArrays[jax.Array]
-    keys: SideArrays[jax.Array]
-    rows: MapRows[jax.Array] | None
-    v_BxLxKD: jax.Array
-    log_decay_NxT: jax.Array | None
-
-
-class RecurrentForward(NamedTuple):
-    """Outputs, inverse denominators, and the sums before each segment; None where the plan has none."""
-
-    o_BxLxHD: jax.Array
-    inverse_NxT: jax.Array | None
-    before: SegmentSums[jax.Array] | None
-
-
-class RecurrentResiduals(NamedTuple):
-    """The residuals of the backward pass; outputs and denominators are None where the plan has no denominators."""
-
-    inputs: RecurrentInputs
-    o_BxLxHD: jax.Array | None
-    inverse_NxT: jax.Array | None
-    before: SegmentSums[jax.Array] | None
-
-
 @custom_vjp(0)
-def _attend(plan: RecurrentPlan, inputs: RecurrentInputs) -> jax.Array:
-    return _forward(plan, inputs).o_BxLxHD
+def _attend(plan: RecurrentPlan, inputs: Inputs, log_decay_NxT: jax.Array | None) -> jax.Array:
+    """Returns outputs [B, L, H D]. N are all segments of all heads of all sequences, of T tokens each.
+
+    The own side of `inputs` are queries; they have no gradients, running sums and sums.
+    """
+    return _forward(plan, inputs, log_decay_NxT)[0]
 
 
 # It is compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan: RecurrentPlan, inputs: RecurrentInputs) -> RecurrentForward:
+def _forward(
+    plan: RecurrentPlan, inputs: Inputs, log_decay: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, SegmentSums[jax.Array] | None]:
+    """Computes outputs, inverse denominators, and the sums before each segment; None where the plan has none."""
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
-    from lm.ops.linear_attention.gpu.recurrent.forward import (
-        OutputInputs,
-        SumInputs,
-        invert_denominators,
-        outputs,
-        sum_segments,
-    )
+    from lm.ops.linear_attention.gpu.recurrent.forward import invert_denominators, outputs, sum_segments
 
-    queries, keys, rows, v, log_decay = inputs
     t, before = None if log_decay is None else _sum_in_tiles(log_decay), None
+    inputs = inputs._replace(t=t)
     if plan.segments > 1:
-        before = _sum_outside(plan, sum_segments(plan, SumInputs(keys, rows, v, None, t)), t)
-    results = outputs(plan, OutputInputs(queries, keys, rows, v, t, before))
+        keys = inputs._replace(own=cast(SideArrays, inputs.other), other=None)
+        before = _sum_outside(plan, sum_segments(plan, keys), t)
+    results = outputs(plan, inputs._replace(sums=before))
     num, inverse = jax.tree.map(lambda a: a.sum(axis=0), results)
     if inverse is not None and plan.slices > 1:
         inverse = invert_denominators(plan, inverse)
         num = _scale_vectors(plan, num, inverse)
-    return RecurrentForward(num.astype(v.dtype), inverse, before)
+    return num.astype(inputs.v.dtype), inverse, before
 
 
 def _scale_vectors(plan: RecurrentPlan, x_BxLxHD: jax.Array, scale_NxT: jax.Array) -> jax.Array:
@@ -278,38 +251,33 @@ def _sum_outside(
     return jax.tree.map(add_up, sums)
 
 
-def _attend_forward(plan: RecurrentPlan, inputs: RecurrentInputs) -> tuple[jax.Array, RecurrentResiduals]:
-    o, inverse, before = _forward(plan, inputs)
+def _attend_forward(plan: RecurrentPlan, inputs: Inputs, log_decay: jax.Array | None):
     # The layer's backward pass reads outputs, too.
-    o, before = save_residual(o), jax.tree.map(save_residual, before)
-    if inverse is None:
-        return o, RecurrentResiduals(inputs, None, None, before)
-    return o, RecurrentResiduals(inputs, o, save_residual(inverse), before)
+    o, inverse, before = jax.tree.map(save_residual, _forward(plan, inputs, log_decay))
+    return o, ((inputs, log_decay), None if inverse is None else (o, inverse), before)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_backward(plan: RecurrentPlan, residuals: RecurrentResiduals, do: jax.Array) -> tuple[RecurrentInputs]:
-    from lm.ops.linear_attention.gpu.recurrent.backward import (
-        GradientInputs,
-        differentiate_keys,
-        differentiate_queries,
-    )
-    from lm.ops.linear_attention.gpu.recurrent.forward import SumInputs, sum_segments
+def _attend_backward(plan: RecurrentPlan, residuals, do: jax.Array) -> tuple[Inputs, jax.Array | None]:
+    from lm.ops.linear_attention.gpu.recurrent.backward import differentiate_keys, differentiate_queries
+    from lm.ops.linear_attention.gpu.recurrent.forward import sum_segments
 
-    (queries, keys, rows, v, log_decay), o, inverse, before = residuals
+    (inputs, log_decay), fraction, before = residuals
+    queries, keys, v = inputs.own, inputs.other, inputs.v
     e, g, after = None, do, None
-    if o is not None and inverse is not None:
+    if fraction is not None:
+        o, inverse = fraction
         batch, length, _ = do.shape
         products = (do.astype(jnp.float32) * o.astype(jnp.float32)).reshape(batch, length, plan.heads, -1)
         e = -inverse * products.sum(axis=-1).swapaxes(1, 2).reshape(inverse.shape)
         g = _scale_vectors(plan, do, inverse)
     t = None if log_decay is None else _sum_in_tiles(log_decay)
-    g = g.astype(v.dtype)
+    inputs = inputs._replace(g=g.astype(v.dtype), e=e, t=t)
     if plan.segments > 1:
-        sums = sum_segments(plan, SumInputs(queries, rows, g, e, t), backwards=True)
+        sums = sum_segments(plan, inputs._replace(other=None, v=inputs.g, g=None), backwards=True)
         after = _sum_outside(plan, sums, t, later=True)
-    dqueries = differentiate_queries(plan, GradientInputs(queries, keys, rows, v, g, e, t, before))
-    dkeys = differentiate_keys(plan, GradientInputs(keys, queries, rows, v, g, e, t, after))
+    dqueries = differentiate_queries(plan, inputs._replace(sums=before))
+    dkeys = differentiate_keys(plan, inputs._replace(own=keys, other=queries, sums=after))
     dlog_decay = None
     if log_decay is not None and dqueries.decay is not None and dkeys.decay is not None:
         whole = (-1, v.shape[1])
@@ -324,8 +292,8 @@ def _attend_backward(plan: RecurrentPlan, residuals: RecurrentResiduals, do: jax
         return SideArrays(vectors=vectors, shifts=results.shifts.sum(axis=0))
 
     dv = _sum_groups(cast(jax.Array, dkeys.values).sum(axis=0), v, plan.heads)
-    drows = jax.tree.map(jnp.zeros_like, rows)
-    return (RecurrentInputs(sum_slices(dqueries, queries), sum_slices(dkeys, keys), drows, dv, dlog_decay),)
+    drows = jax.tree.map(jnp.zeros_like, inputs.rows)
+    return RecurrentArrays(sum_slices(dqueries, queries), sum_slices(dkeys, keys), drows, dv), dlog_decay
 
 
 def _sum_groups(dx_BxLxHF: jax.Array, x_BxLxKF: jax.Array, heads: int) -> jax.Array:

@@ -12,31 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, load_matrix, load_rows, matrix, release, repeat_per_row, sum_products
 from lm.ops.linear_attention.feature_maps import ElementwiseMap
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, MapRows, RecurrentPlan, Ref, SideArrays
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan, Ref, SideArrays
 
 FAST = plgpu.CompilerParams(approx_math=True)
 """Options for the compiler: exponentials are single instructions."""
-
-
-class KernelSide(NamedTuple):
-    """The arrays of queries or of keys in a kernel."""
-
-    arrays: SideArrays[Ref]
-    queries: bool
-
-
-class SideSources(NamedTuple):
-    """The arrays from which the tiles of a side are copied, or such a tile in shared memory.
-
-    Attributes:
-        chunks: given features, [T, 64] each; empty where the kernel makes them.
-        vectors: inputs of the feature map, [T, E]; None unless the kernel makes features.
-        shifts: shifts of the feature map, [T]; None unless the kernel makes features.
-    """
-
-    chunks: list[Ref]
-    vectors: Ref | None
-    shifts: Ref | None
 
 
 class FeaturesMemory(NamedTuple):
@@ -53,13 +32,13 @@ class FeaturesMemory(NamedTuple):
     ready: Ref
 
     @classmethod
-    def allocate(cls, plan: RecurrentPlan, placed: tuple[bool, ...]) -> 'FeaturesMemory | None':
-        """Allocates the memory; None where features are given.
+    def allocate(cls, plan: RecurrentPlan, placed: tuple[bool, ...]) -> 'FeaturesMemory':
+        """Allocates the memory; none where features are given.
 
         `placed`: per side, True if its features are ever placed in shared memory.
         """
         if plan.feature_map is None:
-            return None
+            return cls([], [], [])
 
         def allocate_chunks(needed: bool) -> list[Ref]:
             return [matrix(TILE, CHUNK) for _ in range(plan.chunks)] if needed else []
@@ -78,23 +57,25 @@ class Features:
     """
 
     def __init__(
-        self, plan: RecurrentPlan, sources: SideSources, made: list[Ref], rows: list[list[Ref]], queries: bool
+        self, plan: RecurrentPlan, sources: SideArrays[Ref], made: list[Ref], rows: list[list[Ref]], queries: bool
     ):
         """Stores the arguments; `made` is shared memory for features that are `placed`."""
         self.plan, self.sources, self.made, self.rows, self.queries = plan, sources, made, rows, queries
 
     @staticmethod
     def load_sides(
-        plan: RecurrentPlan, sides: list[KernelSide], rows: MapRows[Ref] | None, memory: FeaturesMemory | None
+        plan: RecurrentPlan,
+        sides: list[tuple[SideArrays[Ref], bool]],
+        rows: tuple[Ref, Ref] | None,
+        memory: FeaturesMemory,
     ) -> list['Features']:
-        """Makes the features of each side, once the rows have arrived."""
+        """Makes the features of each of `sides`, (arrays, True for queries), once the rows have arrived."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks, first = range(plan.chunks), part * plan.chunks
-        if memory is None or rows is None:
-            given = [(cast(Ref, side.arrays.features), side.queries) for side in sides]
+        if rows is None:
             return [
-                Features(plan, SideSources([plan.slice_head(x, c) for c in chunks], None, None), [], [], queries)
-                for x, queries in given
+                Features(plan, SideArrays([plan.slice_head(side.features, c) for c in chunks]), [], [], queries)
+                for side, queries in sides
             ]
         for array, parts in zip(rows, memory.rows, strict=True):
             for c in chunks:
@@ -103,21 +84,21 @@ class Features:
         return [
             Features(
                 plan,
-                SideSources([], plan.slice_head(side.arrays.vectors), cast(Ref, side.arrays.shifts).at[head]),
+                SideArrays(vectors=plan.slice_head(side.vectors), shifts=cast(Ref, side.shifts).at[head]),
                 made,
                 memory.rows,
-                side.queries,
+                queries,
             )
-            for side, made in zip(sides, memory.made, strict=True)
+            for (side, queries), made in zip(sides, memory.made, strict=True)
         ]
 
-    def make(self, tile: SideSources, placed: bool = True) -> list:
+    def make(self, tile: SideArrays[Ref], placed: bool = True) -> list:
         """Returns the features of a tile, [T, 64], C of them.
 
         They are in shared memory, or in registers where the kernel makes them and they are not to be `placed`.
         """
         if self.plan.feature_map is None:
-            return tile.chunks
+            return cast(Ref, tile.features)
         made = (self._apply_map(self._shift(tile, c)).astype(jnp.bfloat16) for c in range(self.plan.chunks))
         if not placed:
             return list(made)
@@ -127,7 +108,7 @@ class Features:
         plgpu.commit_smem()
         return self.made
 
-    def differentiate(self, tile: SideSources, c: int, dphi_TxF: jax.Array) -> jax.Array:
+    def differentiate(self, tile: SideArrays[Ref], c: int, dphi_TxF: jax.Array) -> jax.Array:
         """Computes the gradient of z = ⟨w_m, x⟩ - s(x) from the gradient of the features of chunk c."""
         return jax.vjp(self._apply_map, self._shift(tile, c))[1](dphi_TxF)[0]
 
@@ -135,7 +116,7 @@ class Features:
         feature_map = cast(ElementwiseMap, self.plan.feature_map)
         return feature_map.of_shifted(z_TxF, self.plan.slices * self.plan.chunks * CHUNK, self.queries)
 
-    def _shift(self, tile: SideSources, c: int) -> jax.Array:
+    def _shift(self, tile: SideArrays[Ref], c: int) -> jax.Array:
         """Computes z."""
         products = [(tile.vectors, w[c].transpose((1, 0))) for w in self.rows]
         return sum_products(products)[0] - repeat_per_row(load_rows(tile.shifts), CHUNK)

@@ -30,10 +30,10 @@ A = TypeVar('A')
 
 
 class SideArrays(NamedTuple, Generic[A]):
-    """The features of queries or keys, or the arrays from which kernels make them.
+    """The features of queries or keys, or the arrays from which kernels make them, or a tile of them in shared memory.
 
     Attributes:
-        features: given features, [B, L, K M]; None where kernels make them.
+        features: given features, [B, L, K M]; inside a kernel a list of its chunks. None where kernels make them.
         vectors: inputs of the feature map, [B, L, K E]; None without one.
         shifts: shifts of the feature map, float32 [N, T]; None without one.
     """
@@ -43,23 +43,41 @@ class SideArrays(NamedTuple, Generic[A]):
     shifts: A | None = None
 
 
-class MapRows(NamedTuple, Generic[A]):
-    """Rows w of a feature map that queries and keys share, [M / 64, 64, E] bfloat16: w to 8 bits, and the remainder."""
-
-    high: A
-    low: A
-
-
 class SegmentSums(NamedTuple, Generic[A]):
-    """Sums over the tokens before each segment, after it, or in it, float32.
+    """Sums over the tokens before each segment, after it, or in it, float32; in a walk lists of the sums of its chunks.
 
     Attributes:
-        state: Σ y vᵀ, [N, M / 64, 64, D].
+        state: Σ y vᵀ, [N, M / 64, 64, D]; in a walk an empty list where accumulators hold it.
         totals: Σ y, [N, M / 64, 64]; None without denominators.
     """
 
     state: A
     totals: A | None
+
+
+class RecurrentArrays(NamedTuple, Generic[A]):
+    """The arrays of a kernel, or a tile of them in shared memory.
+
+    Attributes:
+        own: features of the side that a kernel computes for: of queries, or of keys.
+        other: features of the other side; None for a kernel that needs none.
+        rows: rows w of a feature map that both sides share, [M / 64, 64, E] bfloat16 each: w to 8 bits, and the
+            remainder. None without a map.
+        v: values, [B, L, K D] bfloat16; for sums over queries their g.
+        g: gradients of numerators, [B, L, H D].
+        e: gradients of denominators, [N, T] float32; None without denominators.
+        t: running sums of log factors in each tile, [N, T] float32; None without decay.
+        sums: the sums before each segment, or after it; None with a single segment.
+    """
+
+    own: SideArrays[A]
+    other: SideArrays[A] | None
+    rows: tuple[A, A] | None
+    v: A
+    g: A | None = None
+    e: A | None = None
+    t: A | None = None
+    sums: SegmentSums[A] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The gradients that the recurrent GPU kernels write, tile by tile."""
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, matrix, send, sum_products, wait_for_copies
-from lm.ops.linear_attention.gpu.recurrent.features import Features, SideSources, widen
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, A, RecurrentPlan, Ref
+from lm.ops.linear_attention.gpu.recurrent.features import Features, widen
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, A, RecurrentPlan, Ref, SideArrays
 
 
 class SideResults(NamedTuple, Generic[A]):
@@ -23,6 +23,8 @@ class SideResults(NamedTuple, Generic[A]):
         shifts: the part of each slice, float32 [S, N, T]; None where features are given.
         decay: ⟨φ, dφ⟩ of each slice, float32 [S, N, T]; None without decay.
         values: the part of each slice, [S, B, L, H D]; None for queries.
+
+    In shared memory they are on their way to memory: `features` is a list of chunks, and `vectors` has values, too.
     """
 
     features: A | None
@@ -48,30 +50,16 @@ class SideResults(NamedTuple, Generic[A]):
             values=part if with_values else None,
         )
 
-
-class ResultsMemory(NamedTuple):
-    """Shared memory for gradients on their way to memory.
-
-    Attributes:
-        chunks: gradients of given features; empty where the kernel makes them.
-        vectors: gradients of vectors and of values; None without either.
-        shifts: gradients of shifts; None where features are given.
-        decay: ⟨φ, dφ⟩; None without decay.
-    """
-
-    chunks: list[Ref]
-    vectors: Ref | None
-    shifts: Ref | None
-    decay: Ref | None
-
-    @classmethod
-    def allocate(cls, plan: RecurrentPlan, with_values: bool) -> 'ResultsMemory':
+    @staticmethod
+    def allocate(plan: RecurrentPlan, with_values: bool) -> 'SideResults[Ref]':
+        """Returns shared memory."""
         tokens, makes = plgpu.SMEM((TILE,), jnp.float32), plan.feature_map is not None
-        return cls(
-            [] if makes else [matrix(TILE, CHUNK) for _ in range(plan.chunks)],
-            matrix(TILE, TILE, dtype=plan.part_type) if with_values or makes else None,
-            tokens if makes else None,
-            tokens if plan.decay else None,
+        return SideResults(
+            features=None if makes else [matrix(TILE, CHUNK) for _ in range(plan.chunks)],
+            vectors=matrix(TILE, TILE, dtype=plan.part_type) if with_values or makes else None,
+            shifts=tokens if makes else None,
+            decay=tokens if plan.decay else None,
+            values=None,
         )
 
 
@@ -83,7 +71,7 @@ class Results:
         plan: RecurrentPlan,
         features: Features,
         outputs: SideResults[Ref],
-        memory: ResultsMemory,
+        memory: SideResults[Ref],
         register: list[Ref],
     ):
         """Stores the features of the side, the arrays in memory, the staging memory and `allocate_operand(…)`."""
@@ -96,7 +84,7 @@ class Results:
     def send_features(
         self,
         number: jax.Array,
-        tile: SideSources,
+        tile: SideArrays[Ref],
         make: Callable[[], list],
         differentiate: Callable[[int], jax.Array],
     ) -> None:
@@ -119,7 +107,7 @@ class Results:
             if outputs.decay is not None:
                 decay_T += jnp.sum(widen(phi_TxF[c]) * dphi_TxF, axis=1)
             if outputs.features is not None:
-                send(dphi_TxF, memory.chunks[c], self.plan.slice_head(outputs.features, c).at[tokens])
+                send(dphi_TxF, cast(list, memory.features)[c], self.plan.slice_head(outputs.features, c).at[tokens])
                 continue
             dz_TxF = self.features.differentiate(tile, c, dphi_TxF)
             dshift_T -= jnp.sum(dz_TxF, axis=1)
@@ -134,5 +122,5 @@ class Results:
             send(cast(jax.Array, decay_T), memory.decay, _find_tokens(outputs.decay, tokens))
 
 
-def _find_tokens(array: Ref, tokens: Any) -> Ref:
+def _find_tokens(array: Ref, tokens: pl.Slice | slice) -> Ref:
     return array.at[lax.axis_index('slice'), lax.axis_index('head'), tokens]

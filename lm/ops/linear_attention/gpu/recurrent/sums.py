@@ -1,7 +1,7 @@
 """The sums over earlier tokens that the walks of the recurrent GPU kernels carry from tile to tile."""
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,43 +25,30 @@ from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors
 from lm.ops.linear_attention.gpu.recurrent.features import widen
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan, Ref, SegmentSums
 
-
-class SumsMemory(NamedTuple):
-    """Shared memory: Z of each chunk as an operand, and with decay the weighted values of a tile."""
-
-    placed: list[Ref]
-    weighted: Ref | None
-
-    @classmethod
-    def allocate(cls, plan: RecurrentPlan) -> 'SumsMemory':
-        return cls([matrix(CHUNK, TILE) for _ in range(plan.chunks)], matrix(TILE, TILE) if plan.decay else None)
-
-
-class SumsCarry(NamedTuple):
-    """The sums that a walk carries in registers.
-
-    Attributes:
-        state: Z of each chunk; empty where accumulators hold it.
-        totals: Σ y of each chunk; empty without denominators.
-    """
-
-    state: list[jax.Array]
-    totals: list[jax.Array]
+Carry = SegmentSums[list[jax.Array]]
+"""The sums that a walk carries in registers."""
 
 
 class RunningSums:
     """Z = Σ y vᵀ [64, D] for each chunk of a slice, and where plan.normalize Σ y [64]."""
 
-    def __init__(self, plan: RecurrentPlan, memory: SumsMemory, accumulators: tuple):
-        self.plan, self.memory, self.accumulators = plan, memory, accumulators
+    def __init__(self, plan: RecurrentPlan, placed: list[Ref], weighted: Ref | None, accumulators: tuple):
+        self.plan, self.placed, self.weighted, self.accumulators = plan, placed, weighted, accumulators
 
     @staticmethod
-    def run(plan: RecurrentPlan, memory: SumsMemory, function: Callable[['RunningSums'], None]) -> None:
+    def allocate(plan: RecurrentPlan) -> tuple[list[Ref], Ref | None]:
+        """Returns shared memory for Z of each chunk as an operand, and with decay for a tile's weighted values."""
+        return [matrix(CHUNK, TILE) for _ in range(plan.chunks)], matrix(TILE, TILE) if plan.decay else None
+
+    @staticmethod
+    def run(
+        plan: RecurrentPlan, memory: tuple[list[Ref], Ref | None], function: Callable[['RunningSums'], None]
+    ) -> None:
         """Calls `function` with the sums over no tokens."""
         accumulators = [] if plan.carried else [accumulator(CHUNK, TILE) for _ in range(plan.chunks)]
-        pl.run_scoped(lambda *accumulators: function(RunningSums(plan, memory, accumulators)), *accumulators)
+        pl.run_scoped(lambda *accumulators: function(RunningSums(plan, *memory, accumulators)), *accumulators)
 
-    def start(self, before: SegmentSums[Ref] | None) -> SumsCarry:
+    def start(self, before: SegmentSums[Ref] | None) -> Carry:
         """Returns the first sums of a walk: the sums before each segment in memory, if there are any."""
         part, head = lax.axis_index('slice'), lax.axis_index('head')
         chunks = range(self.plan.chunks)
@@ -71,32 +58,32 @@ class RunningSums:
             state = [load_matrix(place) for place in places.state]
             if places.totals is not None:
                 totals = [load_columns(place) for place in places.totals]
-        return SumsCarry(state if self.plan.carried else [], totals if self.plan.normalize else [])
+        return SegmentSums(state if self.plan.carried else [], totals if self.plan.normalize else None)
 
-    def place(self, carry: SumsCarry) -> None:
-        """Writes Z to shared memory as operands, `memory.placed`."""
-        for c, placed in enumerate(self.memory.placed):
+    def place(self, carry: Carry) -> None:
+        """Writes Z to shared memory as operands, `placed`."""
+        for c, placed in enumerate(self.placed):
             placed[...] = self.read(carry, c).astype(placed.dtype)
         plgpu.commit_smem()
 
-    def read(self, carry: SumsCarry, c: int) -> jax.Array:
+    def read(self, carry: Carry, c: int) -> jax.Array:
         """Returns Z of a chunk, float32."""
         return carry.state[c] if self.plan.carried else self.accumulators[c][...]
 
-    def multiply_totals(self, carry: SumsCarry, x_TxF: list) -> jax.Array:
+    def multiply_totals(self, carry: Carry, x_TxF: list) -> jax.Array:
         """Computes ⟨x, Σ y⟩, [T]."""
-        parts = zip(x_TxF, carry.totals, strict=True)
+        parts = zip(x_TxF, cast(list, carry.totals), strict=True)
         return cast(jax.Array, sum(jnp.sum(widen(x) * repeat_per_column(total, TILE), axis=1) for x, total in parts))
 
     def advance(
         self,
-        carry: SumsCarry,
+        carry: Carry,
         y_TxF: list,
         v_TxD: Ref,
         factors: TileFactors | None,
         weight_T: jax.Array | None,
         more_T: jax.Array | None = None,
-    ) -> SumsCarry:
+    ) -> Carry:
         """Computes the sums after the tokens of a tile.
 
         Args:
@@ -108,7 +95,7 @@ class RunningSums:
             more_T: another factor per y; None: 1.
         """
         state, totals = carry
-        if self.plan.normalize:
+        if totals is not None:
             if more_T is None or weight_T is None:
                 total_T = weight_T if more_T is None else more_T
             else:
@@ -117,14 +104,13 @@ class RunningSums:
         if not self.plan.carried:
             for registers, y in zip(self.accumulators, y_TxF, strict=True):
                 plgpu.wgmma(registers, y.transpose((1, 0)), v_TxD)
-            return SumsCarry(state, totals)
-        weighted = self.memory.weighted
-        if weighted is not None and weight_T is not None:
-            weighted[...] = (widen(v_TxD) * repeat_per_row(weight_T, TILE)).astype(weighted.dtype)
+            return SegmentSums(state, totals)
+        if self.weighted is not None and weight_T is not None:
+            self.weighted[...] = (widen(v_TxD) * repeat_per_row(weight_T, TILE)).astype(self.weighted.dtype)
             plgpu.commit_smem()
-            v_TxD = weighted
+            v_TxD = self.weighted
         added = sum_products(*([(y.transpose((1, 0)), v_TxD)] for y in y_TxF))
-        return SumsCarry([_decay(a, factors) + b for a, b in zip(state, added, strict=True)], totals)
+        return SegmentSums([_decay(a, factors) + b for a, b in zip(state, added, strict=True)], totals)
 
 
 def _decay(sums: jax.Array, factors: TileFactors | None) -> jax.Array:
