@@ -198,6 +198,14 @@ def parse_json(content: str | bytes) -> Any:
     return value
 
 
+def parse_json_object(content: str | bytes) -> dict[str, object]:
+    """Returns the entries of an object of JSON. Raises the error of `parse_json` for text with another value, too."""
+    value = parse_json(content)
+    if not isinstance(value, dict):
+        raise ValueError('no object')
+    return value
+
+
 def is_damage(error: Exception | str) -> bool:
     """Returns whether a read with TensorStore failed because the data are gone, cut off, or do not match their
     checksum. Else the storage or this machine has failed, and another try may succeed."""

@@ -4,8 +4,8 @@ The checksum of the file shows damage alone: a stranger can compute it, too.
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 MOST = 2**53
 """A limit for counts of tokens, documents, words and bytes."""
@@ -14,7 +14,7 @@ LARGEST_VOCABULARY = {'uint16': 2**16, 'uint32': 2**31}
 COUNTS = ('documents', 'bytes', 'words', 'tokens')
 
 
-def find_wrong_entries(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def find_wrong_entries(info: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yields name and value of each entry that has a type, a sign or a size that no store has."""
     tokenizer, splits = _as_dict(info.get('tokenizer')), _as_dict(info.get('splits'))
     dtype, size, eod_id = info.get('dtype'), tokenizer.get('vocab_size'), tokenizer.get('eod_id')
@@ -39,7 +39,7 @@ def find_wrong_entries(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from _find_wrong_in_split(f'splits.{name}', _as_dict(split))
 
 
-def _find_wrong_in_split(name: str, split: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _find_wrong_in_split(name: str, split: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     if not isinstance(split.get('sha256'), str):
         yield f'{name}.sha256', split.get('sha256')
     yield from ((f'{name}.{count}', split.get(count)) for count in COUNTS if not is_count(split.get(count)))
@@ -47,14 +47,14 @@ def _find_wrong_in_split(name: str, split: dict[str, Any]) -> Iterator[tuple[str
         yield f'{name}.published_words', split['published_words']
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < MOST
 
 
-def is_name(value: Any) -> bool:
+def is_name(value: object) -> bool:
     """Returns whether a value can name a file or folder below the store."""
     return isinstance(value, str) and re.fullmatch(r'[\w][\w.+=-]{0,127}', value) is not None
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
+def _as_dict(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}

@@ -4,18 +4,19 @@ import functools
 import logging
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lm.data import tokenizers
 from lm.data.tokenizers.marks import TextMarks, check_marks, find_marks, read_config_marks
 from lm.errors import ConfigError, MismatchError
-from lm.files import parse_json, refuse_special_files
+from lm.files import parse_json_object, refuse_special_files
 from lm.interop.export_run import UNFINISHED
 from lm.interop.families import reading_config
 from lm.interop.families.base import Tensors
 from lm.interop.formats import BEGIN, END, MODEL_TYPE
 from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import UnreadableTokenizerError
+from lm.interop.hyperparameters import Hyperparameters
 from lm.interop.tensors import check_safetensors, count_tensors, read_metadata, read_tensors
 
 log = logging.getLogger(__name__)
@@ -49,21 +50,19 @@ class CheckpointFolder:
         self.path = path
 
     @functools.cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Hyperparameters:
         """The contents of config.json. Raises MismatchError if it is missing or damaged."""
         path = self.path / 'config.json'
         if not path.exists() and (self.path / 'config.gin').exists():
-            return {'model_type': MODEL_TYPE}
+            return Hyperparameters({'model_type': MODEL_TYPE})
         try:
-            config = parse_json(path.read_bytes())  # with a byte order mark, too
-            config.get('model_type')
+            return Hyperparameters(parse_json_object(path.read_bytes()))  # with a byte order mark, too
         except FileNotFoundError:
             raise MismatchError(
                 f'{path}: there is none; name a folder with config.json and model.safetensors, or a .gguf file'
             ) from None
-        except (ValueError, AttributeError, OSError):
+        except (ValueError, OSError):
             raise MismatchError(f'{path}: cannot be read; fetch it again') from None
-        return config
 
     def read_tensors(self) -> Tensors:
         """Returns name → float32 array."""
@@ -108,7 +107,7 @@ class GgufCheckpoint:
         self.path, self._file = path, GgufFile(path)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Hyperparameters:
         """The metadata in the form of config.json. Raises the errors of `GgufFile.config` and `reading_config`."""
         with reading_config(self.path):
             return self._file.config

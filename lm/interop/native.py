@@ -11,6 +11,7 @@ from lm.interop.families import FAMILIES
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import Decoder
 from lm.interop.formats import TRANSFORMERS_CONFIG, Safetensors, describe_generation, name_marks
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -67,7 +68,7 @@ def count_mechanisms(differences: list[str]) -> int:
 
 def compare(model: ModelConfig, family: Decoder) -> list[str]:
     """Returns the settings of a model that are lost on the way to the config.json of a family and back."""
-    again = family.model(pathlib.Path(), family.describe(model))
+    again = family.model(pathlib.Path(), Hyperparameters(family.describe(model)))
     ours, theirs = _facts(model), _facts(again)
     return [f'{name} = {value}' for name, value in ours.items() if theirs.get(name) != value]
 

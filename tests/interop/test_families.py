@@ -27,6 +27,7 @@ from lm.interop.families import FAMILIES, choose
 from lm.interop.families.decoder import find_pattern
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.formats import FORMATS
+from lm.interop.hyperparameters import Hyperparameters
 from lm.interop.import_run import describe_model, load_given, read_weights
 from lm.interop.names import from_tensors, to_tensors
 from lm.interop.native import NativeFormat, find_family
@@ -135,19 +136,21 @@ OLDER = [
 def test_files_of_older_versions_say_the_same(form, tmp_path):
     config = checkpoints.load(form)['config']
     family = FAMILIES[config['model_type']]
-    assert family.model(tmp_path, old_form(config)) == family.model(tmp_path, config)
-    assert family.differences(old_form(config)) == []
+    old = Hyperparameters(old_form(config))
+    assert family.model(tmp_path, old) == family.model(tmp_path, Hyperparameters(config))
+    assert family.differences(old) == []
 
 
 def test_published_files_of_kimi_linear_say_the_same(tmp_path):
     """Their config.json counts layers from 1, and has a section for Kimi delta attention."""
-    config = dict(checkpoints.load('kimi_linear')['config'])
+    config = Hyperparameters(checkpoints.load('kimi_linear')['config'])
     family = FAMILIES['kimi_linear']
     published = {name: value for name, value in config.items() if not name.startswith(('linear_', 'layer_', 'mlp_'))}
     published['linear_attn_config'] = {
         'full_attn_layers': [5], 'kda_layers': [1, 2, 3, 4], 'num_heads': 4, 'head_dim': 8, 'short_conv_kernel_size': 4
     }  # fmt: skip
     published |= {'first_k_dense_replace': 1, 'mla_use_nope': True, 'moe_router_activation_func': 'sigmoid'}
+    published = Hyperparameters(published)
     assert family.differences(published) == []
     assert family.model(tmp_path, published) == family.model(tmp_path, config)
     assert family.context_length(published) == 64
@@ -161,11 +164,11 @@ def test_defaults_are_those_of_transformers(tmp_path):
         kept = ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size')
         small = {name: config[name] for name in kept if name in config}
         if 'hidden_size' in small:
-            model = family.model(tmp_path, small | {'head_dim': 8})
+            model = family.model(tmp_path, Hyperparameters(small | {'head_dim': 8}))
             epsilon = 1e-5 if config['model_type'].startswith(('olmo', 'kimi')) else 1e-6
             assert model.norm_epsilon == epsilon, form
             assert model.tied == config['model_type'].startswith(('gemma', 'smol')), form
-    assert RotaryEntry({}, 500.0).base == 500.0
+    assert RotaryEntry(Hyperparameters(), 500.0).base == 500.0
 
 
 @pytest.mark.parametrize(('form', 'format_name'), [('qwen2', 'safetensors'), ('kda', 'native')])
@@ -245,7 +248,7 @@ def test_a_value_of_another_kind_is_one_line(form, changes, said, tmp_path, caps
 
 def test_a_width_that_config_json_leaves_open_is_that_of_the_classes(tmp_path):
     recorded = checkpoints.load('gla')
-    models = [FAMILIES['gla'].model(tmp_path, recorded['config'] | given) for given in (
+    models = [FAMILIES['gla'].model(tmp_path, Hyperparameters(recorded['config'] | given)) for given in (
         {'hidden_ratio': 4, 'intermediate_size': None}, {'hidden_ratio': None, 'intermediate_size': None},
     )]  # fmt: skip
     assert models[0].glu_dim == models[1].glu_dim
@@ -254,7 +257,7 @@ def test_a_width_that_config_json_leaves_open_is_that_of_the_classes(tmp_path):
 def test_the_old_form_of_rotary_positions_wins(tmp_path):
     """So does `transformers`; whoever adds a scaling by hand writes the old form beside the new one."""
     yarn = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16}
-    config = {'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}, 'rope_scaling': yarn}
+    config = Hyperparameters({'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}, 'rope_scaling': yarn})
     found = RotaryEntry(config, 10_000.0)
     assert (found.kind, found.base, found.scaling.length) == ('yarn', 1e4, 16)
     assert RotaryEntry(config | {'original_max_position_embeddings': 32}, 10_000.0).scaling.length == 32
@@ -393,12 +396,13 @@ def test_the_coefficient_of_the_balance_loss_stays(form, default, tmp_path):
     """Older files leave it out, and null stands for none."""
     config = checkpoints.load(form)['config']
     family, name = FAMILIES[form], 'router_aux_loss_coef'
-    model = family.model(tmp_path, config | {name: 0.02})
+    model = family.model(tmp_path, Hyperparameters(config | {name: 0.02}))
     assert {kind.balance for kind in model.feed_forwards if isinstance(kind, Experts)} == {0.02}
     assert family.describe(model)[name] == 0.02
-    assert family.model(tmp_path, family.describe(model)).feed_forward == model.feed_forward
+    assert family.model(tmp_path, Hyperparameters(family.describe(model))).feed_forward == model.feed_forward
     for others, expected in (({}, default), ({name: None}, 0.0)):
-        read_again = family.model(tmp_path, {key: one for key, one in config.items() if key != name} | others)
+        kept = {key: one for key, one in config.items() if key != name}
+        read_again = family.model(tmp_path, Hyperparameters(kept | others))
         assert {kind.balance for kind in read_again.feed_forwards if isinstance(kind, Experts)} == {expected}
 
 
@@ -406,7 +410,7 @@ def test_the_coefficient_of_the_balance_loss_stays(form, default, tmp_path):
 def test_one_expert_with_the_weight_1_is_imported_as_it_is(form, tmp_path):
     """Published classes divide its score by itself. Training alone refuses it."""
     one = {'num_experts_per_tok': 1, 'num_experts_per_token': 1}
-    model = FAMILIES[form].model(tmp_path, checkpoints.load(form)['config'] | one)
+    model = FAMILIES[form].model(tmp_path, Hyperparameters(checkpoints.load(form)['config'] | one))
     kinds = [kind for kind in model.feed_forwards if isinstance(kind, Experts)]
     assert {(kind.top_k, kind.normalize) for kind in kinds} == {(1, True)}
 

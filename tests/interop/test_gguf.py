@@ -22,6 +22,7 @@ from lm.interop.checkpoints import open_checkpoint
 from lm.interop.gguf.architectures import describe
 from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import SPLITS, make_byte_level, make_sentencepiece
+from lm.interop.hyperparameters import Hyperparameters
 
 NAMES = {
     'model.embed_tokens': 'token_embd', 'model.norm': 'output_norm', 'lm_head': 'output',
@@ -235,12 +236,12 @@ def test_a_sentencepiece_tokenizer_is_written_again():
             'scores': [made.get_score(i) for i in pieces], 'token_type': kinds, 'eos_token_id': 1, 'bos_token_id': 2,
             'unknown_token_id': 0,
         }  # fmt: skip
-        again = sentencepiece.SentencePieceProcessor(model_proto=make_sentencepiece(metadata))
+        again = sentencepiece.SentencePieceProcessor(model_proto=make_sentencepiece(Hyperparameters(metadata)))
         assert (again.eos_id(), again.bos_id(), again.unk_id(), again.pad_id()) == (1, 2, 0, -1)
         for one in (*TEXTS, text, 'a <tool> the  sea', '   the man\n  the    sea'):
             assert again.encode(one) == made.encode(one)
             assert again.decode(made.encode(one)) == made.decode(made.encode(one))
-        assert from_bytes(make_sentencepiece(metadata)).eod_id == 1
+        assert from_bytes(make_sentencepiece(Hyperparameters(metadata))).eod_id == 1
 
 
 @pytest.mark.parametrize('pre', ['gpt-2', 'smollm', 'llama-bpe', 'qwen2', 'gpt-4o'])
@@ -248,7 +249,7 @@ def test_text_is_split_as_the_file_says(pre):
     _, pieces, merges = byte_level(' '.join(TEXTS) * 50)
     metadata = {'model': 'gpt2', 'pre': pre, 'tokens': pieces, 'merges': merges, 'token_type': [3, 3, *[1] * 398]}
     metadata['token_type'] = metadata['token_type'][: len(pieces)]
-    made = from_bytes(json.dumps(make_byte_level(metadata)).encode())
+    made = from_bytes(json.dumps(make_byte_level(Hyperparameters(metadata))).encode())
     for text in TEXTS:
         assert made.decode(made.encode(text)) == text
     joined = {'gpt-2': 5, 'smollm': 1, 'llama-bpe': 3, 'qwen2': 1, 'gpt-4o': 3}[pre]
@@ -263,11 +264,12 @@ def test_gains_and_settings_of_gemma_are_restored():
         'attention.head_count': 2, 'attention.head_count_kv': 1, 'attention.key_length': 16, 'rope.freq_base': 1e6,
         'attention.value_length': 16, 'attention.layer_norm_rms_epsilon': 1e-6, 'attention.sliding_window': 32,
     }  # fmt: skip
-    config, unknown = describe('gemma3', metadata, 100, True)
+    config, unknown = describe('gemma3', Hyperparameters(metadata), 100, True)
     assert unknown == []
     assert config['layer_types'][4:7] == ['sliding_attention', 'full_attention', 'sliding_attention']
     assert (config['query_pre_attn_scalar'], config['rope_local_base_freq']) == (16, 10_000.0)
-    assert describe('gemma3', metadata | {'expert_count': 2, 'pooling_type': 0}, 100, True)[1] == ['expert_count']
+    more = {'expert_count': 2, 'pooling_type': 0}
+    assert describe('gemma3', Hyperparameters(metadata | more), 100, True)[1] == ['expert_count']
 
 
 def test_the_factors_of_llama_3_1_are_read(tmp_path):
@@ -281,9 +283,9 @@ def test_the_factors_of_llama_3_1_are_read(tmp_path):
         smooth = (8192 / wavelength - 1) / 3
         middle = 1 / ((1 - smooth) / 32 + smooth)
         factors.append(1.0 if wavelength < 8192 / 4 else 32.0 if wavelength > 8192 else middle)
-    found = _scaling_of(np.array(factors), {'rope_theta': 500_000.0})
+    found = _scaling_of(np.array(factors), 500_000.0)
     assert found == scaling | {'rope_type': 'llama3', 'original_max_position_embeddings': 8192}
-    assert _scaling_of(np.array(factors) + 0.1, {'rope_theta': 500_000.0})['rope_type'] == 'rope_freqs'
+    assert _scaling_of(np.array(factors) + 0.1, 500_000.0)['rope_type'] == 'rope_freqs'
 
 
 def test_a_folder_without_the_usual_end_of_document_takes_it_from_its_config(tmp_path):

@@ -28,6 +28,7 @@ from lm.experiment import load
 from lm.inference.generation import Sampling, generate_tokens
 from lm.interop.families import FAMILIES
 from lm.interop.formats import FORMATS
+from lm.interop.hyperparameters import Hyperparameters
 from lm.interop.native import NativeFormat
 from lm.model.functions import ModelFunctions
 
@@ -286,7 +287,7 @@ def test_families_come_in_and_go_out(form, tmp_path):
     saved = test_families.read(tmp_path / 'saved')
     check_equal(expected, np.asarray(test_families.logits(saved, tokens))[0])
     described = json.loads((tmp_path / 'saved' / 'config.json').read_text())
-    assert FAMILIES[described['model_type']].context_length(described) == 32
+    assert FAMILIES[described['model_type']].context_length(Hyperparameters(described)) == 32
 
 
 @pytest.mark.parametrize('qk_norm', [False, True])

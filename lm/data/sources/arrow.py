@@ -2,13 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part
 from lm.data.sources.parquet import needs_text, read_column, reading
 from lm.data.sources.patterns import FilePatterns
-from lm.files import is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path
+
+if TYPE_CHECKING:
+    import pyarrow
+
 
 _FILE_MAGIC = b'ARROW1'
 """How Arrow's file format begins; `datasets` writes the stream format, which has no table of its batches."""
@@ -29,7 +33,7 @@ class Arrow(FilePatterns):
     below = ('{split}/data-*.arrow', '*-{split}.arrow', '*-{split}-?????-of-?????.arrow')
     unsplit = ('data-*.arrow',)
 
-    def parts(self, path: Any, unit: int) -> list[Part]:
+    def parts(self, path: AnyPath, unit: int) -> list[Part]:
         parts, start, size = [], 0, 0
         with self._opened(str(path)) as batches:
             for index, batch in enumerate(batches):
@@ -51,7 +55,7 @@ class Arrow(FilePatterns):
                     )
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[Iterator[Any]]:
+    def _opened(self, name: str) -> Iterator[Iterator['pyarrow.RecordBatch']]:
         """The record batches of a file. Raises ConfigError where it has no such column of text, MismatchError where it
         is damaged."""
         with reading('Arrow', name), contextlib.ExitStack() as stack:

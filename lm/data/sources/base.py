@@ -20,6 +20,7 @@ import numpy as np
 
 from lm.config.configurable import Configurable
 from lm.errors import MismatchError
+from lm.files import AnyPath
 
 SPLITS = ('train', 'validation', 'test')
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1_000_000, 64_000_000
@@ -85,9 +86,9 @@ class Source(Configurable, abc.ABC):
     def check_eod(self, eod: int) -> None:
         """Raises ConfigError unless `eod` ends the documents of ready tokens."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Returns the record of the source for dataset.json. Preparations with equal identities read the same text."""
-        return {'kind': self.gin_name} | dataclasses.asdict(self)
+        return {'kind': self.gin_name, **dataclasses.asdict(self)}
 
     def list_unread(self) -> list[str]:
         """Returns the names of files in the folder of the source that no split takes."""
@@ -158,7 +159,7 @@ def shard_bytes(total: int) -> int:
     return min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, total // 256))
 
 
-def regular(paths: Iterable[Any]) -> list[Any]:
+def regular(paths: Iterable[AnyPath]) -> list[AnyPath]:
     """Returns files in the order of their names, without folders.
 
     Raises MismatchError for what cannot be read like a file: a broken link, a pipe, a device. Buckets have none.
@@ -170,10 +171,9 @@ def regular(paths: Iterable[Any]) -> list[Any]:
     return found
 
 
-def file_size(path: Any) -> int:
-    """Returns the bytes of a file, given as a path of pathlib or epath."""
-    stat = path.stat()
-    return stat.st_size if hasattr(stat, 'st_size') else stat.length
+def file_size(path: AnyPath) -> int:
+    """Returns the bytes of a file."""
+    return path.stat().st_size if isinstance(path, pathlib.Path) else path.stat().length
 
 
 def hash_of(name: str) -> float:

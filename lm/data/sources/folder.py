@@ -5,11 +5,12 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.config.configurable import field
 from lm.data.sources.base import Document, Part, Shard, Source, decode, file_size, group, hash_of, regular, too_long
 from lm.errors import ConfigError, MismatchError
+from lm.files import AnyPath
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,24 +26,24 @@ class Folder(Source):
     """The end of the names of the files that are read, such as '.txt'."""
 
     @abc.abstractmethod
-    def folder(self) -> Any:
+    def folder(self) -> AnyPath:
         """Returns the folder as a path. Raises ConfigError if there is none."""
 
     @abc.abstractmethod
-    def files(self, split: str) -> tuple[list[Any], bool]:
+    def files(self, split: str) -> tuple[list[AnyPath], bool]:
         """Returns the files with the documents of `split`, and whether they hold both train and validation."""
 
-    def find(self, folder: Any) -> list[Any]:
+    def find(self, folder: AnyPath) -> list[AnyPath]:
         """Returns the files under a folder in the order of their names."""
         if isinstance(folder, pathlib.Path):
             return regular(path for path in walk(folder) if path.name.endswith(self.suffix))
         return sorted(path for path in walk_bucket(folder, self.suffix) if path.name.endswith(self.suffix))
 
-    def name_of(self, path: Any, folder: Any) -> str:
+    def name_of(self, path: AnyPath, folder: AnyPath) -> str:
         """Returns the name of the document in a file."""
         return path.relative_to(folder).as_posix()
 
-    def path_of(self, name: str, folder: Any) -> Any:
+    def path_of(self, name: str, folder: AnyPath) -> AnyPath:
         """Returns the file of the document with this name."""
         return folder / name
 
@@ -111,7 +112,7 @@ def walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 yield path
 
 
-def walk_bucket(folder: Any, suffix: str) -> Iterator[Any]:
+def walk_bucket(folder: AnyPath, suffix: str) -> Iterator[AnyPath]:
     """Yields the files under a folder of a bucket.
 
     What ends in `suffix` is a file: to ask the bucket about each one would take a request per document.
@@ -135,7 +136,7 @@ def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:
     return [part for part in parts if (part.file in held_out) == (split == 'validation')]
 
 
-def _end_of_file(path: Any, part: Part, fraction: float, split: str) -> Part:
+def _end_of_file(path: AnyPath, part: Part, fraction: float, split: str) -> Part:
     """Returns the file up to the first line break in its last `fraction`, or the rest, for validation.
 
     Where no line ends there, the first space counts; without a space, the first character.

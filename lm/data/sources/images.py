@@ -4,7 +4,7 @@ import contextlib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Images(FilePatterns):
             reason = ' '.join(str(error).split())[:150]
             raise MismatchError(f'{name}: not a readable .npz file ({reason}); fetch the file again') from None
 
-    def _read_header(self, name: str, stream: Any) -> tuple[int, ...]:
+    def _read_header(self, name: str, stream: IO[bytes]) -> tuple[int, ...]:
         """Returns the shape of an array of images. Raises ConfigError if the array holds anything else."""
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -8,7 +8,6 @@ NAME.idx   b'MMIDIDX\\0\\0', version 1 (uint64), code of the tokens' type (uint8
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from lm.config.configurable import configurable
 from lm.data.sources.base import Document, Part, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import MismatchError
-from lm.files import open_path
+from lm.files import AnyPath, open_path
 
 MAGIC = b'MMIDIDX\0\0'
 TYPES = {1: 'u1', 2: 'i1', 3: '<i2', 4: '<i4', 5: '<i8', 8: '<u2'}
@@ -32,7 +31,7 @@ class Megatron(FilePatterns):
     aliases = ('validation', 'valid'), ('validation', 'val')
     holds_tokens = True
 
-    def parts(self, path: Any, unit: int) -> list[Part]:
+    def parts(self, path: AnyPath, unit: int) -> list[Part]:
         dtype, starts, _ = _read_index(str(path))
         sizes = np.diff(starts) * dtype.itemsize
         groups = np.flatnonzero(np.diff(np.cumsum(sizes) // max(1, unit), prepend=0))

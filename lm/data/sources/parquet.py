@@ -2,13 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import ConfigError, MismatchError, MissingPackageError
-from lm.files import open_path
+from lm.files import AnyPath, open_path
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
 
 
 @configurable('parquet')
@@ -24,7 +28,7 @@ class Parquet(FilePatterns):
     suffixes = ('.parquet',)
     below = ('data/{split}-*.parquet', '{split}/*.parquet')
 
-    def parts(self, path: Any, unit: int) -> list[Part]:
+    def parts(self, path: AnyPath, unit: int) -> list[Part]:
         with self._opened(str(path)) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             columns = [column for group in groups for column in map(group.column, range(group.num_columns))]
@@ -38,7 +42,7 @@ class Parquet(FilePatterns):
                 yield from read_column(column, self.text_field, f'{part.file}@{group}', max_bytes, is_selected)
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
+    def _opened(self, name: str) -> Iterator['pyarrow.parquet.ParquetFile']:
         """Opens a file. Raises ConfigError where it has no such column of text, MismatchError where it is damaged."""
         with reading('Parquet', name), open_path(name, 'parquet.path').open('rb') as stream:
             import pyarrow.parquet
@@ -67,7 +71,7 @@ def reading(kind: str, name: str) -> Iterator[None]:
         raise MismatchError(f'{name}: not a readable {kind} file ({reason}); fetch the file again') from None
 
 
-def needs_text(schema: Any, column: str, file: str, setting: str) -> None:
+def needs_text(schema: 'pyarrow.Schema', column: str, file: str, setting: str) -> None:
     """Raises ConfigError with a list of the columns where an Arrow schema has no such column of text."""
     import pyarrow
 
@@ -80,7 +84,11 @@ def needs_text(schema: Any, column: str, file: str, setting: str) -> None:
 
 
 def read_column(
-    column: Any, name: str, place: str, max_bytes: int, is_selected: Callable[[str], bool]
+    column: 'pyarrow.ChunkedArray | pyarrow.Array',
+    name: str,
+    place: str,
+    max_bytes: int,
+    is_selected: Callable[[str], bool],
 ) -> Iterator[Document]:
     """Yields the documents of the Arrow column `name` whose ids, PLACE:ROW, `is_selected` accepts."""
     for row, text in enumerate(column.cast('large_binary')):

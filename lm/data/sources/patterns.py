@@ -8,12 +8,12 @@ import gzip
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import BinaryIO, ClassVar, cast
 
 from lm.config.configurable import field
 from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
 from lm.errors import ConfigError, MismatchError
-from lm.files import is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path
 
 PACKERS = {
     b'\x1f\x8b': 'gzip',
@@ -59,7 +59,7 @@ class FilePatterns(Source):
         share = f'{100 * self.validation_fraction:g} % of the documents'
         return f"add files for validation, or hold out {share} by {self.gin_name}.path = '{files}'"
 
-    def parts(self, path: Any, unit: int) -> list[Part]:
+    def parts(self, path: AnyPath, unit: int) -> list[Part]:
         """Cuts a file into parts of about `unit` bytes of text, if the format allows it; here the file stays whole."""
         return [Part(str(path), 0, -1, file_size(path))]
 
@@ -116,26 +116,26 @@ class FilePatterns(Source):
             return name
         return identifier.removeprefix(str(_fixed_folder(self._open('train'))[0]))
 
-    def _open(self, split: str) -> Any:
+    def _open(self, split: str) -> AnyPath:
         return open_path(self.path.replace('{split}', split), f'{self.gin_name}.path')
 
     def _by_split(self) -> bool:
         return '{split}' in self.path or (self._open('').is_dir() and not self._unsplit())
 
-    def _unsplit(self) -> list[Any]:
+    def _unsplit(self) -> list[AnyPath]:
         """Returns the files of a folder that has no files of splits."""
         folder = self._open('')
         if not self.unsplit or not folder.is_dir() or any(self._named(name, folder) for name in SPLITS):
             return []
         return regular({file for pattern in self.unsplit for file in folder.glob(pattern)})
 
-    def _named(self, split: str, folder: Any) -> list[Any]:
+    def _named(self, split: str, folder: AnyPath) -> list[AnyPath]:
         """Returns the files of a folder that have the name of the split."""
         patterns = [f'{{split}}{rest}{suffix}' for rest in ('', '-*', '.*') for suffix in self.suffixes]
         found = {file for pattern in (*patterns, *self.below) for file in folder.glob(pattern.format(split=split))}
         return regular(found)
 
-    def _files(self, split: str) -> list[Any]:
+    def _files(self, split: str) -> list[AnyPath]:
         names = [split, *(name for of, name in self.aliases if of == split)]
         found = next((found for name in names if (found := self._files_named(name))), [])
         plain = {str(path) for path in found}
@@ -146,7 +146,7 @@ class FilePatterns(Source):
             )
         return found
 
-    def _files_named(self, split: str) -> list[Any]:
+    def _files_named(self, split: str) -> list[AnyPath]:
         path = self._open(split)
         if path.is_dir() and '{split}' not in self.path:
             return self._named(split, path) or self._unsplit()
@@ -178,7 +178,7 @@ class LinePatterns(FilePatterns):
             return None if name.endswith(PACKED) else f'is packed with gzip; give it a name that ends in {PACKED}'
         return packer and f'is packed with {packer}, which is not read; unpack it, or pack it with gzip'
 
-    def parts(self, path: Any, unit: int) -> list[Part]:
+    def parts(self, path: AnyPath, unit: int) -> list[Part]:
         size = file_size(path)
         if path.name.endswith(PACKED):
             if not size:
@@ -228,11 +228,11 @@ def _skip_line(stream: BinaryIO, length: int) -> int:
     return length
 
 
-def _is_pattern(path: Any) -> bool:
+def _is_pattern(path: AnyPath) -> bool:
     return any(sign in str(path) for sign in '*?[')
 
 
-def _fixed_folder(path: Any) -> tuple[Any, str]:
+def _fixed_folder(path: AnyPath) -> tuple[AnyPath, str]:
     """Returns the part of a pattern before its first wildcard, and the rest. An existing folder such as 'text [2]' has
     no wildcard."""
     fixed = path.parent

@@ -6,12 +6,12 @@ import importlib.util
 import pathlib
 import platform
 import sysconfig
-from typing import Any
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import file_size
 from lm.data.sources.folder import Folder
 from lm.errors import ConfigError
+from lm.files import AnyPath
 
 _SKIPPED = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
 _PACKAGES = 'site-packages'
@@ -29,7 +29,7 @@ class PythonSources(Folder):
 
     suffix = '.py'
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         versions = {'packages': {name: _version(name) for name in self.packages}} if self.packages else {}
         given = {name: value for name, value in super().identity().items() if name != 'packages'}
         return given | {'version': platform.python_version()} | versions
@@ -37,22 +37,22 @@ class PythonSources(Folder):
     def folder(self) -> pathlib.Path:
         return pathlib.Path(sysconfig.get_paths()['stdlib'])
 
-    def files(self, split: str) -> tuple[list[Any], bool]:
+    def files(self, split: str) -> tuple[list[AnyPath], bool]:
         folders = [self.folder(), *map(_folder_of, self.packages)]
         return [path for folder in folders for path in self.find(folder) if _is_taken(path, folder)], True
 
-    def name_of(self, path: pathlib.Path, folder: pathlib.Path) -> str:
+    def name_of(self, path: AnyPath, folder: AnyPath) -> str:
         for package in self.packages:
             if path.is_relative_to(top := _folder_of(package).parent):
                 return f'{_PACKAGES}/{path.relative_to(top).as_posix()}'
         return super().name_of(path, folder)
 
-    def path_of(self, name: str, folder: pathlib.Path) -> pathlib.Path:
+    def path_of(self, name: str, folder: AnyPath) -> AnyPath:
         first, _, rest = name.partition('/')
         return _folder_of(rest.partition('/')[0]).parent / rest if first == _PACKAGES else super().path_of(name, folder)
 
 
-def _is_taken(path: pathlib.Path, folder: pathlib.Path) -> bool:
+def _is_taken(path: AnyPath, folder: AnyPath) -> bool:
     parts = path.relative_to(folder).parts
     return (
         not _SKIPPED & set(parts)

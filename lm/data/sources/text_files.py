@@ -1,14 +1,13 @@
 """Folders of text files."""
 
 import pathlib
-from typing import Any
 
 from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import SPLITS
 from lm.data.sources.folder import Folder, walk, walk_bucket
 from lm.errors import ConfigError
-from lm.files import open_path
+from lm.files import AnyPath, open_path
 
 
 @configurable('text_files')
@@ -26,7 +25,7 @@ class TextFiles(Folder):
 
     suffix = '.txt'
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return super().identity() | ({'layout': 'pg19'} if (self.folder() / 'metadata.csv').exists() else {})
 
     def published_words(self, split: str, documents: int) -> int | None:
@@ -46,12 +45,12 @@ class TextFiles(Folder):
         names = {self.name_of(path, folder) for path in others if path not in read and path.name != 'metadata.csv'}
         return sorted(names)
 
-    def folder(self) -> Any:
+    def folder(self) -> AnyPath:
         folder = open_path(self.path, 'text_files.path')
         if not folder.is_dir():
             raise ConfigError(f'text_files.path = {self.path!r}: no such folder; name a folder of .txt files')
         return folder
 
-    def files(self, split: str) -> tuple[list[Any], bool]:
+    def files(self, split: str) -> tuple[list[AnyPath], bool]:
         folder = self.folder() / split
         return (self.find(folder), False) if folder.is_dir() else (self.find(self.folder()), True)

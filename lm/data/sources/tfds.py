@@ -14,7 +14,7 @@ from lm.config.configurable import configurable, field
 from lm.data import pg19
 from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
 from lm.errors import ConfigError, MismatchError, MissingPackageError
-from lm.files import is_remote, open_path
+from lm.files import AnyPath, is_remote, open_path
 
 _TEXT_FEATURES = {'pg19': 'book_text'}
 _BATCH = 256
@@ -41,7 +41,7 @@ class Tfds(Source):
     )
     version: str | None = field(default=None, help='the version of the dataset; None: the newest under data_dir')
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {'kind': 'tfds', 'name': self.name, 'version': self._folder().name, 'text_feature': self._feature()}
 
     def published_words(self, split: str, documents: int) -> int | None:
@@ -118,10 +118,10 @@ class Tfds(Source):
     def _feature(self) -> str:
         return self.text_feature or _TEXT_FEATURES.get(self.name.split('/')[0], 'text')
 
-    def _data_dir(self) -> Any:
+    def _data_dir(self) -> AnyPath:
         return open_path(self.data_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets', 'tfds.data_dir')
 
-    def _versions(self) -> list[Any]:
+    def _versions(self) -> list[AnyPath]:
         """Returns the prepared versions, oldest first."""
         folder = self._data_dir() / self.name
         if self.version:
@@ -135,7 +135,7 @@ class Tfds(Source):
             key=lambda path: [int(number) if number.isdigit() else 0 for number in path.name.split('.')],
         )
 
-    def _folder(self) -> Any:
+    def _folder(self) -> AnyPath:
         versions = self._versions()
         if not versions:
             raise ConfigError(
@@ -160,13 +160,13 @@ def _info(folder: str) -> Any:
     return info
 
 
-def _records(path: Any, part: Part) -> Iterator[bytes]:
+def _records(path: AnyPath, part: Part) -> Iterator[bytes]:
     if '.array_record' in path.name:
         return _array_records(path, part)
     return _tf_records(path, part)
 
 
-def _array_records(path: Any, part: Part) -> Iterator[bytes]:
+def _array_records(path: AnyPath, part: Part) -> Iterator[bytes]:
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:
@@ -186,7 +186,7 @@ def _array_records(path: Any, part: Part) -> Iterator[bytes]:
         raise _damaged(path, position, error) from None
 
 
-def _tf_records(path: Any, part: Part) -> Iterator[bytes]:
+def _tf_records(path: AnyPath, part: Part) -> Iterator[bytes]:
     """Reads TFRecord framing: length, masked crc32c of the length, data, masked crc32c of the data, little-endian."""
     with path.open('rb') as file:
         for i in range(part.stop):
@@ -209,5 +209,5 @@ def masked_crc(content: bytes) -> bytes:
     return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def _damaged(path: Any, record: int, error: Exception | str) -> MismatchError:
+def _damaged(path: AnyPath, record: int, error: Exception | str) -> MismatchError:
     return MismatchError(f'{path}: damaged at record {record} ({" ".join(str(error).split())[:150]}); fetch it again')

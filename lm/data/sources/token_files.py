@@ -7,7 +7,6 @@ before each document; here it ends the document before it.
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, file_size, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import ConfigError, MismatchError
-from lm.files import open_path
+from lm.files import AnyPath, open_path
 
 HEADER_BYTES = 1024
 MAGICS = {20_240_520: 'uint16', 20_240_801: 'uint32'}
@@ -43,7 +42,7 @@ class TokenFiles(FilePatterns):
                 f'{eod}, or the tokenizer that made the tokens'
             )
 
-    def parts(self, path: Any, unit: int) -> list[Part]:
+    def parts(self, path: AnyPath, unit: int) -> list[Part]:
         dtype, _, count = self._layout(path)
         step = max(1, unit // dtype.itemsize)
         cuts = [*range(0, count, step), count]
@@ -79,7 +78,7 @@ class TokenFiles(FilePatterns):
             tokens = np.concatenate(pieces)
             yield Document(identifier, tokens=tokens) if tokens.nbytes <= max_bytes else too_long(identifier, max_bytes)
 
-    def _layout(self, path: Any) -> tuple[np.dtype, int, int]:
+    def _layout(self, path: AnyPath) -> tuple[np.dtype, int, int]:
         """Returns (type of the tokens, bytes before the first, how many). Raises MismatchError for a cut file."""
         size = file_size(path)
         with path.open('rb') as file:

@@ -1,7 +1,5 @@
 """The configurations of tokenizers."""
 
-from typing import Any
-
 from lm.config.configurable import Configurable, configurable, field
 from lm.data.tokenizers.patterns import PATTERNS
 
@@ -12,7 +10,7 @@ class TokenizerChoice(Configurable):
     end_of_document: str | None = None
     """The token behind each document; None: the choice of the tokenizer."""
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Returns all that the tokenizer depends on, for dataset.json."""
         raise NotImplementedError
 
@@ -43,5 +41,5 @@ class TokenizerConfig(TokenizerChoice):
         default='gpt2', choices=tuple(PATTERNS), help='how text is split where model_path is a file of ranks'
     )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ('vocab_size', 'model_type', 'sample_bytes', 'model_path')}

@@ -7,13 +7,16 @@ that token.
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lm.data.tokenizers.base import Tokenizer
 from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import parse_json
+
+if TYPE_CHECKING:
+    import tokenizers
 
 ENDS = ('<|endoftext|>', '<|end_of_text|>', '<｜end▁of▁sentence｜>', '</s>', '<eos>', '[EOS]')
 """How the token behind a document is called, the first special one; another one is tokenizer.end_of_document.
@@ -82,7 +85,7 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.id_to_token(index) or ''
 
 
-def _find_begin(tokenizer: Any) -> int | None:
+def _find_begin(tokenizer: 'tokenizers.Tokenizer') -> int | None:
     """Returns the token that the post-processor puts before a text; None: there is none."""
     try:
         whole, text = (tokenizer.encode('a', add_special_tokens=more).ids for more in (True, False))
@@ -91,12 +94,12 @@ def _find_begin(tokenizer: Any) -> int | None:
     return whole[0] if whole[:1] != text[:1] else None
 
 
-def _find_special(tokenizer: Any) -> set[int]:
+def _find_special(tokenizer: 'tokenizers.Tokenizer') -> set[int]:
     """Returns the tokens that the file marks as special."""
     return {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
-def _find_ends(tokenizer: Any, vocabulary: dict[str, int]) -> tuple[int, ...]:
+def _find_ends(tokenizer: 'tokenizers.Tokenizer', vocabulary: dict[str, int]) -> tuple[int, ...]:
     """Returns the special tokens with a name of `ENDS`, in this order. Where no token is special, each may be one."""
     special, named = _find_special(tokenizer), [vocabulary[name] for name in ENDS if name in vocabulary]
     return tuple(i for i in named if i in special or not special)

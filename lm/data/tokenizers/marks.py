@@ -1,10 +1,10 @@
 """The tokens around a text, as config.json of a checkpoint or run.json of an import states them."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lm.errors import MismatchError
-from lm.files import AnyPath, parse_json
+from lm.files import AnyPath, parse_json_object
 
 
 class TextMarks(NamedTuple):
@@ -29,14 +29,14 @@ def read_marks(folder: AnyPath) -> TextMarks:
     return read_config_marks(_read(folder / 'config.json'), folder)
 
 
-def read_config_marks(config: Mapping[str, Any], folder: AnyPath) -> TextMarks:
+def read_config_marks(config: Mapping[str, object], folder: AnyPath) -> TextMarks:
     """Returns the tokens that a config.json states, and tokenizer_config.json beside it may take back."""
     marks = find_marks(config)
     adds_begin = marks.begin is None or _read(folder / 'tokenizer_config.json').get('add_bos_token') is not False
     return marks if adds_begin else marks._replace(begin=None)
 
 
-def find_marks(config: Mapping[str, Any]) -> TextMarks:
+def find_marks(config: Mapping[str, object]) -> TextMarks:
     """Returns the tokens that the contents of a config.json state. Tokens that the model does not have do not count."""
     text = config.get('text_config')
     config = {**text, **config} if isinstance(text, dict) else config
@@ -48,7 +48,7 @@ def find_marks(config: Mapping[str, Any]) -> TextMarks:
     return TextMarks(tuple(ends), begins[0] if begins else None)
 
 
-def check_marks(config: Mapping[str, Any], where: AnyPath) -> None:
+def check_marks(config: Mapping[str, object], where: AnyPath) -> None:
     """Raises MismatchError if a config.json, which lies at `where`, names a token that its model does not have.
 
     The id -1 stands for no token.
@@ -63,15 +63,14 @@ def check_marks(config: Mapping[str, Any], where: AnyPath) -> None:
                 raise MismatchError(f'{where}: {name} = {index}: the ids of this model are below {size}; correct it')
 
 
-def _list_ids(value: Any) -> tuple[int, ...]:
+def _list_ids(value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
     return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
 
 
-def _read(path: AnyPath) -> dict[str, Any]:
+def _read(path: AnyPath) -> dict[str, object]:
     """Returns the object in a file of JSON; {} where the file is missing or damaged: others report that."""
     try:
-        found = parse_json(path.read_bytes())
+        return parse_json_object(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

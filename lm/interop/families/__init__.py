@@ -2,12 +2,12 @@
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from lm.config.configurable import import_modules
 from lm.errors import ConfigError, MismatchError
 from lm.interop.families.base import FAMILIES, Family
+from lm.interop.hyperparameters import Hyperparameters
 
 import_modules(__name__, __path__)
 
@@ -19,7 +19,7 @@ MANY_LAYERS = 1000
 """More layers than any published model has."""
 
 
-def choose(config: Mapping[str, Any], path: pathlib.Path) -> Family:
+def choose(config: Hyperparameters, path: pathlib.Path) -> Family:
     """Returns the family of a checkpoint with this config.json, which lies at `path`.
 
     Raises ConfigError if no family reads the checkpoint, or no model here computes the same; the message names what
@@ -35,13 +35,12 @@ def choose(config: Mapping[str, Any], path: pathlib.Path) -> Family:
     return FAMILIES[kind]
 
 
-def check_layers(config: Mapping[str, Any], count_tensors: Callable[[], int], path: pathlib.Path) -> None:
+def check_layers(config: Hyperparameters, count_tensors: Callable[[], int], path: pathlib.Path) -> None:
     """Raises MismatchError if the checkpoint at `path` names many layers, and more than it has tensors.
 
     A description of so many layers could take hours.
     """
-    text = config.get('text_config')
-    for name, value in {**(text if isinstance(text, dict) else {}), **config}.items():
+    for name, value in (config.section('text_config') | config).items():
         if name in LAYERS and isinstance(value, int) and value > MANY_LAYERS and value > (tensors := count_tensors()):
             raise MismatchError(f'{path}: {name} = {value}, and there are only {tensors} tensors; fetch it again')
 

@@ -2,12 +2,12 @@
 
 import abc
 import pathlib
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from lm.errors import MismatchError
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 Tensors = dict[str, np.ndarray]
@@ -41,7 +41,7 @@ class Family(abc.ABC):
     def __init_subclass__(cls) -> None:
         FAMILIES.update(dict.fromkeys(cls.__dict__.get('model_types', ()), cls()))
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
+    def differences(self, config: Hyperparameters) -> list[str]:
         """Returns in words what no model here can compute; empty if a model here computes the same."""
         return []
 
@@ -49,14 +49,14 @@ class Family(abc.ABC):
         """Returns the config.gin with all settings of the training, or None: such checkpoints have none."""
         return None
 
-    def context_length(self, config: Mapping[str, Any]) -> int | None:
+    def context_length(self, config: Hyperparameters) -> int | None:
         """Returns the longest context of the training, or None where the checkpoint does not say it."""
-        return config.get('max_position_embeddings')
+        return config.find_integer('max_position_embeddings')
 
     @abc.abstractmethod
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         """Returns the model that computes the same. `allow_imports`: a config.gin in `folder` may import modules."""
 
     @abc.abstractmethod
-    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
         """Returns the tensors under the names of `lm.interop.names`. Removes those that it uses from `theirs`."""

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from lm.attention import DEFAULT, Attention
 from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 T = TypeVar('T')
@@ -58,43 +59,43 @@ class Decoder(Family):
     turns_parts: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         """Returns further fields of the model."""
         return {}
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
+    def layer_types(self, config: Hyperparameters) -> list[str]:
         """Returns the type of each layer."""
-        return [FULL] * config['num_hidden_layers']
+        return [FULL for _ in count_layers(config)]
 
-    def window(self, config: Mapping[str, Any]) -> int | None:
+    def window(self, config: Hyperparameters) -> int | None:
         """Returns the window of the layers of type `SLIDING`."""
-        return config.get('sliding_window')
+        return config.find_integer('sliding_window')
 
-    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
         """Returns the mechanism of a layer."""
         kind = self.layer_types(config)[layer]
         own, full = self.rotary(config, kind), self.rotary(config)
-        options: dict[str, Any] = {'window': self.window(config) if kind == SLIDING else None}
+        options: dict[str, object] = {'window': self.window(config) if kind == SLIDING else None}
         if (own.base, own.scaling) != (full.base, full.scaling):
             options |= {'rotary_base': own.base, 'rotary_scaling': own.scaling}
         return dataclasses.replace(DEFAULT(), **options)
 
-    def head_dim(self, config: Mapping[str, Any]) -> int:
+    def head_dim(self, config: Hyperparameters) -> int:
         """Returns the size of a head."""
-        return config.get('head_dim') or config['hidden_size'] // config['num_attention_heads']
+        return config.find_integer('head_dim') or config.integer('hidden_size') // config.integer('num_attention_heads')
 
-    def find_activation(self, config: Mapping[str, Any]) -> str:
+    def find_activation(self, config: Hyperparameters) -> str:
         """Returns their name of the activation."""
-        return config.get('hidden_act') or self.activation
+        return config.find_text('hidden_act') or self.activation
 
-    def rotary(self, config: Mapping[str, Any], layer_type: str = FULL) -> RotaryEntry:
+    def rotary(self, config: Hyperparameters, layer_type: str = FULL) -> RotaryEntry:
         """Returns the rotary positions of the layers of one type."""
         return RotaryEntry(config, self.rotary_base)
 
-    def is_tied(self, config: Mapping[str, Any]) -> bool:
-        return bool(config.get('tie_word_embeddings', self.tied))
+    def is_tied(self, config: Hyperparameters) -> bool:
+        return config.flag('tie_word_embeddings', self.tied)
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
+    def differences(self, config: Hyperparameters) -> list[str]:
         activation = self.find_activation(config)
         types = {FULL, *self.layer_types(config)}
         rotary = dict.fromkeys(
@@ -102,36 +103,36 @@ class Decoder(Family):
         )
         found = {
             f'hidden_act = {activation!r}': activation not in self.ACTIVATIONS,
-            'biases in attention': bool(config.get('attention_bias')),
-            'biases in the linear units': bool(config.get('mlp_bias')),
+            'biases in attention': config.flag('attention_bias'),
+            'biases in the linear units': config.flag('mlp_bias'),
             f'layers of type {", ".join(sorted(types - {*self.kinds}))}': bool(types - {*self.kinds}),
-            'tokens that see later ones': bool(config.get('use_bidirectional_attention')),
+            'tokens that see later ones': config.flag('use_bidirectional_attention'),
             'quantized weights': config.get('quantization_config') is not None,
         }
         return [*rotary] + [what for what, differs in found.items() if differs]
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
-        rotary, heads, layers = self.rotary(config), config['num_attention_heads'], config['num_hidden_layers']
-        further: dict[str, Any] = {'embedding_scale': 1.0, 'rotary_base': rotary.base, **self.options(config)}
-        return ModelConfig(
-            vocab_size=config['vocab_size'],
-            n_layers=layers,
-            d_model=config['hidden_size'],
+    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+        rotary, heads = self.rotary(config), config.integer('num_attention_heads')
+        further: dict[str, object] = {'embedding_scale': 1.0, 'rotary_base': rotary.base, **self.options(config)}
+        model = ModelConfig(
+            vocab_size=config.integer('vocab_size'),
+            n_layers=config.integer('num_hidden_layers'),
+            d_model=config.integer('hidden_size'),
             n_heads=heads,
-            n_kv_heads=config.get('num_key_value_heads') or heads,
+            n_kv_heads=config.find_integer('num_key_value_heads') or heads,
             head_dim=self.head_dim(config),
-            hidden_dim=config['intermediate_size'],
-            attention=find_pattern([self.attention(config, layer) for layer in range(layers)]),
+            hidden_dim=config.integer('intermediate_size'),
+            attention=find_pattern([self.attention(config, layer) for layer in count_layers(config)]),
             norm='rms',
-            norm_epsilon=float(config.get('rms_norm_eps', self.epsilon)),
+            norm_epsilon=config.number('rms_norm_eps', self.epsilon),
             activation=self.ACTIVATIONS[self.find_activation(config)],
             sinusoids=False,
             rotary_scaling=rotary.scaling,
             tied=self.is_tied(config),
-            **further,
         )
+        return dataclasses.replace(model, **further)
 
-    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
         # Old files keep the frequencies, but the configuration determines them.
         for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq') or name.startswith(self.without)]:
             del theirs[name]
@@ -143,12 +144,12 @@ class Decoder(Family):
         }
         if not self.is_tied(config):
             ours['head.weight'] = theirs.pop('lm_head.weight')
-        for i in range(config['num_hidden_layers']):
+        for i in count_layers(config):
             found = self.layer(LayerTensors(theirs, f'model.layers.{i}.'), config, i)
             ours |= {f'layers.{i}.{name}': tensor for name, tensor in found.items()}
         return ours
 
-    def layer(self, theirs: 'LayerTensors', config: Mapping[str, Any], layer: int) -> Tensors:
+    def layer(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
         """Returns the tensors of one layer under our names."""
         norms = {f'{our}.weight': theirs.take(f'{their}.weight') for our, their in self.norms.items()}
         return {
@@ -157,18 +158,18 @@ class Decoder(Family):
             **{name: tensor + np.float32(self.gain) for name, tensor in norms.items()},
         }
 
-    def attention_tensors(self, theirs: 'LayerTensors', config: Mapping[str, Any], layer: int) -> Tensors:
+    def attention_tensors(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
         """Returns the tensors of attention under our names."""
         found = {f'{our}.weight': theirs.join(MAPS[our]) for our in ('qkv', 'attention_out')}
         if theirs.has(f'{MAPS["qkv"][0]}.bias'):
             found['qkv.bias'] = theirs.join(MAPS['qkv'], 'bias')
         return found
 
-    def unit_tensors(self, theirs: 'LayerTensors', config: Mapping[str, Any], layer: int) -> Tensors:
+    def unit_tensors(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
         """Returns the tensors of the feed-forward layer under our names."""
         return {f'{our}.weight': theirs.join(MAPS[our]) for our in ('glu_in', 'glu_out')}
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
         windows = [getattr(one, 'window', None) for one in model.layers]
         options = [model.resolve(one) for one in model.layers]
@@ -233,8 +234,14 @@ class Decoder(Family):
     def scale_of(self, model: ModelConfig) -> float:
         """Returns the factor of the embeddings of this family: the model's over its own."""
         root = math.sqrt(model.d_model)
-        own = {'embedding_scale': 1.0, **self.options(self.describe(model))}['embedding_scale']
-        return (root if model.embedding_scale is None else model.embedding_scale) / (root if own is None else own)
+        own = Hyperparameters({'embedding_scale': 1.0, **self.options(Hyperparameters(self.describe(model)))})
+        factor = own.find_number('embedding_scale')
+        return (root if model.embedding_scale is None else model.embedding_scale) / (root if factor is None else factor)
+
+
+def count_layers(config: Hyperparameters) -> range:
+    """Returns the numbers of the layers."""
+    return range(config.integer('num_hidden_layers'))
 
 
 class LayerTensors(NamedTuple):

@@ -1,11 +1,12 @@
 """DeltaNet of flash-linear-attention."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import LayerOptions
 
@@ -17,7 +18,7 @@ class DeltaNet(RecurrentDecoder):
     architecture = 'DeltaNetForCausalLM'
     layer_type = 'linear_attention'
     gate_entry = 'use_gate'
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Mapping[str, object]] = {
         'num_heads': 16,
         'expand_k': 1.0,
         'expand_v': 1.0,
@@ -25,20 +26,20 @@ class DeltaNet(RecurrentDecoder):
         'use_gate': False,
         'allow_neg_eigval': False,
     }
-    fixed: ClassVar[Mapping[str, Any]] = {
+    fixed: ClassVar[Mapping[str, object]] = {
         'use_short_conv': True,
         'use_beta': True,
         'qk_norm': 'l2',
         'qk_activation': 'silu',
     }
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {'negative': config['allow_neg_eigval']}
+    def settings_of(self, config: Hyperparameters) -> dict[str, object]:
+        return {'negative': config.flag('allow_neg_eigval')}
 
     def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
         return {'mechanism_in.weight': theirs.take('attn.b_proj.weight')}
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
         found = super().describe_layer(options, model)
         del found['num_kv_heads']
         return found | {'allow_neg_eigval': getattr(model.layers[0], 'negative', False)}

@@ -3,13 +3,13 @@
 Files have three matrices for each expert, and models here one array for all of them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward.experts import Experts
 
@@ -17,9 +17,9 @@ BALANCE = 'router_aux_loss_coef'
 """The entry of config.json with the coefficient of the balance loss of each layer."""
 
 
-def read_balance(config: Mapping[str, Any], default: float = 0.0) -> float:
+def read_balance(config: Hyperparameters, default: float = 0.0) -> float:
     """Returns the coefficient of the balance loss in a config.json; null stands for none."""
-    return float(config.get(BALANCE, default) or 0.0)
+    return config.find_number(BALANCE, default) or 0.0
 
 
 def describe_balance(model: ModelConfig) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder, cut_rows
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import LayerOptions
 
@@ -18,7 +19,7 @@ class GatedDeltaNet(RecurrentDecoder):
     architecture = 'GatedDeltaNetForCausalLM'
     layer_type = 'linear_attention'
     gate_entry = 'use_gate'
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Mapping[str, object]] = {
         'num_heads': 6,
         'head_dim': 256,
         'expand_v': 2.0,
@@ -27,18 +28,19 @@ class GatedDeltaNet(RecurrentDecoder):
         'output_gate_activation': 'swish',
         'allow_neg_eigval': False,
     }
-    fixed: ClassVar[Mapping[str, Any]] = {'use_short_conv': True}
+    fixed: ClassVar[Mapping[str, object]] = {'use_short_conv': True}
 
-    def sizes(self, config: Mapping[str, Any]) -> HeadSizes:
-        heads, size = config['num_heads'], config['head_dim']
-        return HeadSizes(heads, heads, config.get('num_v_heads') or heads, size, round(size * config['expand_v']))
+    def sizes(self, config: Hyperparameters) -> HeadSizes:
+        heads, size = config.integer('num_heads'), config.integer('head_dim')
+        values = config.find_integer('num_v_heads') or heads
+        return HeadSizes(heads, heads, values, size, round(size * config.number('expand_v')))
 
-    def gate_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        form = {'swish': 'silu'}.get(config['output_gate_activation'], config['output_gate_activation'])
-        return super().gate_options(config) | {'output_gate_form': form}
+    def gate_options(self, config: Hyperparameters) -> dict[str, object]:
+        form = config.text('output_gate_activation')
+        return super().gate_options(config) | {'output_gate_form': {'swish': 'silu'}.get(form, form)}
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {'gate': True, 'negative': config['allow_neg_eigval']}
+    def settings_of(self, config: Hyperparameters) -> dict[str, object]:
+        return {'gate': True, 'negative': config.flag('allow_neg_eigval')}
 
     def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
         return {
@@ -47,7 +49,7 @@ class GatedDeltaNet(RecurrentDecoder):
             'attention.gate.log_rate': theirs.take('attn.A_log'),
         }
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
         heads, dims, gate = options.heads, options.dims, options.gate
         return {
             'num_heads': heads.queries,

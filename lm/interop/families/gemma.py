@@ -1,9 +1,7 @@
 """Gemma 1."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from lm.interop.families.decoder import Decoder
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -16,16 +14,16 @@ class Gemma(Decoder):
     tied = True
     gain = 1.0
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         return {'embedding_scale': None}
 
-    def head_dim(self, config: Mapping[str, Any]) -> int:
-        return config.get('head_dim', 256)
+    def head_dim(self, config: Hyperparameters) -> int:
+        return config.integer('head_dim', 256)
 
-    def find_activation(self, config: Mapping[str, Any]) -> str:
+    def find_activation(self, config: Hyperparameters) -> str:
         """Returns tanh's GELU, whatever `hidden_act` is: transformers computes it for 'gelu' too."""
-        name = config.get('hidden_activation') or config.get('hidden_act') or 'gelu'
+        name = config.find_text('hidden_activation') or config.find_text('hidden_act') or 'gelu'
         return 'gelu_pytorch_tanh' if name == 'gelu' else name
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         return super().describe(model) | {'hidden_act': 'gelu_pytorch_tanh'}

@@ -1,12 +1,12 @@
 """Gemma 2."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.attention import Attention
-from lm.interop.families.decoder import FULL, SLIDING
+from lm.interop.families.decoder import FULL, SLIDING, count_layers
 from lm.interop.families.gemma import Gemma
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -22,35 +22,35 @@ class Gemma2(Gemma):
         'glu_norm': 'pre_feedforward_layernorm',
         'glu_out_norm': 'post_feedforward_layernorm',
     }
-    caps: ClassVar[Mapping[str, float | None]] = {'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0}
+    caps: ClassVar = {'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0}
     """The soft caps where config.json states none."""
     has_score_cap: ClassVar[bool] = True
     every: ClassVar[int] = 2
     """One layer of this many sees all tokens."""
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        cap = {**self.caps, **config}['final_logit_softcapping']
+    def options(self, config: Hyperparameters) -> dict[str, object]:
+        cap = (self.caps | config).find_number('final_logit_softcapping')
         return {'embedding_scale': None, 'norm_placement': 'both', 'logit_cap': cap}
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
-        every = config.get('sliding_window_pattern') or self.every
-        types = [FULL if i % every == every - 1 else SLIDING for i in range(config['num_hidden_layers'])]
-        return config.get('layer_types') or types
+    def layer_types(self, config: Hyperparameters) -> list[str]:
+        every = config.find_integer('sliding_window_pattern') or self.every
+        types = [FULL if i % every == every - 1 else SLIDING for i in count_layers(config)]
+        return config.texts('layer_types') or types
 
-    def window(self, config: Mapping[str, Any]) -> int | None:
-        return config.get('sliding_window', 4096)
+    def window(self, config: Hyperparameters) -> int | None:
+        return config.find_integer('sliding_window', 4096)
 
-    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
-        size = config.get('query_pre_attn_scalar', 256)
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
+        size = config.integer('query_pre_attn_scalar', 256)
         scale = None if size == self.head_dim(config) else size**-0.5
-        cap = {**self.caps, **config}['attn_logit_softcapping'] if self.has_score_cap else None
+        cap = (self.caps | config).find_number('attn_logit_softcapping') if self.has_score_cap else None
         return dataclasses.replace(super().attention(config, layer), scale=scale, score_cap=cap)
 
-    def find_activation(self, config: Mapping[str, Any]) -> str:
+    def find_activation(self, config: Hyperparameters) -> str:
         """Returns their name of the activation."""
-        return config.get('hidden_activation') or 'gelu_pytorch_tanh'
+        return config.find_text('hidden_activation') or 'gelu_pytorch_tanh'
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         scale, cap = (getattr(model.pattern[0], name, None) for name in ('scale', 'score_cap'))
         shared = super().describe(model)
         return shared | {

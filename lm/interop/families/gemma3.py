@@ -1,11 +1,11 @@
 """Gemma 3, its models of text."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, SLIDING
 from lm.interop.families.gemma2 import Gemma2
 from lm.interop.families.rotary_entry import RotaryEntry, describe_types
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -21,14 +21,14 @@ class Gemma3(Gemma2):
     has_score_cap = False  # `transformers` keeps the entry, and computes without it
     every = 6
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         return {**super().options(config), 'qk_norm': True}
 
-    def rotary(self, config: Mapping[str, Any], layer_type: str = FULL) -> RotaryEntry:
+    def rotary(self, config: Hyperparameters, layer_type: str = FULL) -> RotaryEntry:
         if layer_type == FULL:
             return super().rotary(config)
-        local = {**config, 'rope_theta': config.get('rope_local_base_freq'), 'rope_scaling': None}
+        local = config | {'rope_theta': config.get('rope_local_base_freq'), 'rope_scaling': None}
         return RotaryEntry(local, 10_000.0, SLIDING)
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         return super().describe(model) | {'rope_parameters': describe_types(model)}

@@ -1,11 +1,10 @@
 """Gemma 3 with its tower for pictures: the language model alone."""
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.gemma3 import Gemma3
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 DEFAULTS = {
@@ -27,16 +26,16 @@ class Gemma3Vision(Gemma3):
     model_types = ('gemma3',)
     architecture = ''
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
+    def differences(self, config: Hyperparameters) -> list[str]:
         return super().differences(_text(config))
 
-    def context_length(self, config: Mapping[str, Any]) -> int | None:
+    def context_length(self, config: Hyperparameters) -> int | None:
         return super().context_length(_text(config))
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         return super().model(folder, _text(config), allow_imports)
 
-    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
         for name in list(theirs):
             tensor, end = theirs.pop(name), name.removeprefix('model.')
             if not end.startswith(PICTURES):
@@ -48,7 +47,7 @@ class Gemma3Vision(Gemma3):
         return super().tensors(theirs, _text(config))
 
 
-def _text(config: Mapping[str, Any]) -> dict[str, Any]:
+def _text(config: Hyperparameters) -> Hyperparameters:
     """Returns the config.json of the language model."""
     tied = {name: config[name] for name in ('tie_word_embeddings', 'quantization_config') if name in config}
-    return DEFAULTS | tied | dict(config.get('text_config') or {})
+    return DEFAULTS | tied | config.section('text_config')

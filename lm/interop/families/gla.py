@@ -1,11 +1,12 @@
 """Gated linear attention of flash-linear-attention."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model.options import LayerOptions
 
 
@@ -16,16 +17,16 @@ class Gla(RecurrentDecoder):
     architecture = 'GLAForCausalLM'
     layer_type = 'gated_linear_attention'
     gain_names = ('g_norm_swish_gate', 'g_norm')
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Mapping[str, object]] = {
         'num_heads': 4,
         'expand_k': 0.5,
         'expand_v': 1.0,
         'use_short_conv': False,
         'use_output_gate': True,
     }
-    fixed: ClassVar[Mapping[str, Any]] = {'feature_map': None, 'clamp_min': None, 'elementwise_affine': True}
+    fixed: ClassVar[Mapping[str, object]] = {'feature_map': None, 'clamp_min': None, 'elementwise_affine': True}
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         return {'gate': 'channel'}
 
     def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:

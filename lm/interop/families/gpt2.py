@@ -1,10 +1,10 @@
 """GPT-2."""
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.base import Family, Tensors, drop_tied_head
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -16,46 +16,46 @@ class Gpt2(Family):
     MASKS = ('.attn.bias', '.attn.masked_bias')
     """Endings of the tensors in old files that are no weights."""
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
-        activation = config.get('activation_function', 'gelu_new')
+    def differences(self, config: Hyperparameters) -> list[str]:
+        activation = config.text('activation_function', 'gelu_new')
         found = {
             f'activation_function = {activation!r}': activation not in self.ACTIVATIONS,
-            'attention that is not scaled': not config.get('scale_attn_weights', True),
-            'attention that is scaled by the layer': bool(config.get('scale_attn_by_inverse_layer_idx')),
-            'attention to an encoder': bool(config.get('add_cross_attention')),
+            'attention that is not scaled': not config.flag('scale_attn_weights', True),
+            'attention that is scaled by the layer': config.flag('scale_attn_by_inverse_layer_idx'),
+            'attention to an encoder': config.flag('add_cross_attention'),
             'quantized weights': config.get('quantization_config') is not None,
         }
         return [what for what, differs in found.items() if differs]
 
-    def context_length(self, config: Mapping[str, Any]) -> int | None:
-        return config.get('n_positions')
+    def context_length(self, config: Hyperparameters) -> int | None:
+        return config.find_integer('n_positions')
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
-        width, heads = config['n_embd'], config['n_head']
+    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+        width, heads = config.integer('n_embd'), config.integer('n_head')
         return ModelConfig(
-            vocab_size=config['vocab_size'],
-            n_layers=config['n_layer'],
+            vocab_size=config.integer('vocab_size'),
+            n_layers=config.integer('n_layer'),
             d_model=width,
             n_heads=heads,
             head_dim=width // heads,
-            hidden_dim=config.get('n_inner') or 4 * width,
-            activation=self.ACTIVATIONS[config.get('activation_function', 'gelu_new')],
-            norm_epsilon=float(config.get('layer_norm_epsilon', 1e-5)),
+            hidden_dim=config.find_integer('n_inner') or 4 * width,
+            activation=self.ACTIVATIONS[config.text('activation_function', 'gelu_new')],
+            norm_epsilon=config.number('layer_norm_epsilon', 1e-5),
             gated=False,
             biases=True,
             embedding_scale=1.0,
             sinusoids=False,
             rotary_base=None,
-            learned_positions=config['n_positions'],
-            tied=bool(config.get('tie_word_embeddings', True)),
+            learned_positions=config.integer('n_positions'),
+            tied=config.flag('tie_word_embeddings', True),
         )
 
-    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
         for name in [name for name in theirs if name.endswith(self.MASKS)]:
             del theirs[name]
         # The files of the first GPT-2 have 'wte.weight', newer files 'transformer.wte.weight'.
         begin = 'transformer.' if 'transformer.wte.weight' in theirs else ''
-        tied = config.get('tie_word_embeddings', True)
+        tied = config.flag('tie_word_embeddings', True)
         if tied:
             drop_tied_head(theirs, f'{begin}wte.weight')
         take = lambda name: theirs.pop(begin + name)  # noqa: E731
@@ -68,7 +68,7 @@ class Gpt2(Family):
         if not tied:
             ours['head.weight'] = theirs.pop('lm_head.weight')
         maps = {'qkv': 'attn.c_attn', 'attention_out': 'attn.c_proj', 'glu_in': 'mlp.c_fc', 'glu_out': 'mlp.c_proj'}
-        for i in range(config['n_layer']):
+        for i in range(config.integer('n_layer')):
             for our, their in maps.items():  # GPT-2 matrices have inputs first
                 ours[f'layers.{i}.{our}.weight'] = take(f'h.{i}.{their}.weight').T
                 ours[f'layers.{i}.{our}.bias'] = take(f'h.{i}.{their}.bias')

@@ -1,7 +1,7 @@
 """Kimi delta attention of flash-linear-attention."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.gated_deltanet import GatedDeltaNet
 from lm.interop.families.recurrent_decoder import HeadSizes, cut_rows
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import LayerOptions
 
@@ -21,7 +22,7 @@ class Kda(GatedDeltaNet):
 
     model_types = ('kda',)
     architecture = 'KDAForCausalLM'
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Mapping[str, object]] = {
         'num_heads': 16,
         'head_dim': 128,
         'expand_v': 1.0,
@@ -30,17 +31,17 @@ class Kda(GatedDeltaNet):
         'output_gate_activation': 'sigmoid',
         'allow_neg_eigval': False,
     }
-    fixed: ClassVar[Mapping[str, Any]] = {
+    fixed: ClassVar[Mapping[str, object]] = {
         'use_short_conv': True,
         'expand_v': 1.0,  # the matrices of factors and of gates have as many rows as a value has channels
         'safe_gate': False,
         'lower_bound': None,
     }
 
-    def gate_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return super().gate_options(config) | {'output_gate_rank': config['head_dim']}
+    def gate_options(self, config: Hyperparameters) -> dict[str, object]:
+        return super().gate_options(config) | {'output_gate_rank': config.integer('head_dim')}
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         return super().settings_of(config) | {'gate': 'channel'}
 
     def gate_tensors(self, theirs: LayerTensors) -> Tensors:
@@ -60,7 +61,7 @@ class Kda(GatedDeltaNet):
             'attention.gate.log_rate': theirs.take('attn.A_log'),
         }
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
         found = super().describe_layer(options, model)
         return {name: value for name, value in found.items() if name not in ('use_gate', 'output_gate_activation')}
 

@@ -1,14 +1,14 @@
 """Kimi Linear."""
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, Decoder, LayerTensors, cut, find_pattern
+from lm.interop.families.decoder import FULL, Decoder, LayerTensors, count_layers, cut, find_pattern
 from lm.interop.families.expert_tensors import describe_balance, read_balance, stack_experts, unstack_experts
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
@@ -64,89 +64,91 @@ class KimiLinear(Decoder):
     epsilon = 1e-5
     kinds = (FULL, LINEAR)
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
+    def differences(self, config: Hyperparameters) -> list[str]:
+        heads = config.integer('num_attention_heads')
         found = {
             'queries of low rank': config.get('q_lora_rank') is not None,
             'rotary positions': config.get('mla_use_nope') is False,
             'softmax in the router': config.get('moe_router_activation_func', 'sigmoid') != 'sigmoid',
             'layers without experts in between': config.get('moe_layer_freq', 1) != 1,
-            'fewer keys than queries': (config.get('num_key_value_heads') or config['num_attention_heads'])
-            != config['num_attention_heads'],
+            'fewer keys than queries': (config.find_integer('num_key_value_heads') or heads) != heads,
         }
         return super().differences(config) + [what for what, differs in found.items() if differs]
 
-    def context_length(self, config: Mapping[str, Any]) -> int | None:
-        return config.get('model_max_length') or config.get('max_position_embeddings')
+    def context_length(self, config: Hyperparameters) -> int | None:
+        return config.find_integer('model_max_length') or config.find_integer('max_position_embeddings')
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        layers = [self.feed_forward(config, i) for i in range(config['num_hidden_layers'])]
+    def options(self, config: Hyperparameters) -> dict[str, object]:
+        layers = [self.feed_forward(config, i) for i in count_layers(config)]
         is_dense = all(isinstance(one, DenseLayer) for one in layers)
         return {'rotary_base': None, 'feed_forward': None if is_dense else find_pattern(layers)}
 
-    def head_dim(self, config: Mapping[str, Any]) -> int:
+    def head_dim(self, config: Hyperparameters) -> int:
         sizes = read_sizes(config)
-        return sizes['qk_nope_head_dim'] + sizes['qk_rope_head_dim']
+        return sizes.integer('qk_nope_head_dim') + sizes.integer('qk_rope_head_dim')
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
-        layers = range(config['num_hidden_layers'])
-        full = (config.get('linear_attn_config') or {}).get('full_attn_layers')
-        if full is not None:  # it counts layers from 1
+    def layer_types(self, config: Hyperparameters) -> list[str]:
+        layers, delta = count_layers(config), config.section('linear_attn_config')
+        if delta.get('full_attn_layers') is not None:  # it counts layers from 1
+            full = delta.integers('full_attn_layers')
             return [FULL if i + 1 in full else LINEAR for i in layers]
-        return config.get('layer_types') or [FULL if i and i % 4 == 0 else LINEAR for i in layers]
+        return config.texts('layer_types') or [FULL if i and i % 4 == 0 else LINEAR for i in layers]
 
-    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
         kind, sizes = self.layer_types(config)[layer], read_sizes(config)
-        options: dict[str, Any] = {
-            'value_dim': sizes['v_head_dim'],
-            'latent_rank': sizes['kv_lora_rank'],
-            'shared_key_dim': sizes['qk_rope_head_dim'],
+        options: dict[str, object] = {
+            'value_dim': sizes.integer('v_head_dim'),
+            'latent_rank': sizes.integer('kv_lora_rank'),
+            'shared_key_dim': sizes.integer('qk_rope_head_dim'),
         }
         if kind == LINEAR:
             options = {
                 'gate': 'channel',
-                'n_heads': sizes['linear_num_heads'],
+                'n_heads': sizes.integer('linear_num_heads'),
                 'n_kv_heads': None,
-                'head_dim': sizes['linear_head_dim'],
-                'convolution': sizes['linear_conv_kernel_dim'],
+                'head_dim': sizes.integer('linear_head_dim'),
+                'convolution': sizes.integer('linear_conv_kernel_dim'),
                 'output_gate': 'sigmoid',
-                'output_gate_rank': sizes['linear_head_dim'],
-                'norm_epsilon': float(config.get('rms_norm_eps', self.epsilon)),
+                'output_gate_rank': sizes.integer('linear_head_dim'),
+                'norm_epsilon': config.number('rms_norm_eps', self.epsilon),
             }
-        return find_layer_type(kind)(**options)
+        return dataclasses.replace(find_layer_type(kind)(), **options)
 
-    def feed_forward(self, config: Mapping[str, Any], layer: int) -> FeedForward:
+    def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
         """Returns the feed-forward layer of a layer."""
-        first = config.get('first_k_dense_replace', 1)
-        types = config.get('mlp_layer_types') or [DENSE] * first + [SPARSE] * config['num_hidden_layers']
+        first = config.integer('first_k_dense_replace', 1)
+        types = config.texts('mlp_layer_types') or [DENSE] * first + [SPARSE] * config.integer('num_hidden_layers')
         if types[layer] == DENSE:
             return DenseLayer()
         found = read_sizes(config)
+        width = found.integer('moe_intermediate_size')
         return Experts(
-            n_experts=found['num_experts'],
-            top_k=found['num_experts_per_token'],
-            hidden_dim=found['moe_intermediate_size'],
-            shared_dim=found['moe_intermediate_size'] * found['num_shared_experts'] or None,
+            n_experts=found.integer('num_experts'),
+            top_k=found.integer('num_experts_per_token'),
+            hidden_dim=width,
+            shared_dim=width * found.integer('num_shared_experts') or None,
             sigmoid=True,
-            normalize=found['moe_renormalize'],
-            scale=float(found['routed_scaling_factor']),
-            groups=found['num_expert_group'],
-            top_groups=found['topk_group'],
+            normalize=found.flag('moe_renormalize'),
+            scale=found.number('routed_scaling_factor'),
+            groups=found.integer('num_expert_group'),
+            top_groups=found.integer('topk_group'),
             correction=True,
             balance=read_balance(config),
         )
 
-    def attention_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         take = lambda name: theirs.take(f'self_attn.{name}')  # noqa: E731
         sizes = read_sizes(config)
         if self.layer_types(config)[layer] == FULL:
-            keys, values = _split_heads(take('kv_b_proj.weight'), [sizes['qk_nope_head_dim'], sizes['v_head_dim']])
+            rows = [sizes.integer('qk_nope_head_dim'), sizes.integer('v_head_dim')]
+            keys, values = _split_heads(take('kv_b_proj.weight'), rows)
             return {
                 'qkv.weight': take('q_proj.weight'),
                 'latent.up.weight': np.concatenate([keys, values]),
                 **{f'latent.{our}': take(their) for our, their in LATENT.items()},
                 'attention_out.weight': take('o_proj.weight'),
             }
-        heads, size = sizes['linear_num_heads'], sizes['linear_head_dim']
+        heads, size = sizes.integer('linear_num_heads'), sizes.integer('linear_head_dim')
         return {
             'qkv.weight': theirs.join([f'self_attn.{name}_proj' for name in 'qkv']),
             'convolution.weight': theirs.join([f'self_attn.{name}_conv1d' for name in 'qkv'])[:, 0, ::-1],
@@ -160,7 +162,7 @@ class KimiLinear(Decoder):
             'attention_out.weight': take('o_proj.weight'),
         }
 
-    def unit_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         kind = self.feed_forward(config, layer)
         if not isinstance(kind, Experts):
             begin = 'mlp.' if theirs.has('mlp.up_proj.weight') else MIXTURE  # as transformers writes it
@@ -172,7 +174,7 @@ class KimiLinear(Decoder):
             **stack_experts(theirs, f'{MIXTURE}experts.', EXPERT, kind.n_experts),
         }
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
         types = [LINEAR if one.layer_type == LINEAR else FULL for one in model.layers]
         found = super().describe(model)
@@ -235,12 +237,17 @@ class KimiLinear(Decoder):
         }
 
 
-def read_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_sizes(config: Hyperparameters) -> Hyperparameters:
     """Returns the entries of `DEFAULTS` in a config.json, whichever of their names it uses."""
-    found = {**DEFAULTS, **{ours: config[name] for name, ours in OTHER_NAMES.items() if name in config}}
-    found |= {name: config[name] for name in DEFAULTS if config.get(name) is not None}
-    delta = config.get('linear_attn_config') or {}
-    return found | {ours: delta[name] for name, ours in OF_DELTA.items() if name in delta}
+    delta = config.section('linear_attn_config')
+    return Hyperparameters(
+        {
+            **DEFAULTS,
+            **{ours: config[name] for name, ours in OTHER_NAMES.items() if name in config},
+            **{name: config[name] for name in DEFAULTS if config.get(name) is not None},
+            **{ours: delta[name] for name, ours in OF_DELTA.items() if name in delta},
+        }
+    )
 
 
 def _split_heads(matrix: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
@@ -264,7 +271,7 @@ def _cut_units(ours: Tensors, begin: str) -> Tensors:
     return cut(ours['glu_in.weight'], names, [width]) | {f'{begin}{UNITS[2]}.weight': ours['glu_out.weight']}
 
 
-def _describe_experts(kind: Experts | None) -> dict[str, Any]:
+def _describe_experts(kind: Experts | None) -> dict[str, object]:
     """Returns the entries of experts."""
     if kind is None:
         return {}

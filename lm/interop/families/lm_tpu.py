@@ -1,12 +1,11 @@
 """Checkpoints that `lm export` has written."""
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 from lm.experiment import load
 from lm.interop.families.base import Family, Tensors
 from lm.interop.formats import MODEL_TYPE
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -18,10 +17,10 @@ class Ours(Family):
     def settings(self, folder: pathlib.Path) -> str:
         return str(folder / 'config.gin')
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         return load([self.settings(folder)], allow_imports=allow_imports).model
 
-    def tensors(self, theirs: Tensors, config: Mapping[str, Any]) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
         ours = dict(theirs)
         theirs.clear()
         return ours

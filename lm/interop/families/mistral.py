@@ -1,9 +1,7 @@
 """Mistral."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from lm.interop.families.decoder import SLIDING, Decoder
+from lm.interop.families.decoder import SLIDING, Decoder, count_layers
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -13,13 +11,13 @@ class Mistral(Decoder):
     model_types = ('mistral',)
     architecture = 'MistralForCausalLM'
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
-        return config.get('layer_types') or [SLIDING] * config['num_hidden_layers']
+    def layer_types(self, config: Hyperparameters) -> list[str]:
+        return config.texts('layer_types') or [SLIDING for _ in count_layers(config)]
 
-    def window(self, config: Mapping[str, Any]) -> int | None:
-        return config.get('sliding_window', 4096)
+    def window(self, config: Hyperparameters) -> int | None:
+        return config.find_integer('sliding_window', 4096)
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         described = super().describe(model)
         del described['layer_types']  # transformers takes a Mistral with types of layers for a Ministral
         return described

@@ -1,9 +1,9 @@
 """OLMo 2."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.decoder import Decoder
+from lm.interop.hyperparameters import Hyperparameters
 
 
 class Olmo2(Decoder):
@@ -20,5 +20,5 @@ class Olmo2(Decoder):
         'k_norm': 'self_attn.k_norm',
     }
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         return {'norm_placement': 'after', 'qk_norm': True, 'qk_norm_span': 'projection'}

@@ -1,9 +1,7 @@
 """Qwen 2 and 2.5."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from lm.interop.families.decoder import FULL, SLIDING, Decoder
+from lm.interop.families.decoder import FULL, SLIDING, Decoder, count_layers
+from lm.interop.hyperparameters import Hyperparameters
 
 
 class Qwen2(Decoder):
@@ -12,14 +10,14 @@ class Qwen2(Decoder):
     model_types = ('qwen2',)
     architecture = 'Qwen2ForCausalLM'
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         return {'qkv_biases': True}
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
-        layers, first = config['num_hidden_layers'], config.get('max_window_layers', 28)
-        return config.get('layer_types') or [
-            FULL if self.window(config) is None or i < first else SLIDING for i in range(layers)
+    def layer_types(self, config: Hyperparameters) -> list[str]:
+        first = config.integer('max_window_layers', 28)
+        return config.texts('layer_types') or [
+            FULL if self.window(config) is None or i < first else SLIDING for i in count_layers(config)
         ]
 
-    def window(self, config: Mapping[str, Any]) -> int | None:
-        return config.get('sliding_window', 4096) if config.get('use_sliding_window') else None
+    def window(self, config: Hyperparameters) -> int | None:
+        return config.find_integer('sliding_window', 4096) if config.flag('use_sliding_window') else None

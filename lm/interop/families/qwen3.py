@@ -1,10 +1,10 @@
 """Qwen 3."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lm.interop.families.decoder import Decoder
 from lm.interop.families.qwen2 import Qwen2
+from lm.interop.hyperparameters import Hyperparameters
 
 
 class Qwen3(Qwen2):
@@ -15,8 +15,8 @@ class Qwen3(Qwen2):
     architecture = 'Qwen3ForCausalLM'
     norms: ClassVar = {**Decoder.norms, 'q_norm': 'self_attn.q_norm', 'k_norm': 'self_attn.k_norm'}
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         return {'qk_norm': True}
 
-    def head_dim(self, config: Mapping[str, Any]) -> int:
-        return config.get('head_dim', 128)
+    def head_dim(self, config: Hyperparameters) -> int:
+        return config.integer('head_dim', 128)

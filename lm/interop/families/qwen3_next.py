@@ -1,15 +1,17 @@
 """Qwen3-Next."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, Decoder, LayerTensors, cut, find_pattern
+from lm.interop.families.decoder import FULL, Decoder, LayerTensors, count_layers, cut, find_pattern
 from lm.interop.families.expert_tensors import BALANCE, describe_balance, read_balance, stack_experts, unstack_experts
 from lm.interop.families.rotary_entry import RotaryEntry
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
@@ -39,7 +41,7 @@ class Qwen3Next(Decoder):
         'linear_conv_kernel_dim': 4,
     }
     """The sizes of Gated DeltaNet where config.json states none, and so are `expert`."""
-    expert: ClassVar[Mapping[str, Any]] = {
+    expert: ClassVar[Mapping[str, object]] = {
         'num_experts': 512,
         'num_experts_per_tok': 10,
         'moe_intermediate_size': 512,
@@ -48,66 +50,66 @@ class Qwen3Next(Decoder):
         BALANCE: 0.001,
     }
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        layers = [self.feed_forward(config, i) for i in range(config['num_hidden_layers'])]
+    def options(self, config: Hyperparameters) -> dict[str, object]:
+        layers = [self.feed_forward(config, i) for i in count_layers(config)]
         is_dense = all(isinstance(one, DenseLayer) for one in layers)
         return {
             'rotary_fraction': self.rotary(config).fraction,
             'feed_forward': None if is_dense else find_pattern(layers),
         }
 
-    def head_dim(self, config: Mapping[str, Any]) -> int:
-        return config.get('head_dim', 256)
+    def head_dim(self, config: Hyperparameters) -> int:
+        return config.integer('head_dim', 256)
 
-    def rotary(self, config: Mapping[str, Any], layer_type: str = FULL) -> RotaryEntry:
-        return RotaryEntry({'partial_rotary_factor': 0.25, **config}, self.rotary_base)
+    def rotary(self, config: Hyperparameters, layer_type: str = FULL) -> RotaryEntry:
+        return RotaryEntry({'partial_rotary_factor': 0.25} | config, self.rotary_base)
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
-        every = config.get('full_attention_interval', 4)
-        types = [FULL if (i + 1) % every == 0 else LINEAR for i in range(config['num_hidden_layers'])]
-        return config.get('layer_types') or types
+    def layer_types(self, config: Hyperparameters) -> list[str]:
+        every = config.integer('full_attention_interval', 4)
+        types = [FULL if (i + 1) % every == 0 else LINEAR for i in count_layers(config)]
+        return config.texts('layer_types') or types
 
-    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
         kind = self.layer_types(config)[layer]
-        options: dict[str, Any] = {'qk_norm': True, 'output_gate': 'sigmoid'}
+        options: dict[str, object] = {'qk_norm': True, 'output_gate': 'sigmoid'}
         if kind == LINEAR:
-            sizes = {**self.delta, **config}
+            sizes = self.delta | config
             options = {
                 'gate': True,
-                'n_heads': sizes['linear_num_key_heads'],
-                'n_kv_heads': sizes['linear_num_key_heads'],
-                'n_value_heads': sizes['linear_num_value_heads'],
-                'head_dim': sizes['linear_key_head_dim'],
-                'value_dim': sizes['linear_value_head_dim'],
-                'convolution': sizes['linear_conv_kernel_dim'],
+                'n_heads': sizes.integer('linear_num_key_heads'),
+                'n_kv_heads': sizes.integer('linear_num_key_heads'),
+                'n_value_heads': sizes.integer('linear_num_value_heads'),
+                'head_dim': sizes.integer('linear_key_head_dim'),
+                'value_dim': sizes.integer('linear_value_head_dim'),
+                'convolution': sizes.integer('linear_conv_kernel_dim'),
                 'rotary_base': None,
                 'output_gate': 'silu',
-                'norm_epsilon': float(config.get('rms_norm_eps', self.epsilon)),
+                'norm_epsilon': config.number('rms_norm_eps', self.epsilon),
             }
-        return find_layer_type(kind)(**options)
+        return dataclasses.replace(find_layer_type(kind)(), **options)
 
-    def feed_forward(self, config: Mapping[str, Any], layer: int) -> FeedForward:
+    def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
         """Returns the feed-forward layer of a layer."""
-        found = {**self.expert, **config}
-        is_dense = layer in (config.get('mlp_only_layers') or ()) or found['num_experts'] == 0
-        if is_dense or (layer + 1) % config.get('decoder_sparse_step', 1):
+        found = self.expert | config
+        is_dense = layer in config.integers('mlp_only_layers') or found['num_experts'] == 0
+        if is_dense or (layer + 1) % config.integer('decoder_sparse_step', 1):
             return DenseLayer()
         return Experts(
-            n_experts=found['num_experts'],
-            top_k=found['num_experts_per_tok'],
-            hidden_dim=found['moe_intermediate_size'],
-            shared_dim=found['shared_expert_intermediate_size'],
+            n_experts=found.integer('num_experts'),
+            top_k=found.integer('num_experts_per_tok'),
+            hidden_dim=found.integer('moe_intermediate_size'),
+            shared_dim=found.integer('shared_expert_intermediate_size'),
             shared_gate=True,
-            normalize=found['norm_topk_prob'],
+            normalize=found.flag('norm_topk_prob'),
             balance=read_balance(found),
         )
 
-    def attention_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         if self.layer_types(config)[layer] == LINEAR:
-            return self._delta_tensors(theirs, {**self.delta, **config})
+            return self._delta_tensors(theirs, self.delta | config)
         size = self.head_dim(config)
         order = order_turned(size, self.rotary(config).fraction)
-        width = config['hidden_size']
+        width = config.integer('hidden_size')
         joined = theirs.take('self_attn.q_proj.weight').reshape(-1, 2, size, width)
         keys = theirs.take('self_attn.k_proj.weight').reshape(-1, size, width)
         q, k = (x[:, order].reshape(-1, width) for x in (joined[:, 0], keys))
@@ -120,10 +122,10 @@ class Qwen3Next(Decoder):
             'attention_out.weight': theirs.take('self_attn.o_proj.weight'),
         }
 
-    def _delta_tensors(self, theirs: LayerTensors, sizes: Mapping[str, Any]) -> Tensors:
+    def _delta_tensors(self, theirs: LayerTensors, sizes: Hyperparameters) -> Tensors:
         """Each of their key heads has its rows of queries, keys, values and gates together."""
-        heads, size = sizes['linear_num_key_heads'], sizes['linear_key_head_dim']
-        values = sizes['linear_num_value_heads'] // heads * sizes['linear_value_head_dim']
+        heads, size = sizes.integer('linear_num_key_heads'), sizes.integer('linear_key_head_dim')
+        values = sizes.integer('linear_num_value_heads') // heads * sizes.integer('linear_value_head_dim')
         joined, inputs = (theirs.take(f'linear_attn.in_proj_{name}.weight') for name in ('qkvz', 'ba'))
         width = joined.shape[1]
         rows = np.split(joined.reshape(heads, -1, width), np.cumsum([size, size, values]), axis=1)
@@ -139,7 +141,7 @@ class Qwen3Next(Decoder):
             'attention_out.weight': theirs.take('linear_attn.out_proj.weight'),
         }
 
-    def unit_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         kind = self.feed_forward(config, layer)
         if not isinstance(kind, Experts):
             return super().unit_tensors(theirs, config, layer)
@@ -151,7 +153,7 @@ class Qwen3Next(Decoder):
             **stack_experts(theirs, 'mlp.experts.', EXPERT, kind.n_experts),
         }
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
         types = [LINEAR if one.layer_type == LINEAR else FULL for one in model.layers]
         found = super().describe(model) | {
@@ -227,7 +229,7 @@ def order_turned(size: int, fraction: float) -> np.ndarray:
     return np.concatenate([first[: turned // 2], rest[:middle], first[turned // 2 :], rest[middle:]])
 
 
-def _describe_heads(options: LayerOptions) -> dict[str, Any]:
+def _describe_heads(options: LayerOptions) -> dict[str, object]:
     """Returns the entries of layers with softmax."""
     heads = options.heads
     return {
@@ -237,7 +239,7 @@ def _describe_heads(options: LayerOptions) -> dict[str, Any]:
     }
 
 
-def _describe_delta(options: LayerOptions) -> dict[str, Any]:
+def _describe_delta(options: LayerOptions) -> dict[str, object]:
     """Returns the entries of layers of Gated DeltaNet."""
     return {
         'linear_num_key_heads': options.heads.keys,
@@ -248,7 +250,7 @@ def _describe_delta(options: LayerOptions) -> dict[str, Any]:
     }
 
 
-def _describe_experts(kind: Experts | None) -> dict[str, Any]:
+def _describe_experts(kind: Experts | None) -> dict[str, object]:
     """Returns the entries of experts."""
     if kind is None:
         return {'num_experts': 0}

@@ -1,14 +1,16 @@
 """The decoder of flash-linear-attention, with what its classes change."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import Decoder, LayerTensors, cut
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import LayerOptions
 
@@ -46,67 +48,67 @@ class RecurrentDecoder(Decoder):
     embedding = 'model.embeddings.weight'
     norms: ClassVar[Mapping[str, str]] = {'attention_norm': 'attn_norm', 'glu_norm': 'mlp_norm'}
     layer_type: ClassVar[str]
-    defaults: ClassVar[Mapping[str, Any]]
-    fixed: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[str, object]]
+    fixed: ClassVar[Mapping[str, object]] = {}
     gain_names: ClassVar[tuple[str, str]] = ('o_norm', 'o_norm')
     gate_entry: ClassVar[str] = 'use_output_gate'
 
-    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config: Hyperparameters) -> Hyperparameters:
         """Returns the entries of a config.json, with the defaults of those that it leaves out."""
         shared = {'attn': None, 'attnres_block_size': None, 'conv_size': 4, 'norm_eps': self.epsilon}
-        return {**shared, 'hidden_ratio': 4, 'intermediate_size': None, **self.defaults, **config}
+        return {**shared, 'hidden_ratio': 4, 'intermediate_size': None, **self.defaults} | config
 
-    def sizes(self, config: Mapping[str, Any]) -> HeadSizes:
+    def sizes(self, config: Hyperparameters) -> HeadSizes:
         """Returns the heads, from all entries of a config.json."""
-        heads, width = config['num_heads'], config['hidden_size']
-        keys = config.get('num_kv_heads') or heads
-        key_size, value_size = (round(width * config[name]) // heads for name in ('expand_k', 'expand_v'))
+        heads, width = config.integer('num_heads'), config.integer('hidden_size')
+        keys = config.find_integer('num_kv_heads') or heads
+        key_size, value_size = (round(width * config.number(name)) // heads for name in ('expand_k', 'expand_v'))
         return HeadSizes(heads, keys, keys, key_size, value_size)
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         """Returns the fields of the mechanism, apart from its epsilon."""
         return {}
 
-    def gate_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def gate_options(self, config: Hyperparameters) -> dict[str, object]:
         """Returns the fields of the model on the output gate."""
-        return {'output_gate': config[self.gate_entry], 'output_gate_form': 'silu'}
+        return {'output_gate': config.flag(self.gate_entry), 'output_gate_form': 'silu'}
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
+    def differences(self, config: Hyperparameters) -> list[str]:
         found = self.read(config)
         only = {'attn': None, 'attnres_block_size': None, **self.fixed}
         wrong = [f'{name} = {found[name]!r}' for name, value in only.items() if found.get(name, value) != value]
         return super().differences(config) + wrong
 
-    def model(self, folder: pathlib.Path, config: Mapping[str, Any], allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         found = self.read(config)
         sizes = self.sizes(found)
-        width = int(found['hidden_size'] * (found['hidden_ratio'] or 4) * 2 / 3)
+        width = int(found.integer('hidden_size') * (found.find_number('hidden_ratio') or 4) * 2 / 3)
         shared = {
             'num_attention_heads': sizes.queries,
             'num_key_value_heads': sizes.keys,
             'head_dim': sizes.key_size,
-            'rms_norm_eps': found['norm_eps'],
-            'intermediate_size': found['intermediate_size'] or -(-width // FACTOR) * FACTOR,
+            'rms_norm_eps': found.number('norm_eps'),
+            'intermediate_size': found.find_integer('intermediate_size') or -(-width // FACTOR) * FACTOR,
         }
         return super().model(folder, found | shared, allow_imports)
 
-    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, config: Hyperparameters) -> dict[str, object]:
         found = self.read(config)
         sizes = self.sizes(found)
         return {
             'rotary_base': None,
-            'convolution': found['conv_size'] if found['use_short_conv'] else None,
+            'convolution': found.integer('conv_size') if found.flag('use_short_conv') else None,
             'n_value_heads': None if sizes.values == sizes.keys else sizes.values,
             'value_dim': None if sizes.value_size == sizes.key_size else sizes.value_size,
             **self.gate_options(found),
         }
 
-    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
         found = self.read(config)
-        settings = {'norm_epsilon': float(found['norm_eps']), **self.settings_of(found)}
-        return find_layer_type(self.layer_type)(**settings)
+        settings = {'norm_epsilon': found.number('norm_eps'), **self.settings_of(found)}
+        return dataclasses.replace(find_layer_type(self.layer_type)(), **settings)
 
-    def attention_tensors(self, theirs: LayerTensors, config: Mapping[str, Any], layer: int) -> Tensors:
+    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         found = self.read(config)
         (gains,) = {name for name in self.gain_names if theirs.has(f'attn.{name}.weight')} or {self.gain_names[0]}
         tensors = {
@@ -114,9 +116,9 @@ class RecurrentDecoder(Decoder):
             'attention_out.weight': theirs.take('attn.o_proj.weight'),
             'attention.out_norm.weight': theirs.take(f'attn.{gains}.weight'),
         }
-        if found['use_short_conv']:
+        if found.flag('use_short_conv'):
             tensors['convolution.weight'] = theirs.join(CONVOLUTIONS)[:, 0, ::-1]
-        if found[self.gate_entry]:
+        if found.flag(self.gate_entry):
             tensors |= self.gate_tensors(theirs)
         return tensors | self.factor_tensors(theirs, self.sizes(found))
 
@@ -128,7 +130,7 @@ class RecurrentDecoder(Decoder):
         """Returns the tensors that the recurrence has beside queries, keys and values, under our names."""
         return {}
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         one = model.resolve(model.layers[0])
         return {
             'model_type': self.model_types[0],
@@ -146,7 +148,7 @@ class RecurrentDecoder(Decoder):
             **self.fixed,
         }
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, Any]:
+    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
         """Returns the entries on the heads and on the mechanism."""
         heads, dims = options.heads.queries, options.dims
         return {

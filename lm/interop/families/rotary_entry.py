@@ -1,9 +1,9 @@
 """The rotary positions in a config.json."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, RotaryScaling, YarnRotary
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import RotaryOptions
 
@@ -18,21 +18,21 @@ class RotaryEntry:
         numbers: all entries, by their names.
     """
 
-    def __init__(self, config: Mapping[str, Any], base: float, layer_type: str = 'full_attention'):
+    def __init__(self, config: Hyperparameters, base: float, layer_type: str = 'full_attention'):
         """Reads a config.json; `base` stands for a base that it does not state."""
-        new, old = config.get('rope_parameters') or {}, config.get('rope_scaling') or {}
-        new = new.get(layer_type, new) or {}
-        old = {'rope_type': old.get('type'), **old} if old else {}
+        new, old = config.section('rope_parameters'), config.section('rope_scaling')
+        new = new.section(layer_type) if layer_type in new else new
+        old = {'rope_type': old.get('type')} | old if old else {}
         single = ('rope_theta', 'partial_rotary_factor', 'original_max_position_embeddings')
         # As in `transformers`: the old form wins over the new one, and a length beside them over the lengths in them.
         length = {'original_max_position_embeddings': config.get('original_max_position_embeddings')}
         sources = [{name: config.get(name) for name in single}, new, old, length]
-        self.numbers: dict[str, Any] = {'original_max_position_embeddings': config.get('max_position_embeddings')}
+        self.numbers = Hyperparameters({'original_max_position_embeddings': config.get('max_position_embeddings')})
         for source in sources:
             self.numbers |= {name: value for name, value in source.items() if value is not None}
-        self.base = float(self.numbers.get('rope_theta', base))
-        self.fraction = float(self.numbers.get('partial_rotary_factor', 1.0))
-        self.kind = str(self.numbers.get('rope_type', 'default'))
+        self.base = self.numbers.number('rope_theta', base)
+        self.fraction = self.numbers.number('partial_rotary_factor', 1.0)
+        self.kind = self.numbers.text('rope_type', 'default')
 
     def differences(self, parts: bool = False) -> list[str]:
         """Returns in words what no model here computes; `parts`: the family turns a part of the channels of a head."""
@@ -48,53 +48,52 @@ class RotaryEntry:
         return SCALINGS[self.kind](self.numbers)
 
 
-def _make_llama3(numbers: Mapping[str, Any]) -> RotaryScaling:
+def _make_llama3(numbers: Hyperparameters) -> RotaryScaling:
     return Llama3Rotary(
-        factor=float(numbers['factor']),
-        low_turns=float(numbers['low_freq_factor']),
-        high_turns=float(numbers['high_freq_factor']),
-        length=numbers['original_max_position_embeddings'],
+        factor=numbers.number('factor'),
+        low_turns=numbers.number('low_freq_factor'),
+        high_turns=numbers.number('high_freq_factor'),
+        length=numbers.integer('original_max_position_embeddings'),
     )
 
 
-def _make_yarn(numbers: Mapping[str, Any]) -> RotaryScaling:
-    amplitude = numbers.get('attention_factor')
+def _make_yarn(numbers: Hyperparameters) -> RotaryScaling:
     return YarnRotary(
-        factor=float(numbers['factor']),
-        low_turns=float(numbers.get('beta_slow') or 1),
-        high_turns=float(numbers.get('beta_fast') or 32),
-        length=numbers['original_max_position_embeddings'],
-        whole=bool(numbers.get('truncate', True)),
-        attention_factor=None if amplitude is None else float(amplitude),
+        factor=numbers.number('factor'),
+        low_turns=numbers.find_number('beta_slow') or 1.0,
+        high_turns=numbers.find_number('beta_fast') or 32.0,
+        length=numbers.integer('original_max_position_embeddings'),
+        whole=numbers.flag('truncate', True),
+        attention_factor=numbers.find_number('attention_factor'),
     )
 
 
-SCALINGS: dict[str, Callable[[Mapping[str, Any]], RotaryScaling | None]] = {
+SCALINGS: dict[str, Callable[[Hyperparameters], RotaryScaling | None]] = {
     'default': lambda numbers: None,
-    'linear': lambda numbers: LinearRotary(factor=float(numbers['factor'])),
+    'linear': lambda numbers: LinearRotary(factor=numbers.number('factor')),
     'llama3': _make_llama3,
     'yarn': _make_yarn,
 }
 """`rope_type` → a function of the entries."""
 
 
-def describe_rotary(options: RotaryOptions | None) -> dict[str, Any]:
+def describe_rotary(options: RotaryOptions | None) -> dict[str, object]:
     """Returns the entries of rotary positions for config.json, which `RotaryEntry` reads back."""
     if options is None:
         return {'rope_type': 'default', 'rope_theta': 10_000.0}
     return {'rope_theta': options.base, 'partial_rotary_factor': options.fraction, **_describe_scaling(options.scaling)}
 
 
-def describe_types(model: ModelConfig) -> dict[str, Any]:
+def describe_types(model: ModelConfig) -> dict[str, object]:
     """Returns the entries of layers that see all tokens, and of layers with a window."""
-    found = {'full_attention': describe_rotary(None), 'sliding_attention': describe_rotary(None)}
+    found: dict[str, object] = {'full_attention': describe_rotary(None), 'sliding_attention': describe_rotary(None)}
     for one in model.pattern:
         kind = 'full_attention' if getattr(one, 'window', None) is None else 'sliding_attention'
         found[kind] = describe_rotary(model.resolve(one).rotary)
     return found
 
 
-def _describe_scaling(scaling: RotaryScaling | None) -> dict[str, Any]:
+def _describe_scaling(scaling: RotaryScaling | None) -> dict[str, object]:
     match scaling:
         case None:
             return {'rope_type': 'default'}

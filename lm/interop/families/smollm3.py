@@ -1,11 +1,10 @@
 """SmolLM 3."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from lm.attention import Attention
-from lm.interop.families.decoder import FULL, SLIDING, Decoder
+from lm.interop.families.decoder import FULL, SLIDING, Decoder, count_layers
+from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -17,24 +16,24 @@ class SmolLm3(Decoder):
     rotary_base = 2_000_000.0
     tied = True
 
-    def layer_types(self, config: Mapping[str, Any]) -> list[str]:
+    def layer_types(self, config: Hyperparameters) -> list[str]:
         window = self.window(config)
         types = [FULL if window is None or turned else SLIDING for turned in self.turned(config)]
-        return config.get('layer_types') or types
+        return config.texts('layer_types') or types
 
-    def window(self, config: Mapping[str, Any]) -> int | None:
-        return config.get('sliding_window') if config.get('use_sliding_window') else None
+    def window(self, config: Hyperparameters) -> int | None:
+        return config.find_integer('sliding_window') if config.flag('use_sliding_window') else None
 
-    def turned(self, config: Mapping[str, Any]) -> list[int]:
+    def turned(self, config: Hyperparameters) -> list[int]:
         """Returns 1 for each layer with rotary positions, and 0 for each without."""
-        every = config.get('no_rope_layer_interval', 4)
-        turned = [int((i + 1) % every != 0) for i in range(config['num_hidden_layers'])]
-        return config.get('no_rope_layers') or turned
+        every = config.integer('no_rope_layer_interval', 4)
+        turned = [int((i + 1) % every != 0) for i in count_layers(config)]
+        return config.integers('no_rope_layers') or turned
 
-    def attention(self, config: Mapping[str, Any], layer: int) -> Attention:
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
         one = super().attention(config, layer)
         return one if self.turned(config)[layer] else dataclasses.replace(one, rotary_base=None)
 
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, object]:
         turned = [int(model.resolve(one).rotary is not None) for one in model.layers]
         return super().describe(model) | {'no_rope_layers': turned}

@@ -6,9 +6,10 @@ weights. `Architecture` states the inverse.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
+
+from lm.interop.hyperparameters import Hyperparameters
 
 KEYS = {
     'block_count': 'num_hidden_layers',
@@ -63,7 +64,7 @@ class Architecture:
     interleaved: bool = False
     gain_offset: float = 0.0
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    settings: Callable[[Hyperparameters], dict[str, object]] = lambda config: {}
 
     def rename(self, name: str) -> str:
         """Returns the name of a tensor in Hugging Face's form; names that are not known stay."""
@@ -75,14 +76,13 @@ class Architecture:
         theirs = (TENSORS | dict(self.names)).get(part)
         return name if block != 'blk' or theirs is None else f'model.layers.{layer}.{theirs}.{kind}'
 
-    def restore(self, name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    def restore(self, name: str, tensor: np.ndarray, config: Hyperparameters) -> np.ndarray:
         """Returns a tensor as it was before its conversion. `name` is its name in the file."""
         part = name.split('.')[2] if name.startswith('blk.') else name
         if self.gain_offset and 'norm' in name:
             return tensor - np.float32(self.gain_offset)
         if self.interleaved and part in ('attn_q', 'attn_k'):
-            heads = config['num_attention_heads'] if part == 'attn_q' else config['num_key_value_heads']
-            return apart(tensor, heads)
+            return apart(tensor, config.integer('num_attention_heads' if part == 'attn_q' else 'num_key_value_heads'))
         return tensor
 
 
@@ -93,26 +93,29 @@ def apart(tensor: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(tensor.shape))
 
 
-def _gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma(config: Hyperparameters) -> dict[str, object]:
     """Returns what llama.cpp has in its code for Gemma (`llama-model.cpp`): the activation, and the scale of the
     queries, which the 27B models take from the width."""
-    wide = config['num_hidden_layers'] in (46, 62)
-    scalar = config['hidden_size'] // config['num_attention_heads'] if wide else config['head_dim']
+    wide = config.integer('num_hidden_layers') in (46, 62)
+    size = config.integer('hidden_size') // config.integer('num_attention_heads')
+    scalar = size if wide else config.integer('head_dim')
     return {'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': scalar}
 
 
-def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = ['full_attention' if i % 2 else 'sliding_attention' for i in range(config['num_hidden_layers'])]
+def _gemma2(config: Hyperparameters) -> dict[str, object]:
+    kinds = ['full_attention' if i % 2 else 'sliding_attention' for i in range(config.integer('num_hidden_layers'))]
     return _gemma(config) | {'layer_types': kinds, 'rope_theta': config.get('rope_theta', 10_000.0)}
 
 
-def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = ['sliding_attention' if (i + 1) % 6 else 'full_attention' for i in range(config['num_hidden_layers'])]
+def _gemma3(config: Hyperparameters) -> dict[str, object]:
+    kinds = [
+        'sliding_attention' if (i + 1) % 6 else 'full_attention' for i in range(config.integer('num_hidden_layers'))
+    ]
     return _gemma(config) | {'layer_types': kinds, 'rope_local_base_freq': 10_000.0}
 
 
-def _smollm3(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {'no_rope_layers': [int((i + 1) % 4 != 0) for i in range(config['num_hidden_layers'])]}
+def _smollm3(config: Hyperparameters) -> dict[str, object]:
+    return {'no_rope_layers': [int((i + 1) % 4 != 0) for i in range(config.integer('num_hidden_layers'))]}
 
 
 _GEMMA_NAMES = POST_NORMS | {'ffn_norm': 'pre_feedforward_layernorm'}
@@ -129,7 +132,7 @@ ARCHITECTURES = {
 """`general.architecture` → what differs from Hugging Face's form."""
 
 
-def describe(name: str, metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
+def describe(name: str, metadata: Hyperparameters, vocab_size: int, tied: bool) -> tuple[Hyperparameters, list[str]]:
     """Returns (config.json of the file, keys of the metadata that have a meaning which is not known).
 
     Args:
@@ -138,17 +141,18 @@ def describe(name: str, metadata: Mapping[str, Any], vocab_size: int, tied: bool
         vocab_size: the rows of the embedding.
         tied: the file has no output matrix.
     """
-    known = {KEYS[key]: value for key, value in metadata.items() if key in KEYS}
-    heads = known['num_attention_heads']
-    config = {'num_key_value_heads': heads, 'head_dim': known['hidden_size'] // heads, **known}
-    config |= {'vocab_size': vocab_size, 'tie_word_embeddings': tied, 'rope_theta': known.get('rope_theta', 10_000.0)}
+    known = Hyperparameters({KEYS[key]: value for key, value in metadata.items() if key in KEYS})
+    heads = known.integer('num_attention_heads')
+    size = known.integer('head_dim', known.integer('hidden_size') // heads)
+    config = {'num_key_value_heads': heads, 'head_dim': size, 'rope_theta': 10_000.0} | known
+    config |= {'vocab_size': vocab_size, 'tie_word_embeddings': tied}
     if (kind := metadata.get('rope.scaling.type', 'none')) != 'none':
-        config['rope_scaling'] = {'rope_type': kind, 'factor': metadata.get('rope.scaling.factor')}
-    if (turned := metadata.get('rope.dimension_count', config['head_dim'])) != config['head_dim']:
-        config['partial_rotary_factor'] = turned / config['head_dim']
+        config |= {'rope_scaling': {'rope_type': kind, 'factor': metadata.get('rope.scaling.factor')}}
+    if (turned := metadata.integer('rope.dimension_count', size)) != size:
+        config |= {'partial_rotary_factor': turned / size}
     architecture = ARCHITECTURES[name]
     config |= {'model_type': architecture.model_type, **architecture.settings(config)}
     unknown = sorted(key for key, value in metadata.items() if key not in KEYS.keys() | IGNORED and value)
-    if metadata.get('attention.value_length', config['head_dim']) != config['head_dim']:
+    if metadata.get('attention.value_length', size) != size:
         unknown.append('attention.value_length')
     return config, unknown

@@ -3,7 +3,6 @@
 import collections
 import functools
 import pathlib
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.interop.families import check_layers
 from lm.interop.gguf.architectures import ARCHITECTURES, describe
 from lm.interop.gguf.tokenizer import find_begin, write_tokenizer
+from lm.interop.hyperparameters import Hyperparameters
 
 FACTORS = 'rope_freqs.weight'
 """The tensor of factors by which Llama 3.1 and later slow down each rotary pair."""
@@ -36,7 +36,7 @@ class GgufFile:
         except (OSError, ValueError, LookupError, OverflowError) as error:
             reason = ' '.join(str(error).split())[:150]
             raise MismatchError(f'{path}: is no GGUF file, or a damaged one ({reason}); fetch it again') from None
-        if (count := self._read('split.count', 1)) > 1:
+        if (count := self._metadata('split.').integer('count', 1)) > 1:
             raise ConfigError(f'{path}: is one of {count} parts; join them with llama-gguf-split --merge')
 
     @property
@@ -50,14 +50,14 @@ class GgufFile:
         return dict(collections.Counter(tensor.tensor_type.name for tensor in self._reader.tensors).most_common())
 
     @functools.cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Hyperparameters:
         """The contents of config.json.
 
         Raises ConfigError for an architecture that is not known here, or that has options which are not. What is
         missing or of another kind raises Python's errors, for `reading_config`.
         """
-        name = self._read('general.architecture')
-        if name not in ARCHITECTURES:
+        name = self._metadata('general.').get('architecture')
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             known = ', '.join(sorted(ARCHITECTURES))
             raise ConfigError(f'{self.path}: general.architecture = {name!r}: can be imported are {known}')
         tensors = {tensor.name: tensor for tensor in self._reader.tensors}
@@ -67,7 +67,8 @@ class GgufFile:
         if unknown:
             raise ConfigError(f'{self.path}: a {name} model that no model here equals: it has {", ".join(unknown)}')
         if FACTORS in tensors:
-            config['rope_scaling'] = _scaling_of(np.asarray(tensors[FACTORS].data, np.float64), config)
+            factors = np.asarray(tensors[FACTORS].data, np.float64)
+            config |= {'rope_scaling': _scaling_of(factors, config.number('rope_theta'))}
         tokens = self._metadata('tokenizer.ggml.')
         return config | {f'{key}_token_id': tokens.get(f'{key}_token_id') for key in ('bos', 'eos')}
 
@@ -88,7 +89,7 @@ class GgufFile:
         """
         from gguf.quants import dequantize
 
-        architecture, found = ARCHITECTURES[self._read('general.architecture')], {}
+        architecture, found = ARCHITECTURES[self._metadata('general.').text('architecture')], {}
         for tensor in self._reader.tensors:
             if tensor.name in (FACTORS, *UNUSED):
                 continue
@@ -102,31 +103,30 @@ class GgufFile:
             found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
         return found
 
-    def _read(self, key: str, default: Any = None) -> Any:
-        field = self._reader.fields.get(key)
-        if field is None:
-            return default
-        value: Any = field.contents()
+    def _read(self, key: str) -> object:
+        field = self._reader.fields[key]
+        value = field.contents()
         # A float32 such as 1e-5 has more digits as a float64.
         return float(str(np.float32(value))) if field.types[0].name == 'FLOAT32' else value
 
-    def _metadata(self, prefix: str) -> dict[str, Any]:
+    def _metadata(self, prefix: str) -> Hyperparameters:
         """Returns the keys that begin with `prefix`, without it, and their values."""
-        return {key.removeprefix(prefix): self._read(key) for key in self._reader.fields if key.startswith(prefix)}
+        keys = [key for key in self._reader.fields if key.startswith(prefix)]
+        return Hyperparameters({key.removeprefix(prefix): self._read(key) for key in keys})
 
 
-def _scaling_of(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns `rope_scaling` that gives these factors, [C/2].
+def _scaling_of(factors: np.ndarray, base: float) -> dict[str, object]:
+    """Returns `rope_scaling` that gives these factors, [C/2], of wavelengths with this base.
 
     All models of Llama 3.1 to 3.3 have the same limits and differ in the factor. Other factors have the type
     'rope_freqs', which no family reads.
     """
-    scaling = {
-        **{'rope_type': 'llama3', 'factor': float(factors.max()), 'low_freq_factor': 1.0, 'high_freq_factor': 4.0},
-        'original_max_position_embeddings': 8192,
-    }
-    wavelengths = 2 * np.pi * config['rope_theta'] ** (np.arange(len(factors)) / len(factors))
+    factor = float(factors.max())
+    wavelengths = 2 * np.pi * base ** (np.arange(len(factors)) / len(factors))
     turns = 8192 / wavelengths
     smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0, 1)
-    expected = 1 / (smooth + (1 - smooth) / scaling['factor'])
-    return scaling if np.allclose(factors, expected, rtol=1e-4) else {'rope_type': 'rope_freqs'}
+    expected = 1 / (smooth + (1 - smooth) / factor)
+    if not np.allclose(factors, expected, rtol=1e-4):
+        return {'rope_type': 'rope_freqs'}
+    limits = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
+    return {'rope_type': 'llama3', 'factor': factor, **limits}

@@ -8,9 +8,9 @@ scores and kinds, and how white space is treated.
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any
 
 from lm.data.tokenizers.patterns import PATTERNS
+from lm.interop.hyperparameters import Hyperparameters
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Kinds of pieces that count here, as both GGUF and SentencePiece number them."""
@@ -24,12 +24,12 @@ _PLAIN = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 
 _MAPPED = _PLAIN | {'use_regex': False}
 
 
-def _split_by(pattern: str) -> list[dict[str, Any]]:
+def _split_by(pattern: str) -> list[Mapping[str, object]]:
     return [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}, _MAPPED]
 
 
 _QWEN2 = PATTERNS['cl100k'].replace(r'\p{N}{1,3}', r'\p{N}')
-_NAMES: tuple[tuple[list[dict[str, Any]], tuple[str, ...]], ...] = (
+_NAMES: tuple[tuple[list[Mapping[str, object]], tuple[str, ...]], ...] = (
     ([_PLAIN], ('gpt-2', 'olmo', 'mpt', 'phi-2', 'roberta-bpe')),
     ([_DIGITS, _PLAIN], ('smollm', 'starcoder', 'refact', 'codeshell')),
     (_split_by(PATTERNS['cl100k']), ('llama-bpe', 'llama3', 'llama-v3', 'dbrx', 'smaug-bpe')),
@@ -48,7 +48,7 @@ class UnreadableTokenizerError(Exception):
     """The file does not say enough of its tokenizer."""
 
 
-def write_tokenizer(metadata: Mapping[str, Any]) -> tuple[str, bytes]:
+def write_tokenizer(metadata: Hyperparameters) -> tuple[str, bytes]:
     """Returns (name, contents) of the tokenizer's file.
 
     Args:
@@ -57,28 +57,31 @@ def write_tokenizer(metadata: Mapping[str, Any]) -> tuple[str, bytes]:
     Raises UnreadableTokenizerError, which says what is missing.
     """
     kind = metadata.get('model')
+    if kind not in (BYTE_LEVEL, SENTENCEPIECE):
+        raise UnreadableTokenizerError(f'tokenizer.ggml.model = {kind!r} is not known')
+    for name in ('tokens', 'merges' if kind == BYTE_LEVEL else 'scores'):
+        if name not in metadata:
+            raise UnreadableTokenizerError(f'tokenizer.ggml.{name} is missing')
     if kind == BYTE_LEVEL:
         return 'tokenizer.json', json.dumps(make_byte_level(metadata), ensure_ascii=False).encode()
-    if kind == SENTENCEPIECE:
-        return 'tokenizer.model', make_sentencepiece(metadata)
-    raise UnreadableTokenizerError(f'tokenizer.ggml.model = {kind!r} is not known')
+    return 'tokenizer.model', make_sentencepiece(metadata)
 
 
-def find_begin(metadata: Mapping[str, Any]) -> int | None:
+def find_begin(metadata: Hyperparameters) -> int | None:
     """Returns the token that stands before every text; None: there is none.
 
     SentencePiece's models have one, unless the file says otherwise.
     """
-    is_added = metadata.get('add_bos_token', metadata.get('model') == SENTENCEPIECE)
-    return metadata.get('bos_token_id') if is_added else None
+    is_added = metadata.flag('add_bos_token', metadata.get('model') == SENTENCEPIECE)
+    return metadata.find_integer('bos_token_id') if is_added else None
 
 
-def make_byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def make_byte_level(metadata: Hyperparameters) -> dict[str, object]:
     """Returns a tokenizer.json."""
-    split, tokens = metadata.get('pre', 'gpt-2'), metadata['tokens']
+    split, tokens = metadata.text('pre', 'gpt-2'), metadata.texts('tokens')
     if split not in SPLITS:
         raise UnreadableTokenizerError(f'tokenizer.ggml.pre = {split!r} is not known')
-    kinds = metadata.get('token_type', [1] * len(tokens))
+    kinds = metadata.integers('token_type') or [1] * len(tokens)
     added = [
         {
             **{'id': i, 'content': token, 'special': kind == CONTROL},
@@ -91,7 +94,7 @@ def make_byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
         **{'type': 'BPE', 'dropout': None, 'unk_token': None, 'fuse_unk': False, 'byte_fallback': False},
         'ignore_merges': split in WHOLE_PIECES,
         'vocab': {token: i for i, token in enumerate(tokens)},
-        'merges': [merge.split(' ', 1) for merge in metadata['merges']],
+        'merges': [merge.split(' ', 1) for merge in metadata.texts('merges')],
     }
     return {
         'version': '1.0',
@@ -106,7 +109,7 @@ def make_byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _begin_with(token: str, index: int) -> dict[str, Any]:
+def _begin_with(token: str, index: int) -> dict[str, object]:
     """Returns the post-processor that puts one token before every text."""
     first = {'SpecialToken': {'id': token, 'type_id': 0}}
     text, other = ({'Sequence': {'id': name, 'type_id': i}} for i, name in enumerate('AB'))
@@ -118,33 +121,31 @@ def _begin_with(token: str, index: int) -> dict[str, Any]:
     }
 
 
-def make_sentencepiece(metadata: Mapping[str, Any]) -> bytes:
+def make_sentencepiece(metadata: Hyperparameters) -> bytes:
     """Returns a model of SentencePiece (`sentencepiece_model.proto`): BPE by the scores of the pieces."""
-    tokens, scores = metadata['tokens'], metadata.get('scores')
-    if scores is None:
-        raise UnreadableTokenizerError('tokenizer.ggml.scores is missing')
-    kinds = metadata.get('token_type', [1] * len(tokens))
+    tokens, scores = metadata.texts('tokens'), metadata.numbers('scores')
+    kinds = metadata.integers('token_type') or [1] * len(tokens)
     # llama.cpp writes the spaces of user-defined pieces as they are. SentencePiece looks for pieces in escaped text.
     tokens = [
         token.replace(' ', SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
     ]
     pieces = [
-        _field(1, _field(1, token.encode()) + _field(2, float(score)) + _field(3, int(kind)))
+        _field(1, _field(1, token.encode()) + _field(2, score) + _field(3, kind))
         for token, score, kind in zip(tokens, scores, kinds, strict=True)
     ]
     names = {'unknown': (40, 45), 'bos': (41, 46), 'eos': (42, 47), 'padding': (43, 48)}
     trainer = _field(3, 2) + _field(4, len(tokens)) + _field(35, int(BYTE in kinds))
     for name, (number, piece) in names.items():
-        index = metadata.get(f'{name}_token_id')
+        index = metadata.find_integer(f'{name}_token_id')
         if index is None and name == 'unknown':
-            index = list(kinds).index(UNKNOWN) if UNKNOWN in kinds else 0
-        trainer += _field(number, -1 if index is None else int(index))
+            index = kinds.index(UNKNOWN) if UNKNOWN in kinds else 0
+        trainer += _field(number, -1 if index is None else index)
         trainer += b'' if index is None else _field(piece, tokens[index].encode())
     normalizer = _field(1, b'identity')
-    if charsmap := metadata.get('precompiled_charsmap'):
+    if charsmap := metadata.integers('precompiled_charsmap'):
         normalizer = _field(1, b'user_defined') + _field(2, bytes(charsmap))
-    normalizer += _field(3, int(metadata.get('add_space_prefix', True)))
-    normalizer += _field(4, int(metadata.get('remove_extra_whitespaces', False))) + _field(5, 1)
+    normalizer += _field(3, int(metadata.flag('add_space_prefix', True)))
+    normalizer += _field(4, int(metadata.flag('remove_extra_whitespaces'))) + _field(5, 1)
     return b''.join(pieces) + _field(2, trainer) + _field(3, normalizer)
 
 
