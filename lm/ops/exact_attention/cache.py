@@ -33,14 +33,6 @@ class Visible(NamedTuple):
     log_decay_BxMxK: jax.Array | None = None
 
 
-class NewTokens(NamedTuple):
-    """The keys, values and log factors of T tokens after those in a cache; None where the cache has no log factors."""
-
-    k_BxTxKxD: jax.Array
-    v_BxTxKxD: jax.Array
-    log_decay_BxTxK: jax.Array | None = None
-
-
 def empty(
     batch: int,
     length: int,
@@ -68,7 +60,7 @@ def append(
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), cache.position, 1)
 
-    k, v, _, log_decay = _with_tokens(write, cache, NewTokens(k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK))
+    k, v, log_decay = _join(write, cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK)
     position = cache.position + k_BxTxKxD.shape[1]
     return Cache(k, v, position, log_decay), Visible(k, v, cache.position, 0, log_decay)
 
@@ -82,17 +74,17 @@ def slide(
     def join(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.concatenate([old, new.astype(old.dtype)], axis=1)
 
-    joined = _with_tokens(join, cache, NewTokens(k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK))
-    newest = jax.tree.map(lambda x: x[:, -length:], joined._replace(position=None))
-    state = newest._replace(position=cache.position + k_BxTxKxD.shape[1])
-    k, v, _, log_decay = joined
+    k, v, log_decay = joined = _join(join, cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK)
+    newest_k, newest_v, newest_decay = jax.tree.map(lambda x: x[:, -length:], joined)
+    state = Cache(newest_k, newest_v, cache.position + k_BxTxKxD.shape[1], newest_decay)
     return state, Visible(k, v, length, jnp.maximum(length - cache.position, 0), log_decay)
 
 
-def _with_tokens(write: Callable[[jax.Array, jax.Array], jax.Array], cache: Cache, tokens: NewTokens) -> Cache:
-    """Returns the cache with write(old, new) in the place of each array of tokens, and the old position."""
-    k, v = write(cache.k_BxMxKxD, tokens.k_BxTxKxD), write(cache.v_BxMxKxD, tokens.v_BxTxKxD)
+def _join(
+    write: Callable[[jax.Array, jax.Array], jax.Array], cache: Cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns write(old, new) of keys, values and log factors; None where the cache has no log factors."""
     log_decay = None
-    if cache.log_decay_BxMxK is not None and tokens.log_decay_BxTxK is not None:
-        log_decay = write(cache.log_decay_BxMxK, tokens.log_decay_BxTxK)
-    return Cache(k, v, cache.position, log_decay)
+    if cache.log_decay_BxMxK is not None and log_decay_BxTxK is not None:
+        log_decay = write(cache.log_decay_BxMxK, log_decay_BxTxK)
+    return write(cache.k_BxMxKxD, k_BxTxKxD), write(cache.v_BxMxKxD, v_BxTxKxD), log_decay

@@ -9,7 +9,7 @@ L queries, M keys; G query heads share each of the K key heads.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -65,33 +65,31 @@ class BlockWeights(Protocol[Statistics]):
         ...
 
 
-class RunningSoftmax(NamedTuple):
-    """The largest score so far, and the sum of the weights relative to it."""
-
-    maximum: jax.Array
-    total: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class SoftmaxWeights:
-    """`BlockWeights` exp(scale s) / Σ exp(scale s), with a running maximum; scale s may have a cap."""
+    """`BlockWeights` exp(scale s) / Σ exp(scale s); scale s may have a cap.
+
+    The statistics are the largest score so far, and the sum of the weights relative to it.
+    """
 
     scale: float
     cap: float | None = None
 
-    def start(self, rows: tuple[int, ...]) -> RunningSoftmax:
-        return RunningSoftmax(jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32))
+    def start(self, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
 
     def accumulate(self, acc, stats, s, visible, v, fade=None):
+        maximum, total = stats
         s = jnp.where(visible, self._logits(s, fade), MASKED)
-        raised = jnp.maximum(stats.maximum, s.max(-1))
+        raised = jnp.maximum(maximum, s.max(-1))
         w = jnp.exp(s - raised[..., None])
-        shrink = jnp.exp(stats.maximum - raised)
+        shrink = jnp.exp(maximum - raised)
         acc = acc * shrink[..., None] + dot('bkglm,bkmd->bkgld', w.astype(v.dtype), v)
-        return acc, RunningSoftmax(raised, stats.total * shrink + w.sum(-1))
+        return acc, (raised, total * shrink + w.sum(-1))
 
     def finish(self, acc, stats):
-        return acc / stats.total[..., None], stats.maximum + jnp.log(stats.total)
+        maximum, total = stats
+        return acc / total[..., None], maximum + jnp.log(total)
 
     def weights(self, s, visible, normalizer, fade=None):
         w = jnp.exp(jnp.where(visible, self._logits(s, fade), MASKED) - normalizer[..., None])
@@ -133,36 +131,22 @@ class PolynomialWeights:
         return below * s, below * (self.degree * self.scale)
 
 
-class Seen(NamedTuple):
-    """The arrays that decide which keys the queries see; `lm.ops.exact_attention` has the meanings."""
+class Operands(NamedTuple):
+    """The arrays of a call, by key head; `lm.ops.exact_attention` has the meanings.
 
-    q_offset: jax.Array
-    k_start: jax.Array
-    starts_BxL: jax.Array | None
-    first_N: jax.Array | None
-    """The least of `starts_BxL` in each block of queries."""
-
-
-class _Residuals(NamedTuple):
-    """The arrays that the backward pass takes: the operands of `_attend`, its results, and the normalizers."""
+    Attributes:
+        first_N: the least of `starts_BxL` in each block of queries.
+    """
 
     q_BxKxGxLxD: jax.Array
     k_BxKxMxD: jax.Array
     v_BxKxMxD: jax.Array
-    o_BxKxGxLxD: jax.Array
-    normalizer_BxKxGxL: jax.Array
-    seen: Seen
+    q_offset: jax.Array
+    k_start: jax.Array
+    starts_BxL: jax.Array | None
+    first_N: jax.Array | None
     decay: Decay | None
     sinks_KxG: jax.Array | None
-
-
-class _Gradients(NamedTuple):
-    """The gradients that a loop adds up, of queries or a block of them, of keys, values and decay sums."""
-
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    dtotal: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +174,7 @@ class Blocks:
     def key_start(self, j):
         return along.start(j, self.block_k, self.keys)
 
-    def key_range(self, i, seen):
+    def key_range(self, i, seen: Operands):
         """Returns the first and one past the last block of keys that block i of the queries sees."""
         first = seen.q_offset + self.query_start(i)
         begin = seen.k_start if self.window is None else jnp.maximum(seen.k_start, first - self.window + 1)
@@ -199,7 +183,7 @@ class Blocks:
         end = first + self.block_q if self.causal else self.keys
         return jnp.clip(begin // self.block_k, 0, self.n_k), jnp.clip(-(-end // self.block_k), 0, self.n_k)
 
-    def visible(self, i, j, seen):
+    def visible(self, i, j, seen: Operands):
         """Returns [queries, keys] of the blocks i and j, or [B, 1, 1, queries, keys] where rows of the batch differ."""
         query = seen.q_offset + self.query_start(i) + jnp.arange(self.block_q)[:, None]
         key = self.key_start(j) + jnp.arange(self.block_k)
@@ -256,29 +240,22 @@ def _attend_in_blocks(rule: BlockWeights, call: ExactCall, sinks_H: jax.Array | 
     first_N = None
     if starts_BxL is not None:  # ascending: the first of a block is the least
         first_N = starts_BxL[:, blocks.query_start(jnp.arange(blocks.n_q))].min(0)
-    seen = Seen(offset, k_start, starts_BxL, first_N)
     decay = None if call.log_decay_BxMxK is None else decays.accumulate(call.log_decay_BxMxK)
     sinks_KxG = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(kv_heads, -1)
-    o_BxKxGxLxD = _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay, sinks_KxG)
+    seen = (offset, k_start, starts_BxL, first_N)
+    o_BxKxGxLxD = _attend(rule, blocks, Operands(q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, *seen, decay, sinks_KxG))
     return o_BxKxGxLxD.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, call.v_BxMxKxD.shape[-1])
 
 
 @custom_vjp(0, 1)
-def _attend(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay, sinks_KxG) -> jax.Array:
-    return _forward(rule, blocks, q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD, seen, decay, sinks_KxG)[0]
+def _attend(rule: BlockWeights, blocks: Blocks, operands: Operands) -> jax.Array:
+    return _forward(rule, blocks, operands)[0]
 
 
-def _forward(
-    rule: BlockWeights,
-    blocks: Blocks,
-    q_BxKxGxLxD: jax.Array,
-    k_BxKxMxD: jax.Array,
-    v_BxKxMxD: jax.Array,
-    seen: Seen,
-    decay: Decay | None,
-    sinks_KxG: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+def _forward(rule: BlockWeights, blocks: Blocks, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs and the normalizers. With sinks these are the logarithms of the sums."""
+    q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD = operands[:3]
+    sinks_KxG = operands.sinks_KxG
     lead, size = q_BxKxGxLxD.shape[:3], v_BxKxMxD.shape[-1]
     rows = (*lead, blocks.block_q)
 
@@ -292,11 +269,11 @@ def _forward(
             k = take(k_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
             v = take(v_BxKxMxD, blocks.key_start(j), blocks.block_k, 2)
             s = dot('bkgld,bkmd->bkglm', q, k)
-            visible, fade = _visible_and_fade(blocks, i, j, seen, decay)
+            visible, fade = _visible_and_fade(blocks, i, j, operands)
             return rule.accumulate(acc, stats, s, visible, v, fade)
 
         carry = (jnp.zeros((*rows, size), jnp.float32), rule.start(rows))
-        low, high = blocks.key_range(i, seen)
+        low, high = blocks.key_range(i, operands)
         o_block, normalizer_block = rule.finish(*loop(low, high, key_block, carry, blocks.n_k == 1))
         if sinks_KxG is not None:
             joined = jnp.logaddexp(normalizer_block, sinks_KxG[:, :, None])
@@ -308,12 +285,12 @@ def _forward(
     return loop(0, blocks.n_q, query_block, outputs, blocks.n_q == 1)
 
 
-def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> tuple[jax.Array, jax.Array | None]:
+def _visible_and_fade(blocks: Blocks, i, j, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Returns which keys of block j the queries of block i see, and the log factors of the weights, [B, K, 1, L, M]."""
-    visible = blocks.visible(i, j, seen)
+    visible, decay = blocks.visible(i, j, operands), operands.decay
     if decay is None:
         return visible, None
-    later = jax.tree.map(lambda x: take(x, seen.q_offset + blocks.query_start(i) + 1, blocks.block_q, 2), decay)
+    later = jax.tree.map(lambda x: take(x, operands.q_offset + blocks.query_start(i) + 1, blocks.block_q, 2), decay)
     earlier = jax.tree.map(lambda x: take(x, blocks.key_start(j) + 1, blocks.block_k, 2), decay)
     later = jax.tree.map(lambda x: x[:, :, None, :, None], later)
     earlier = jax.tree.map(lambda x: x[:, :, None, None], earlier)
@@ -322,62 +299,60 @@ def _visible_and_fade(blocks: Blocks, i, j, seen: Seen, decay: Decay | None) -> 
     return visible, jnp.where(visible, fade, 0.0)
 
 
-def _attend_forward(rule, blocks, q, k, v, seen, decay, sinks):
-    o, normalizer = _forward(rule, blocks, q, k, v, seen, decay, sinks)
-    o, normalizer = save_residual(o), save_residual(normalizer)
-    return o, _Residuals(q, k, v, o, normalizer, seen, decay, sinks)
+def _attend_forward(rule, blocks, operands):
+    o, normalizer = map(save_residual, _forward(rule, blocks, operands))
+    return o, (operands, o, normalizer)
 
 
-def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals: _Residuals, do_BxKxGxLxD: jax.Array):
-    q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD = residuals.q_BxKxGxLxD, residuals.k_BxKxMxD, residuals.v_BxKxMxD
-    seen, decay = residuals.seen, residuals.decay
+def _attend_backward(rule: BlockWeights, blocks: Blocks, residuals, do_BxKxGxLxD: jax.Array) -> tuple[Operands]:
+    operands, o_BxKxGxLxD, normalizer_BxKxGxL = residuals
+    q_BxKxGxLxD, k_BxKxMxD, v_BxKxMxD = operands[:3]
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the normalizer's part of the gradient, one number per row.
-    row_BxKxGxL = dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, residuals.o_BxKxGxLxD)
+    row_BxKxGxL = dot('bkgld,bkgld->bkgl', do_BxKxGxLxD, o_BxKxGxLxD)
 
     def query_block(i, gradients):
+        dq, sums = gradients
         start = blocks.query_start(i)
-        whole = (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, residuals.normalizer_BxKxGxL)
+        whole = (q_BxKxGxLxD, do_BxKxGxLxD, row_BxKxGxL, normalizer_BxKxGxL)
         q, do, row, normalizer = (take(x, start, blocks.block_q, 3) for x in whole)
 
         def key_block(j, carry):
+            dq_block, (dk, dv, dtotal) = carry
             at = blocks.key_start(j)
             k, v = take(k_BxKxMxD, at, blocks.block_k, 2), take(v_BxKxMxD, at, blocks.block_k, 2)
-            visible, fade = _visible_and_fade(blocks, i, j, seen, decay)
+            visible, fade = _visible_and_fade(blocks, i, j, operands)
             w, slope = rule.weights(dot('bkgld,bkmd->bkglm', q, k), visible, normalizer, fade)
             dlog = dot('bkgld,bkmd->bkglm', do, v) - row[..., None]
             ds = slope * dlog
-            dq_block = carry.dq + dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
+            dq_block = dq_block + dot('bkglm,bkmd->bkgld', ds.astype(k.dtype), k)
             if blocks.queries % blocks.block_q:
                 fresh = along.find_new(i, blocks.block_q, blocks.queries)[:, None]
                 w, ds = jnp.where(fresh, w, 0.0), jnp.where(fresh, ds, 0.0)
-            dk_block = dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(carry.dk, at, blocks.block_k, 2)
-            dv_block = dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(carry.dv, at, blocks.block_k, 2)
-            dtotal = carry.dtotal
+            dk_block = dot('bkglm,bkgld->bkmd', ds.astype(q.dtype), q) + take(dk, at, blocks.block_k, 2)
+            dv_block = dot('bkglm,bkgld->bkmd', w.astype(do.dtype), do) + take(dv, at, blocks.block_k, 2)
             if dtotal is not None:
                 dlog = (w * dlog).sum(2)
-                first = seen.q_offset + start + 1
+                first = operands.q_offset + start + 1
                 dtotal = put(dtotal, take(dtotal, first, blocks.block_q, 2) + dlog.sum(-1), first, 2)
                 dtotal = put(dtotal, take(dtotal, at + 1, blocks.block_k, 2) - dlog.sum(-2), at + 1, 2)
-            return _Gradients(dq_block, put(carry.dk, dk_block, at, 2), put(carry.dv, dv_block, at, 2), dtotal)
+            return dq_block, (put(dk, dk_block, at, 2), put(dv, dv_block, at, 2), dtotal)
 
-        carry = gradients._replace(dq=jnp.zeros(q.shape, jnp.float32))
-        low, high = blocks.key_range(i, seen)
-        found = loop(low, high, key_block, carry, blocks.n_k == 1)
-        return found._replace(dq=put(gradients.dq, found.dq, start, 3))
+        low, high = blocks.key_range(i, operands)
+        dq_block, sums = loop(low, high, key_block, (jnp.zeros(q.shape, jnp.float32), sums), blocks.n_k == 1)
+        return put(dq, dq_block, start, 3), sums
 
-    gradients = _Gradients(
-        jnp.zeros_like(q_BxKxGxLxD),
-        jnp.zeros(k_BxKxMxD.shape, jnp.float32),
-        jnp.zeros(v_BxKxMxD.shape, jnp.float32),
-        None if decay is None else jnp.zeros_like(decay.total),
-    )
-    dq, dk, dv, dtotal = loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
+    dtotal = None if operands.decay is None else jnp.zeros_like(operands.decay.total)
+    sums = (jnp.zeros(k_BxKxMxD.shape, jnp.float32), jnp.zeros(v_BxKxMxD.shape, jnp.float32), dtotal)
+    gradients = (jnp.zeros_like(q_BxKxGxLxD), sums)
+    dq, (dk, dv, dtotal) = loop(0, blocks.n_q, query_block, gradients, blocks.n_q == 1)
     ddecay = None if dtotal is None else decays.cotangent(dtotal)
     dsinks_KxG = None
-    if residuals.sinks_KxG is not None:  # a key whose value is zero
-        w_BxKxGxL = jnp.exp(residuals.sinks_KxG[:, :, None] - residuals.normalizer_BxKxGxL)
+    if operands.sinks_KxG is not None:  # a key whose value is zero
+        w_BxKxGxL = jnp.exp(operands.sinks_KxG[:, :, None] - normalizer_BxKxGxL)
         dsinks_KxG = -(w_BxKxGxL * row_BxKxGxL).sum((0, 3))
-    return dq, dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype), None, ddecay, dsinks_KxG
+    dk, dv = dk.astype(k_BxKxMxD.dtype), dv.astype(v_BxKxMxD.dtype)
+    nothing = cast(jax.Array, None)  # what JAX takes for the gradient of an array that has none
+    return (Operands(dq, dk, dv, nothing, nothing, None, None, ddecay, dsinks_KxG),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -50,10 +50,10 @@ def flash_call(
 def splash_call(dims: HeadDims, length: int) -> KernelCall:
     """Returns a call of JAX's kernels. A grid step takes one block of queries and one block of keys."""
     x = jax.ShapeDtypeStruct((1, length, dims.n_heads, dims.head_dim), jnp.bfloat16)
-    sizes = splash.blocks(length, dims.head_dim * x.dtype.itemsize)
-    tokens = length / sum(start // sizes.keys + 1 for start in range(0, length, sizes.queries))
+    block, _, key_block = splash.blocks(length, dims.head_dim * x.dtype.itemsize)
+    tokens = length / sum(start // key_block + 1 for start in range(0, length, block))
     kernels = [('forward', 'splash_mha_fwd'), ('backward', 'splash_mha_dkv')]
-    if not splash.is_fused(jax.ShapeDtypeStruct((1, dims.n_heads, length, dims.head_dim), x.dtype), sizes.keys):
+    if not splash.is_fused(jax.ShapeDtypeStruct((1, dims.n_heads, length, dims.head_dim), x.dtype), key_block):
         kernels.append(('backward', 'splash_mha_dq'))
     function = functools.partial(softmax_attention, implementation='splash')
     return KernelCall(function, (x, x, x), dict.fromkeys(kernels, tokens), skips=True)

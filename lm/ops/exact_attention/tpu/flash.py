@@ -64,37 +64,6 @@ class FlashOperands(NamedTuple):
     sinks_N: jax.Array | None = None
 
 
-class FlashResiduals(NamedTuple):
-    """The arrays that the backward pass takes: the operands, the outputs, and what the rule keeps of each query."""
-
-    q_NxDxL: jax.Array
-    k_KxDxM: jax.Array
-    v_KxDxM: jax.Array
-    o_NxDxL: jax.Array
-    kept_Nx1xL: jax.Array
-    starts_BxL: jax.Array | None
-    part: jax.Array | None
-    sinks_N: jax.Array | None
-
-
-class SweepOperands(NamedTuple):
-    """The arrays that the backward kernel reads; `row` is Σ_j w_ij ⟨do_i, v_j⟩ of each query i."""
-
-    q_NxDxL: jax.Array
-    k_KxDxM: jax.Array
-    v_KxDxM: jax.Array
-    do_NxDxL: jax.Array
-    row_Nx1xL: jax.Array
-    kept_Nx1xL: jax.Array
-
-
-class KeySums(NamedTuple):
-    """The gradients of keys and values of each query head, added up over sweeps."""
-
-    dk_NxDxM: jax.Array
-    dv_NxDxM: jax.Array
-
-
 def attention(plan: FlashPlan, call: ExactCall, sinks_H: jax.Array | None = None) -> jax.Array:
     """Returns [B, L, H, D] of a call that `plan.unsupported` does not refuse.
 
@@ -135,14 +104,14 @@ def attend(plan: FlashPlan, operands: FlashOperands) -> jax.Array:
     return forward(plan, operands)[0]
 
 
-def _attend_forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, FlashResiduals]:
-    o, kept = map(save_residual, forward(plan, operands))
-    q, k, v, starts, part, sinks = operands
-    return o, FlashResiduals(q, k, v, o, kept, starts, part, sinks)
+def _attend_forward(plan: FlashPlan, operands: FlashOperands):
+    o_NxDxL, kept_Nx1xL = map(save_residual, forward(plan, operands))
+    return o_NxDxL, (operands, o_NxDxL, kept_Nx1xL)
 
 
-def _attend_backward(plan: FlashPlan, residuals: FlashResiduals, do: jax.Array) -> tuple[FlashOperands]:
-    return (backward(plan, residuals, do),)
+def _attend_backward(plan: FlashPlan, residuals, do_NxDxL: jax.Array) -> tuple[FlashOperands]:
+    operands, o_NxDxL, kept_Nx1xL = residuals
+    return (backward(plan, operands, o_NxDxL, kept_Nx1xL, do_NxDxL),)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -181,29 +150,31 @@ def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Ar
     return o_NxDxL, kept_Nx1xL
 
 
-def backward(plan: FlashPlan, residuals: FlashResiduals, do_NxDxL: jax.Array) -> FlashOperands:
+def backward(
+    plan: FlashPlan, operands: FlashOperands, o_NxDxL: jax.Array, kept_Nx1xL: jax.Array, do_NxDxL: jax.Array
+) -> FlashOperands:
     """Returns the gradients of q, k, v and sinks from the gradient of the outputs; starts and part have none.
 
     One kernel computes all three: five products per pair of blocks, where separate kernels would need seven. The
     gradient of the queries waits in VMEM until the keys up to their diagonal block are done; where it does not fit, the
     queries are taken in chunks.
     """
-    q_NxDxL, k_KxDxM, v_KxDxM, o_NxDxL, kept_Nx1xL, starts_BxL, part, sinks_N = residuals
+    q_NxDxL, k_KxDxM, v_KxDxM, _, part, sinks_N = operands
     # Σ_j w_ij ⟨do_i, v_j⟩ = ⟨do_i, o_i⟩: the denominator's part of the gradient, one number per query.
     row_Nx1xL = jnp.sum(do_NxDxL.astype(jnp.float32) * o_NxDxL.astype(jnp.float32), axis=1, keepdims=True)
-    read = SweepOperands(q_NxDxL, k_KxDxM, v_KxDxM, do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
+    by_query = (do_NxDxL, row_Nx1xL, plan.rule.kept_for_gradients(kept_Nx1xL))
     blocks, tokens = q_NxDxL.shape[2] // plan.block, k_KxDxM.shape[2]
-    dqs, sums, diagonal_PxI = [], None, plan.diagonals(blocks)
+    dqs, sums, diagonal_PxI = [], [], plan.diagonals(blocks)
     if blocks > plan.chunk:
-        sums = KeySums(*(jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)))
+        sums = [jnp.zeros((q_NxDxL.shape[0], a.shape[1], tokens), jnp.float32) for a in (k_KxDxM, v_KxDxM)]
     for start in range(0, blocks, plan.chunk):
         stop = min(start + plan.chunk, blocks)
-        dq, sums = _sweep(plan, start, stop, diagonal_PxI, read, sums, starts_BxL, part)
+        dq, *sums = _sweep(plan, operands, by_query, range(start, stop), diagonal_PxI, sums)
         dqs.append(dq)
     if part is not None:  # Gradients of later keys, which none of these queries sees, were not written.
         seen_M = jnp.arange(tokens) < jnp.asarray((diagonal_PxI.max(1) + 1) * plan.block)[part]
-        sums = jax.tree.map(lambda a: jnp.where(seen_M, a, 0.0), sums)
-    shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums or ())
+        sums = [jnp.where(seen_M, a, 0.0) for a in sums]
+    shared = (a.reshape(-1, plan.group, *a.shape[1:]).sum(1) for a in sums)
     gradients = FlashOperands(jnp.concatenate(dqs, axis=2), *(a.astype(k_KxDxM.dtype) for a in shared))
     if sinks_N is None:
         return gradients
@@ -214,22 +185,29 @@ def backward(plan: FlashPlan, residuals: FlashResiduals, do_NxDxL: jax.Array) ->
 
 def _sweep(
     plan: FlashPlan,
-    start: int,
-    stop: int,
+    operands: FlashOperands,
+    by_query: tuple[jax.Array, jax.Array, jax.Array],
+    swept: range,
     diagonal_PxI: np.ndarray,
-    read: SweepOperands,
-    sums: KeySums | None,
-    starts_BxL: jax.Array | None,
-    part: jax.Array | None,
-) -> tuple[jax.Array, KeySums]:
-    """Returns the gradient of the query blocks start … stop - 1, and `sums` with what these blocks add to them."""
-    n, compared, _ = read.q_NxDxL.shape
-    size, tokens, block = *read.v_KxDxM.shape[1:], plan.block
-    walk = walk_by_keys(diagonal_PxI, start, stop, plan.window)
-    waiting = stop - start if plan.window is None else min(stop - start, plan.window.back + 1)
-    added = [] if sums is None else [*sums]
-    sums_dtype = jnp.float32 if plan.group > 1 or added else read.v_KxDxM.dtype
-    outputs = [jax.ShapeDtypeStruct((n, compared, (stop - start) * block), read.q_NxDxL.dtype)]
+    added: list[jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradient of some query blocks, and of keys and values by query head.
+
+    Args:
+        plan: how the kernel is cut.
+        operands: the arrays of the call.
+        by_query: the gradient of the outputs, Σ_j w_ij ⟨do_i, v_j⟩, and what the rule keeps for gradients.
+        swept: the query blocks.
+        diagonal_PxI: of the whole walk.
+        added: gradients of keys and values [N, D, M], to which the ones of these blocks are added; or none.
+    """
+    q_NxDxL, k_KxDxM, v_KxDxM, starts_BxL, part, _ = operands
+    n, compared, _ = q_NxDxL.shape
+    size, tokens, block = *v_KxDxM.shape[1:], plan.block
+    walk = walk_by_keys(diagonal_PxI, swept.start, swept.stop, plan.window)
+    waiting = len(swept) if plan.window is None else min(len(swept), plan.window.back + 1)
+    sums_dtype = jnp.float32 if plan.group > 1 or added else v_KxDxM.dtype
+    outputs = [jax.ShapeDtypeStruct((n, compared, len(swept) * block), q_NxDxL.dtype)]
     outputs += [jax.ShapeDtypeStruct((n, rows, tokens), sums_dtype) for rows in (compared, size)]
     queries, keys, rows = _specs(plan)
     ends, starts = document_arrays(starts_BxL, plan.block)
@@ -241,11 +219,10 @@ def _sweep(
     by_key = [
         pl.BlockSpec((1, a.shape[1], block), lambda h, t, pairs, *_: (h, 0, pair_of(pairs, t)[1])) for a in outputs[1:]
     ]
-    in_specs = [*rows, queries(read.q_NxDxL), keys(read.k_KxDxM), keys(read.v_KxDxM)]
-    in_specs += [queries(a) for a in (read.do_NxDxL, read.row_Nx1xL, read.kept_Nx1xL)]
+    in_specs = [*rows, queries(q_NxDxL), keys(k_KxDxM), keys(v_KxDxM), *map(queries, by_query)]
     before = len(tables) + len(in_specs)
     dq, dk, dv = pl.pallas_call(
-        functools.partial(_backward_kernel, plan, start, bool(added)),
+        functools.partial(_backward_kernel, plan, swept.start, bool(added)),
         name='flash_attention_backward',
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
@@ -262,9 +239,9 @@ def _sweep(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=plan.vmem_limit_bytes
         ),
-        cost_estimate=_cost(plan, read.q_NxDxL, read.v_KxDxM, walk.steps, products=(3, 2), arrays=7),
-    )(*tables, *starts, *read, *added)
-    return dq, KeySums(dk, dv)
+        cost_estimate=_cost(plan, q_NxDxL, v_KxDxM, walk.steps, products=(3, 2), arrays=7),
+    )(*tables, *starts, q_NxDxL, k_KxDxM, v_KxDxM, *by_query, *added)
+    return dq, dk, dv
 
 
 def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
@@ -326,7 +303,7 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
 
 def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, diagonals, following, *refs):
     documents, (q, k, v, do, row, kept, *refs) = split_documents(plan.documents, refs)
-    added = KeySums(*refs[:2]) if adds else None
+    dk_before, dv_before = refs[:2] if adds else (None, None)
     dq, dk, dv, dq_IxCxQ, dk_CxK, dv_DxK = refs[2:] if adds else refs
     step = step_of(pairs, diagonals, pl.program_id(1), plan.window)
     mine, scale = step.i - start, plan.rule.gradient_scale
@@ -339,8 +316,8 @@ def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, diagonals, 
 
     @pl.when(step.opens)
     def _():
-        dk_CxK[...] = jnp.zeros_like(dk_CxK) if added is None else added.dk_NxDxM[0] / scale
-        dv_DxK[...] = jnp.zeros_like(dv_DxK) if added is None else added.dv_NxDxM[0]
+        dk_CxK[...] = jnp.zeros_like(dk_CxK) if dk_before is None else dk_before[0] / scale
+        dv_DxK[...] = jnp.zeros_like(dv_DxK) if dv_before is None else dv_before[0]
 
     def add(pieces: list[Piece]):
         for queries, keys, seen in pieces:

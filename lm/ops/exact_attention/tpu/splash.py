@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,27 +23,29 @@ WIDE = 256
 
 def softmax_attention(call: SoftmaxCall, *, interpret: bool = False) -> jax.Array:
     """Computes calls that `unsupported` does not refuse. `interpret` runs the kernels on any platform, slowly."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
     q_BxLxHxD, ids_BxL, window = call.q_BxLxHxD, call.starts_BxL, call.window
     reach = reach_of_part(call)
     if reach is not None:  # a whole window, whose first queries nobody asks for
         ids_BxL = _ids_of_part(call, reach)
         q_BxLxHxD = jnp.pad(q_BxLxHxD, ((0, 0), (reach, 0), (0, 0), (0, 0)))
     length, heads = q_BxLxHxD.shape[1:3]
-    sizes = blocks(length, q_BxLxHxD.shape[-1] * q_BxLxHxD.dtype.itemsize, call.block, window)
+    side, padded, key_side = blocks(length, q_BxLxHxD.shape[-1] * q_BxLxHxD.dtype.itemsize, call.block, window)
 
     def attend(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, ids_BxL):
         def by_head(x_BxLxHxD: jax.Array) -> jax.Array:
             # Zero keys after the last token are in every query's future.
-            return jnp.pad(x_BxLxHxD.swapaxes(1, 2), ((0, 0), (0, 0), (0, sizes.length - length), (0, 0)))
+            return jnp.pad(x_BxLxHxD.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0)))
 
         scaled = (q_BxLxHxD * jnp.asarray(call.scale, q_BxLxHxD.dtype), k_BxLxKxD, v_BxLxKxD)
         q_BxHxLxD, k_BxKxLxD, v_BxKxLxD = map(by_head, scaled)
         segments = None
         if ids_BxL is not None:  # tokens of one document have one start; the padding has a start past them all
-            ids_BxL = jnp.pad(ids_BxL, ((0, 0), (0, sizes.length - length)), constant_values=length)
-            segments = _segments(ids_BxL)
-        fused = window is None and is_fused(q_BxHxLxD, sizes.keys)
-        kernel = jax.vmap(_kernel(heads, sizes, window, fused, interpret, call.score_cap))
+            ids_BxL = jnp.pad(ids_BxL, ((0, 0), (0, padded - length)), constant_values=length)
+            segments = splash.SegmentIds(ids_BxL, ids_BxL)
+        fused = window is None and is_fused(q_BxHxLxD, key_side)
+        kernel = jax.vmap(_kernel(heads, padded, side, key_side, window, fused, interpret, call.score_cap))
         o_BxHxLxD = kernel(q_BxHxLxD, k_BxKxLxD, v_BxKxLxD, segments)
         return o_BxHxLxD[:, :, :length].swapaxes(1, 2)
 
@@ -67,16 +68,8 @@ def unsupported(call: SoftmaxCall) -> str | None:
     return platform.uneven_batch(call.q_BxLxHxD.shape[0])
 
 
-class SplashSizes(NamedTuple):
-    """How the kernels cut a window: queries per block, the length in whole blocks, and keys per block."""
-
-    queries: int
-    length: int
-    keys: int
-
-
-def blocks(length: int, width: int, block: int | None = None, window: int | None = None) -> SplashSizes:
-    """Returns how a window of `length` tokens is cut, for heads of `width` bytes.
+def blocks(length: int, width: int, block: int | None = None, window: int | None = None) -> tuple[int, int, int]:
+    """Returns queries per block, the length in whole blocks, and keys per block, for heads of `width` bytes.
 
     Static cycles on v5e and v6e: wide blocks of keys pay off where the waste on the diagonal is small. A window wants
     short ones, since the two or more blocks that it touches are computed whole.
@@ -88,7 +81,7 @@ def blocks(length: int, width: int, block: int | None = None, window: int | None
     block = block or block_size(length, longest)
     padded = -(-length // block) * block
     pays = window is None and padded % (2 * block) == 0 and padded >= 16 * block
-    return SplashSizes(block, padded, 2 * block if pays and width <= WIDE else block)
+    return block, padded, 2 * block if pays and width <= WIDE else block
 
 
 def is_fused(q_BxHxLxD: jax.Array | jax.ShapeDtypeStruct, key_block: int) -> bool:
@@ -112,31 +105,32 @@ def _ids_of_part(call: SoftmaxCall, reach: int) -> jax.Array:
     return jnp.concatenate([before_BxR, starts_BxL], axis=1).astype(jnp.int32)
 
 
-def _segments(ids_BxL: jax.Array) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    return splash.SegmentIds(ids_BxL, ids_BxL)
-
-
 def _kernel(
-    heads: int, sizes: SplashSizes, window: int | None, fused: bool, interpret: bool, score_cap: float | None = None
+    heads: int,
+    length: int,
+    block: int,
+    key_block: int,
+    window: int | None,
+    fused: bool,
+    interpret: bool,
+    score_cap: float | None,
 ) -> Callable:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    block, shape = sizes.queries, (sizes.length, sizes.length)
+    shape = (length, length)
     if window is None:
         mask = _remembering(splash.CausalMask)(shape)
     else:
         mask = _remembering(splash.LocalMask)(shape, (window - 1, 0), 0)
     block_sizes = splash.BlockSizes(
         block_q=block,
-        block_kv=sizes.keys,
+        block_kv=key_block,
         block_kv_compute=512 if block % 512 == 0 else block,
         block_q_dkv=block,
-        block_kv_dkv=sizes.keys,
+        block_kv_dkv=key_block,
         block_kv_dkv_compute=block,
         block_q_dq=None if fused else block,
-        block_kv_dq=None if fused else sizes.keys,
+        block_kv_dq=None if fused else key_block,
         use_fused_bwd_kernel=fused,
     )
     return splash.make_splash_mha(
