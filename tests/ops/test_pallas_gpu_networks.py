@@ -37,8 +37,9 @@ def test_outputs_and_gradients(case):
 @interpreter
 def test_weights_gradients_of_many_tiles():
     """Five tiles pass through three places in shared memory; then two tiles, the last one shorter, are split."""
+    from lm.ops.sketch_networks.folding import LevelMaps
     from lm.ops.sketch_networks.gpu.backward import weight_gradients
-    from lm.ops.sketch_networks.gpu.plan import GpuNodePlan, UnitMaps
+    from lm.ops.sketch_networks.gpu.plan import GpuNodePlan
 
     rng = np.random.default_rng(0)
     shapes = ((1, 1, 448, 32), (1, 2, 448, 32), (1, 2, 64, 32), (1, 2, 64, 32))
@@ -47,7 +48,7 @@ def test_weights_gradients_of_many_tiles():
     w = w / 8
     with interpreted():
         gradients = jax.jit(functools.partial(weight_gradients, GpuNodePlan(2, 2, 5, True)))(
-            x, d, UnitMaps(w, v), biases
+            x, d, LevelMaps(w, v), biases
         )
     x, d, w, v, biases = (np.asarray(a, np.float64)[0] for a in (x, d, w, v, biases))
     for split, tokens in enumerate((slice(0, 320), slice(320, 448))):

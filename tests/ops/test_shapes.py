@@ -113,11 +113,9 @@ def test_short_convolution():
 
 
 def networks(size: int, r: int = 5, n: int = 2, hidden: int = 3) -> sketch_networks.Node:
-    kernels = sketch_networks.NetworkKernels(
-        zeros(n, size, hidden), zeros(n, hidden, r), zeros(n, r, hidden), zeros(n, hidden, r)
-    )
-    norms = sketch_networks.NormParameters(zeros(n, 1, size), zeros(n, 1, r))
-    network = sketch_networks.NetworkWeights(kernels, norms, norms)
+    kernels = (zeros(n, size, hidden), zeros(n, hidden, r), zeros(n, r, hidden), zeros(n, hidden, r))
+    norms = (zeros(n, 1, size), zeros(n, 1, r))
+    network = sketch_networks.NetworkWeights(*kernels, *norms, *norms)
     return sketch_networks.Node(network, network)
 
 

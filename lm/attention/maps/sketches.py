@@ -154,9 +154,7 @@ class Network(nnx.Module):
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.NetworkWeights:
-        kernels = networks.NetworkKernels(*(kernel[...] for kernel in self.kernels))
-        scales, biases = (networks.NormParameters(*(p[...] for p in pair)) for pair in (self.scales, self.biases))
-        return networks.NetworkWeights(kernels, scales, biases)
+        return networks.NetworkWeights(*(one[...] for one in (*self.kernels, *self.scales, *self.biases)))
 
 
 class MeanSketch(nnx.Module):

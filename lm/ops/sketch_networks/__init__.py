@@ -13,11 +13,9 @@ from lm.ops import platform
 from lm.ops.arguments import check_shapes
 from lm.ops.errors import OperationError
 from lm.ops.sketch_networks.types import (
-    NetworkKernels,
     NetworkWeights,
     Node,
     Nodes,
-    NormParameters,
     SketchCall,
     Sketched,
     SketchImplementation,
@@ -64,11 +62,9 @@ def _check(call: SketchCall) -> None:
 
 __all__ = [
     'IMPLEMENTATIONS',
-    'NetworkKernels',
     'NetworkWeights',
     'Node',
     'Nodes',
-    'NormParameters',
     'SketchCall',
     'Sketched',
     'sketch_networks',

@@ -18,21 +18,20 @@ LINEAR = 2.0 * math.sqrt(2.0 / math.pi) / CUBIC
 
 
 class LevelMaps(NamedTuple, Generic[Each]):
-    """The two maps of one level of both networks of a node; for the upper level, M stands for r."""
+    """The two maps of one level of both networks of a node; for the upper level, M stands for r.
+
+    `narrow` is [N, 2, r, E] on TPUs, and by hidden unit, [N, 2, E, r], on GPUs.
+    """
 
     wide_Nx2xExM: Each
-    narrow_Nx2xRxE: Each
+    narrow: Each
 
 
-class FoldedNode(NamedTuple):
-    """The maps of both networks of a node, and the biases [N, 2, E] of the wide ones, in float32."""
+def fold(node: Node) -> tuple[ByLevel[LevelMaps[jax.Array]], ByLevel[jax.Array]]:
+    """Returns the maps of both networks of a node, and the biases [N, 2, E] of the wide ones, in float32.
 
-    maps: ByLevel[LevelMaps[jax.Array]]
-    biases: ByLevel[jax.Array]
-
-
-def fold(node: Node) -> FoldedNode:
-    """Folds the norms' scales and biases, and gelu's constants, into the maps."""
+    The norms' scales and biases, and gelu's constants, are folded into them. `narrow` is [N, 2, r, E].
+    """
     maps, biases = [], []
     for first, second in zip(node.first.levels, node.second.levels, strict=True):
         pair = (first, second)
@@ -43,7 +42,7 @@ def fold(node: Node) -> FoldedNode:
         biases.append(jnp.stack(shifted, 1))
         narrow_Nx2xRxE = jnp.stack([level.narrow_NxExR.swapaxes(1, 2) / CUBIC for level in pair], 1)
         maps.append(LevelMaps(wide_Nx2xExM, narrow_Nx2xRxE))
-    return FoldedNode(ByLevel(*maps), ByLevel(*biases))
+    return ByLevel(*maps), ByLevel(*biases)
 
 
 def gelu(z: jax.Array) -> jax.Array:

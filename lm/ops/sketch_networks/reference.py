@@ -17,7 +17,7 @@ def unsupported(call: SketchCall) -> None:
 
 
 def _join(node: Node, left: jax.Array, right: jax.Array) -> jax.Array:
-    r = node.first.kernels.upper_narrow_NxExR.shape[-1]
+    r = node.first.upper_narrow_NxExR.shape[-1]
     return r**0.5 * jnp.tanh(r**-0.5 * _network(node.first, left) * _network(node.second, right))
 
 

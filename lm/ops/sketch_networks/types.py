@@ -23,22 +23,6 @@ class ByLevel(NamedTuple, Generic[Each]):
     upper: Each
 
 
-class NetworkKernels(NamedTuple):
-    """The maps of a network, for each of N sketches."""
-
-    lower_wide_NxMxE: jax.Array
-    lower_narrow_NxExR: jax.Array
-    upper_wide_NxRxE: jax.Array
-    upper_narrow_NxExR: jax.Array
-
-
-class NormParameters(NamedTuple):
-    """The scales, or the biases, of a network's layer normalizations."""
-
-    lower_Nx1xM: jax.Array
-    upper_Nx1xR: jax.Array
-
-
 class LevelWeights(NamedTuple):
     """The parameters of one level of a network; for the upper level, M stands for r."""
 
@@ -51,17 +35,21 @@ class LevelWeights(NamedTuple):
 class NetworkWeights(NamedTuple):
     """The parameters of one small network, for each of N sketches: LayerNorm, M → E, gelu, → r, twice."""
 
-    kernels: NetworkKernels
-    scales: NormParameters
-    biases: NormParameters
+    lower_wide_NxMxE: jax.Array
+    lower_narrow_NxExR: jax.Array
+    upper_wide_NxRxE: jax.Array
+    upper_narrow_NxExR: jax.Array
+    lower_scale_Nx1xM: jax.Array
+    upper_scale_Nx1xR: jax.Array
+    lower_bias_Nx1xM: jax.Array
+    upper_bias_Nx1xR: jax.Array
 
     @property
     def levels(self) -> ByLevel[LevelWeights]:
         """The parameters level by level."""
-        kernels, scales, biases = self
         return ByLevel(
-            LevelWeights(kernels.lower_wide_NxMxE, kernels.lower_narrow_NxExR, scales.lower_Nx1xM, biases.lower_Nx1xM),
-            LevelWeights(kernels.upper_wide_NxRxE, kernels.upper_narrow_NxExR, scales.upper_Nx1xR, biases.upper_Nx1xR),
+            LevelWeights(self.lower_wide_NxMxE, self.lower_narrow_NxExR, self.lower_scale_Nx1xM, self.lower_bias_Nx1xM),
+            LevelWeights(self.upper_wide_NxRxE, self.upper_narrow_NxExR, self.upper_scale_Nx1xR, self.upper_bias_Nx1xR),
         )
 
 
@@ -87,8 +75,8 @@ class SketchSizes(NamedTuple):
     @classmethod
     def measure(cls, nodes: Nodes) -> 'SketchSizes':
         """Returns the sizes of the nodes above the leaves."""
-        n, size, hidden = nodes[0].first.kernels.lower_wide_NxMxE.shape
-        return cls(n, size, hidden, nodes[0].first.kernels.upper_narrow_NxExR.shape[-1])
+        n, size, hidden = nodes[0].first.lower_wide_NxMxE.shape
+        return cls(n, size, hidden, nodes[0].first.upper_narrow_NxExR.shape[-1])
 
 
 class SketchCall(NamedTuple):

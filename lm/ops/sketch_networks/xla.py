@@ -19,7 +19,7 @@ def unsupported(call: SketchCall) -> None:
 
 
 def _join(node: Node, left: jax.Array, right: jax.Array) -> jax.Array:
-    r = node.first.kernels.upper_narrow_NxExR.shape[-1]
+    r = node.first.upper_narrow_NxExR.shape[-1]
     product = _network(node.first, left) * _network(node.second, right)
     # Bounded by √r, so that weights stay in range while the networks learn.
     return (r**0.5 * jnp.tanh(r**-0.5 * product)).astype(left.dtype)

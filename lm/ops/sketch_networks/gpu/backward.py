@@ -5,8 +5,6 @@ gradients of the weights take: for each level the standardized vectors that ente
 Thread blocks of the other kernel each hold a chunk of hidden units, and compute them again from those.
 """
 
-from typing import Generic, NamedTuple, TypeVar
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +25,7 @@ from lm.ops.gpu import (
     write,
     zeros,
 )
-from lm.ops.sketch_networks.folding import gelu_and_slope
+from lm.ops.sketch_networks.folding import LevelMaps, gelu_and_slope
 from lm.ops.sketch_networks.gpu.forward import (
     FAST,
     Inputs,
@@ -37,42 +35,21 @@ from lm.ops.sketch_networks.gpu.forward import (
     tiles_of,
 )
 from lm.ops.sketch_networks.gpu.forward import PASSES as FORWARD_PASSES
-from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps
-from lm.ops.sketch_networks.gpu.stream import Pass, Stream, StreamMemory, allocate
+from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
+from lm.ops.sketch_networks.gpu.stream import Stream, StreamMemory, allocate
 from lm.ops.sketch_networks.types import ByLevel
 
-PASSES = (*FORWARD_PASSES, Pass(0, 1), Pass(1, 1), Pass(0, 0), Pass(1, 0))
+PASSES = (*FORWARD_PASSES, (0, 1), (1, 1), (0, 0), (1, 0))
 """Backward, both upper levels come first."""
-
-Each = TypeVar('Each')
-
-
-class InputGradients(NamedTuple, Generic[Each]):
-    """The results of the first kernel: gradients of the inputs, and what `weight_gradients` takes.
-
-    Attributes:
-        inputs: S arrays like the inputs.
-        standard: the standardized vectors that enter a level, [N, S, V, M] and [N, 2, V, r].
-        leaving: the gradients of what leaves a level, [N, 2, V, r] each.
-    """
-
-    inputs: tuple[Each, ...]
-    standard: ByLevel[Each]
-    leaving: ByLevel[Each]
-
-
-class _Tiles(NamedTuple):
-    """Tiles of each warpgroup in shared memory: of the inputs, between the levels, and of gradients."""
-
-    xs: jax.Ref
-    ys: jax.Ref
-    ds: jax.Ref
 
 
 def input_gradients(
-    plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[UnitMaps[jax.Array]], biases: jax.Array, dpsi: jax.Array
-) -> InputGradients[jax.Array]:
-    """Returns the gradients of the inputs, and what `weight_gradients` takes.
+    plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array]], biases: jax.Array, dpsi: jax.Array
+) -> tuple[Inputs, ByLevel[jax.Array], ByLevel[jax.Array]]:
+    """Returns the gradients of the inputs, and what `weight_gradients` takes of each level.
+
+    That is the standardized vectors that enter it, [N, S, V, M] and [N, 2, V, r], and the gradients of what leaves it,
+    [N, 2, V, r] each.
 
     Args:
         plan: V is a multiple of its warpgroups times TILE.
@@ -84,10 +61,10 @@ def input_gradients(
     (n, vectors, size), r, dtype = inputs[0].shape, dpsi.shape[2], dpsi.dtype
     count, warpgroups = len(inputs), plan.backward_warpgroups
     between = jax.ShapeDtypeStruct((n, 2, vectors, r), dtype)
-    results = InputGradients(
-        inputs=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in inputs),
-        standard=ByLevel(jax.ShapeDtypeStruct((n, count, vectors, size), dtype), between),
-        leaving=ByLevel(between, between),
+    results = (
+        tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in inputs),
+        ByLevel(jax.ShapeDtypeStruct((n, count, vectors, size), dtype), between),
+        ByLevel(between, between),
     )
 
     def sketch_networks_input_gradients(*refs):
@@ -114,18 +91,19 @@ def input_gradients(
 def _input_gradients(
     plan: GpuNodePlan,
     inputs: tuple[jax.Ref, ...],
-    maps: ByLevel[UnitMaps[jax.Ref]],
+    maps: ByLevel[LevelMaps[jax.Ref]],
     biases: jax.Ref,
     dpsi: jax.Ref,
-    results: InputGradients[jax.Ref],
+    results: tuple[tuple[jax.Ref, ...], ByLevel[jax.Ref], ByLevel[jax.Ref]],
     memory: StreamMemory,
     tiles: list[jax.Ref],
     ready: jax.Ref,
     operands: list[jax.Ref],
 ) -> None:
+    dinputs, standard, leaving = results
     block, sketch, warpgroup = (lax.axis_index(name) for name in ('block', 'sketch', 'warpgroup'))
     vectors = pl.ds((block * plan.backward_warpgroups + warpgroup) * TILE, TILE)
-    xs, ys, ds = (tiles_of(tile, warpgroup) for tile in _Tiles(*tiles))
+    xs, ys, ds = (tiles_of(tile, warpgroup) for tile in tiles)  # of inputs, between the levels, and of gradients
     for source, tile in zip((*inputs, dpsi), (*xs, ds[0]), strict=True):
         plgpu.copy_gmem_to_smem(source.at[sketch, vectors], tile, ready.at[warpgroup])
     sketch_maps = jax.tree.map(lambda m: m.at[sketch], maps)
@@ -137,10 +115,10 @@ def _input_gradients(
     x_inverses, y_inverses, outputs = [], [], []
     for i, x_TxM in enumerate(xs):
         x_inverses.append(standardize(load_matrix(x_TxM).astype(jnp.float32), x_TxM))
-        plgpu.copy_smem_to_gmem(x_TxM, results.standard.lower.at[sketch, i, vectors])
+        plgpu.copy_smem_to_gmem(x_TxM, standard.lower.at[sketch, i, vectors])
     for i, y_TxR in enumerate(ys):
         y_inverses.append(standardize(compute_level(weights, xs[i % len(xs)], operands), y_TxR))
-        plgpu.copy_smem_to_gmem(y_TxR, results.standard.upper.at[sketch, i, vectors])
+        plgpu.copy_smem_to_gmem(y_TxR, standard.upper.at[sketch, i, vectors])
         outputs.append(compute_level(weights, y_TxR, operands))
 
     # Through the product of the two networks.
@@ -150,14 +128,14 @@ def _input_gradients(
         d_TxR[...] = (dproduct_TxR * other_TxR).astype(d_TxR.dtype)
     plgpu.commit_smem()
     for i, d_TxR in enumerate(ds):
-        plgpu.copy_smem_to_gmem(d_TxR, results.leaving.upper.at[sketch, i, vectors])
+        plgpu.copy_smem_to_gmem(d_TxR, leaving.upper.at[sketch, i, vectors])
 
     # Through the upper level of each network.
     for i, (y_TxR, d_TxR) in enumerate(zip(ys, ds, strict=True)):
         dy_TxR = _level_backward(weights, [(y_TxR, d_TxR)], operands)
         plgpu.wait_smem_to_gmem(0)
         _standardize_backward(y_TxR, y_inverses[i], dy_TxR, d_TxR)
-        plgpu.copy_smem_to_gmem(d_TxR, results.leaving.lower.at[sketch, i, vectors])
+        plgpu.copy_smem_to_gmem(d_TxR, leaving.lower.at[sketch, i, vectors])
 
     # Through the lower level: an input that both networks read has the sum of two gradients.
     entering = [[(xs[0], d_TxR) for d_TxR in ds]] if len(xs) == 1 else [[pair] for pair in zip(xs, ds, strict=True)]
@@ -165,7 +143,7 @@ def _input_gradients(
         dx_TxM = _level_backward(weights, pairs, operands)
         plgpu.wait_smem_to_gmem(0)
         _standardize_backward(xs[i], x_inverses[i], dx_TxM, xs[i])
-        plgpu.copy_smem_to_gmem(xs[i], results.inputs[i].at[sketch, vectors])
+        plgpu.copy_smem_to_gmem(xs[i], dinputs[i].at[sketch, vectors])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -210,18 +188,12 @@ def _standardize_backward(standard, inverse_T: jax.Array, d_TxM: jax.Array, dest
     plgpu.commit_smem()
 
 
-class WeightGradients(NamedTuple):
-    """The gradients of the weights of one level of both networks, in float32, for each plan.split tiles."""
-
-    wide_NxPx2xKxCxM: jax.Array
-    narrow_NxPx2xKxCxR: jax.Array
-    biases_NxPx2xKxC: jax.Array
-
-
 def weight_gradients(
-    plan: GpuNodePlan, standard: jax.Array, leaving: jax.Array, maps: UnitMaps[jax.Array], biases: jax.Array
-) -> WeightGradients:
-    """Returns the gradients of the maps and the biases of one level: P splits, K = E / C chunks.
+    plan: GpuNodePlan, standard: jax.Array, leaving: jax.Array, maps: LevelMaps[jax.Array], biases: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of the maps and the biases of one level, in float32, for each plan.split tiles.
+
+    They are [N, P, 2, K, C, M], [N, P, 2, K, C, r] and [N, P, 2, K, C]: P splits, K = E / C chunks.
 
     Args:
         plan: V is a multiple of TILE.
@@ -278,4 +250,4 @@ def weight_gradients(
             plgpu.Barrier(num_arrivals=3),
         ],
     )(standard, leaving, *maps, biases)
-    return WeightGradients(dw, dv, dc)
+    return dw, dv, dc

@@ -23,21 +23,22 @@ from lm.ops.gpu import (
     repeat_per_column,
     repeat_per_row,
 )
-from lm.ops.sketch_networks.folding import gelu
-from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps
-from lm.ops.sketch_networks.gpu.stream import Pass, Stream, StreamMemory, allocate
+from lm.ops.sketch_networks.folding import LevelMaps, gelu
+from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
+from lm.ops.sketch_networks.gpu.stream import Stream, StreamMemory, allocate
 from lm.ops.sketch_networks.types import EPSILON, ByLevel
 
 FAST = plgpu.CompilerParams(approx_math=True)
 """tanh is an instruction, whose error of 2⁻¹¹ rounding to bfloat16 exceeds."""
 
-PASSES = (Pass(0, 0), Pass(0, 1), Pass(1, 0), Pass(1, 1))
+PASSES = ((0, 0), (0, 1), (1, 0), (1, 1))
+"""(network, level) of each pass."""
 
 Inputs = tuple[jax.Array, ...]
 """S arrays [N, V, M]."""
 
 
-def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[UnitMaps[jax.Array]], biases: jax.Array) -> jax.Array:
+def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array]], biases: jax.Array) -> jax.Array:
     """Returns ψ, bfloat16 [N, V, r].
 
     Args:
@@ -46,7 +47,7 @@ def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[UnitMaps[jax.Array]
         maps: in the dtype of the inputs.
         biases: float32 [N, 4, E / CHUNK, CHUNK], the lower level before the upper level.
     """
-    (n, vectors, size), (_, _, hidden, r) = inputs[0].shape, maps.lower.narrow_Nx2xExR.shape
+    (n, vectors, size), (_, _, hidden, r) = inputs[0].shape, maps.lower.narrow.shape
     count, warpgroups = len(inputs), plan.forward_warpgroups
 
     def sketch_networks_forward(*refs):
@@ -78,7 +79,7 @@ def operand_memory(plan: GpuNodePlan, warpgroups: int) -> list[Any]:
 def _forward(
     plan: GpuNodePlan,
     inputs: tuple[jax.Ref, ...],
-    maps: ByLevel[UnitMaps[jax.Ref]],
+    maps: ByLevel[LevelMaps[jax.Ref]],
     biases: jax.Ref,
     psi: jax.Ref,
     memory: StreamMemory,

@@ -1,7 +1,6 @@
 """The learned sketch on Hopper GPUs: fused Mosaic GPU kernels of a node, whose hidden layers never reach memory."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ from jax.typing import DTypeLike
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.residuals import save_residual
-from lm.ops.sketch_networks.folding import FoldedNode, LevelMaps, fold
-from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, UnitMaps, warpgroups
+from lm.ops.sketch_networks.folding import LevelMaps, fold
+from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, warpgroups
 from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes, climb
 
 SIZES = (32, 64)
@@ -62,72 +61,68 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     leaf_NxVxM = jnp.pad(x_BxLxNxGxM.transpose(2, 0, 1, 3, 4).reshape(n, vectors, size), ((0, 0), (0, padding), (0, 0)))
 
     def join(networks: Node, left: jax.Array, right: jax.Array) -> jax.Array:
-        return node(plan, (left,) if left is right else (left, right), _by_hidden_unit(fold(networks)))
+        return node(plan, (left,) if left is right else (left, right), *_by_hidden_unit(networks))
 
     psi_NxVxR = climb(nodes, leaf_NxVxM, join)[:, :vectors]
     return psi_NxVxR.reshape(n, batch, length, heads, r).transpose(1, 2, 0, 3, 4)
 
 
-class UnitWeights(NamedTuple):
-    """The folded weights of a node as the kernels take them, by hidden unit; biases are [N, 2, E / CHUNK, CHUNK]."""
-
-    maps: ByLevel[UnitMaps[jax.Array]]
-    biases: ByLevel[jax.Array]
-
-
-def _by_hidden_unit(folded: FoldedNode) -> UnitWeights:
-    lower_bias, upper_bias = (c.reshape(*c.shape[:2], -1, CHUNK) for c in folded.biases)
-
-    def arrange(level: LevelMaps[jax.Array]) -> UnitMaps[jax.Array]:
-        return UnitMaps(level.wide_Nx2xExM, level.narrow_Nx2xRxE.swapaxes(2, 3))
-
-    maps = ByLevel(arrange(folded.maps.lower), arrange(folded.maps.upper))
-    return UnitWeights(maps, ByLevel(lower_bias, upper_bias))
+def _by_hidden_unit(networks: Node) -> tuple[ByLevel[LevelMaps[jax.Array]], ByLevel[jax.Array]]:
+    """Returns the folded maps and biases of a node as the kernels take them; biases are [N, 2, E / CHUNK, CHUNK]."""
+    maps, biases = fold(networks)
+    turned = (LevelMaps(level.wide_Nx2xExM, level.narrow.swapaxes(2, 3)) for level in maps)
+    return ByLevel(*turned), ByLevel(*(c.reshape(*c.shape[:2], -1, CHUNK) for c in biases))
 
 
 @custom_vjp(0)
-def node(plan: GpuNodePlan, inputs: tuple[jax.Array, ...], weights: UnitWeights) -> jax.Array:
+def node(
+    plan: GpuNodePlan,
+    inputs: tuple[jax.Array, ...],
+    maps: ByLevel[LevelMaps[jax.Array]],
+    biases: ByLevel[jax.Array],
+) -> jax.Array:
     """Returns ψ [N, V, r] of one node.
 
     Args:
         plan: how it is computed.
         inputs: its children [N, V, M], one array where they are the same.
-        weights: float32.
+        maps: from `_by_hidden_unit`, like the biases; float32.
+        biases: of the wide maps.
     """
-    return _forward(plan, inputs, weights)
+    return _forward(plan, inputs, maps, biases)
 
 
-def _node_forward(plan, inputs, weights):
-    return save_residual(_forward(plan, inputs, weights)), (inputs, weights)
+def _node_forward(plan, inputs, maps, biases):
+    return save_residual(_forward(plan, inputs, maps, biases)), (inputs, maps, biases)
 
 
 # Compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan: GpuNodePlan, inputs: tuple[jax.Array, ...], weights: UnitWeights) -> jax.Array:
+def _forward(plan: GpuNodePlan, inputs, maps, biases) -> jax.Array:
     # Mosaic GPU takes half a second to import, and only runs that use it shall wait for it.
     from lm.ops.sketch_networks.gpu.forward import forward
 
-    return forward(plan, inputs, *_operands(weights, inputs[0].dtype))
+    return forward(plan, inputs, *_operands(maps, biases, inputs[0].dtype))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _node_backward(plan, residuals, dpsi):
     from lm.ops.sketch_networks.gpu.backward import input_gradients, weight_gradients
 
-    inputs, weights = residuals
-    maps, biases = _operands(weights, inputs[0].dtype)
-    found = input_gradients(plan, inputs, maps, biases, dpsi)
-    levels = zip(found.standard, found.leaving, maps, weights.biases, strict=True)
-    by_split = [weight_gradients(plan, *level) for level in levels]
-    lower, upper = (jax.tree.map(lambda g: g.sum(axis=1), level) for level in by_split)
-    dmaps = ByLevel(UnitMaps(*lower[:2]), UnitMaps(*upper[:2]))
-    dmaps = jax.tree.map(lambda d, w: d.reshape(w.shape), dmaps, weights.maps)
-    return found.inputs, UnitWeights(dmaps, ByLevel(lower.biases_NxPx2xKxC, upper.biases_NxPx2xKxC))
+    inputs, maps, biases = residuals
+    rounded, joined = _operands(maps, biases, inputs[0].dtype)
+    dinputs, standard, leaving = input_gradients(plan, inputs, rounded, joined, dpsi)
+    dmaps, dbiases = [], []
+    for entering, left, level, c, shapes in zip(standard, leaving, rounded, biases, maps, strict=True):
+        wide, narrow, dc = (g.sum(axis=1) for g in weight_gradients(plan, entering, left, level, c))
+        dmaps.append(LevelMaps(wide.reshape(shapes.wide_Nx2xExM.shape), narrow.reshape(shapes.narrow.shape)))
+        dbiases.append(dc)
+    return dinputs, ByLevel(*dmaps), ByLevel(*dbiases)
 
 
 node.defvjp(_node_forward, _node_backward)
 
 
-def _operands(weights: UnitWeights, dtype: DTypeLike) -> tuple[ByLevel[UnitMaps[jax.Array]], jax.Array]:
+def _operands(maps, biases, dtype: DTypeLike) -> tuple[ByLevel[LevelMaps[jax.Array]], jax.Array]:
     """Returns the kernels' maps and biases."""
-    return jax.tree.map(lambda w: w.astype(dtype), weights.maps), jnp.concatenate(weights.biases, axis=1)
+    return jax.tree.map(lambda w: w.astype(dtype), maps), jnp.concatenate(biases, axis=1)

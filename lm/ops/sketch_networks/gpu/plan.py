@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Generic, NamedTuple, TypeVar
 
 TILE = 64
 """Vectors of a warpgroup: the rows of a `wgmma` product."""
@@ -18,16 +17,6 @@ SHARED_MEMORY = 224 * 2**10
 
 WARPGROUPS = {32: (4, 4), 64: (4, 3)}
 """By the numbers of a sketch: for how many warpgroups there are registers in the forward and the backward kernel."""
-
-
-Each = TypeVar('Each')
-
-
-class UnitMaps(NamedTuple, Generic[Each]):
-    """The two maps of one level of both networks, by hidden unit; for the upper level, M stands for r."""
-
-    wide_Nx2xExM: Each
-    narrow_Nx2xExR: Each
 
 
 @dataclasses.dataclass(frozen=True)

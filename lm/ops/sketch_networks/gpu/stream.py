@@ -14,18 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import matrix
-from lm.ops.sketch_networks.gpu.plan import CHUNK, SLOTS, UnitMaps
+from lm.ops.sketch_networks.folding import LevelMaps
+from lm.ops.sketch_networks.gpu.plan import CHUNK, SLOTS
 from lm.ops.sketch_networks.types import ByLevel
 
 AHEAD = 2
 """Chunks to come, at least; of those in use and used, warpgroups may be apart by SLOTS - AHEAD."""
-
-
-class Pass(NamedTuple):
-    """The network and the level that a pass goes over, 0 or 1 each."""
-
-    network: int
-    level: int
 
 
 class StreamMemory(NamedTuple):
@@ -65,16 +59,16 @@ class Stream:
 
     def __init__(
         self,
-        passes: Sequence[Pass],
+        passes: Sequence[tuple[int, int]],
         warpgroup: jax.Array,
-        maps: ByLevel[UnitMaps[jax.Ref]],
+        maps: ByLevel[LevelMaps[jax.Ref]],
         biases: Any,
         memory: StreamMemory,
     ):
         """Asks for the first chunks.
 
         Args:
-            passes: the passes of the kernel.
+            passes: (network, level) of each pass of the kernel, 0 or 1 each.
             warpgroup: the number of this warpgroup.
             maps: of both networks, in global memory: [2, E, M] and [2, E, r] for each level.
             biases: [4, E / CHUNK, CHUNK], the lower level before the upper level.
@@ -94,14 +88,16 @@ class Stream:
     @property
     def r(self) -> int:
         """The size of the networks' outputs."""
-        return self.maps.lower.narrow_Nx2xExR.shape[2]
+        return self.maps.lower.narrow.shape[2]
 
     def _fetch(self, step: jax.Array) -> None:
         """Asks for the chunk of a step."""
         slot, number = lax.rem(step, SLOTS), lax.div(step, self.chunks)
         hidden = pl.ds(lax.rem(step, self.chunks) * CHUNK, CHUNK)
-        network = sum(p.network * (number == i).astype(jnp.int32) for i, p in enumerate(self.passes))
-        level = sum(p.level * (number == i).astype(jnp.int32) for i, p in enumerate(self.passes))
+        network, level = (
+            sum(which * (number == i).astype(jnp.int32) for i, which in enumerate(one))
+            for one in zip(*self.passes, strict=True)
+        )
         for which, (wide, narrow) in enumerate(self.maps):
 
             @pl.when(level == which)

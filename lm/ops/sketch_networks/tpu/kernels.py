@@ -45,7 +45,7 @@ def forward(plan: NodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array]])
         inputs: vectors.
         maps: with the wide ones halved.
     """
-    (r, hidden), dtype, block = maps.upper.narrow_Nx2xRxE.shape[2:], inputs[0].dtype, plan.forward_tile
+    (r, hidden), dtype, block = maps.upper.narrow.shape[2:], inputs[0].dtype, plan.forward_tile
     output = jax.ShapeDtypeStruct((*inputs[0].shape[:2], r, inputs[0].shape[3]), dtype)
     ys = tuple(pltpu.VMEM((r, block), dtype) for _ in range(2))
     units = ByLevel(*(tuple(packed(hidden, block, dtype) for _ in range(2)) for _ in range(2)))
@@ -101,11 +101,11 @@ def backward(
         wide maps with swapped axes.
     """
     n, hidden, size = maps.lower.wide_Nx2xExM.shape[0], *maps.lower.wide_Nx2xExM.shape[2:]
-    r, dtype = maps.lower.narrow_Nx2xRxE.shape[2], inputs[0].dtype
+    r, dtype = maps.lower.narrow.shape[2], inputs[0].dtype
     turned = jax.tree.map(lambda m: m.swapaxes(2, 3), maps)
 
     def parts_of(level: LevelMaps[jax.Array]) -> LevelMaps[jax.ShapeDtypeStruct]:
-        wide, narrow = level.wide_Nx2xExM.shape, level.narrow_Nx2xRxE.shape
+        wide, narrow = level.wide_Nx2xExM.shape, level.narrow.shape
         shapes = ((2, wide[3], wide[2]), narrow[1:])
         return LevelMaps(*(jax.ShapeDtypeStruct((n, plan.parts, *shape), jnp.float32) for shape in shapes))
 

@@ -118,7 +118,7 @@ def _maps_with_biases(networks: Node) -> ByLevel[LevelMaps[jax.Array]]:
     def shift(level: LevelMaps[jax.Array], bias_Nx2xE: jax.Array) -> LevelMaps[jax.Array]:
         wide = level.wide_Nx2xExM
         shifted = wide + (bias_Nx2xE[..., None] / OFFSET - wide.sum(-1, keepdims=True)) / wide.shape[-1]
-        return LevelMaps(shifted, level.narrow_Nx2xRxE)
+        return LevelMaps(shifted, level.narrow)
 
     return ByLevel(shift(maps.lower, biases.lower), shift(maps.upper, biases.upper))
 
@@ -152,7 +152,7 @@ def _node_backward(plan, residuals, cotangents):
     dinputs, dmaps = backward(plan, inputs, _rounded(maps, inputs[0].dtype), dpsi, others)
 
     def turn_back(turned: LevelMaps[jax.Array]) -> LevelMaps[jax.Array]:
-        return LevelMaps(turned.wide_Nx2xExM.swapaxes(2, 3), turned.narrow_Nx2xRxE)
+        return LevelMaps(turned.wide_Nx2xExM.swapaxes(2, 3), turned.narrow)
 
     summed = jax.tree.map(lambda g: g.sum(axis=1), dmaps)
     return dinputs, ByLevel(turn_back(summed.lower), turn_back(summed.upper))

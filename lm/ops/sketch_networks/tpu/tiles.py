@@ -121,7 +121,7 @@ def ahead(
 
     `counts` is 0.0 where the tile is to have no gradients, else 1.0.
     """
-    (r, hidden), dtype = maps.lower.narrow_Nx2xRxE.shape[1:], dpsi_RxT.dtype
+    (r, hidden), dtype = maps.lower.narrow.shape[1:], dpsi_RxT.dtype
     progress = _Progress(4 * hidden + 4 * _rows(r, hidden))
     xs = []
     for x, standard, inverse in zip(inputs, kept.standard, kept.inverse, strict=True):
@@ -176,7 +176,7 @@ def behind(
         dzs: memory for gradients of hidden units.
         fresh: whether the sums begin after this tile, which then adds nothing; None: they do not.
     """
-    size, (r, hidden), dtype = into[0].shape[0], sums.lower.narrow_Nx2xRxE.shape[1:], into[0].dtype
+    size, (r, hidden), dtype = into[0].shape[0], sums.lower.narrow.shape[1:], into[0].dtype
     progress = _Progress(4 * hidden + 8 * _rows(r, hidden) + 4 * _rows(size, hidden))
 
     def add(ref, i, product):
