@@ -39,25 +39,20 @@ class ChannelWeights(NamedTuple):
     whole_AxE: jax.Array
 
 
-class Halves(NamedTuple):
-    """Sums of log factors in blocks of m tokens, flat.
+Halves = tuple[jax.Array, jax.Array]
+"""Sums of log factors in blocks of m tokens, flat [A, C, E]: from the start of the token's block to the token, with its
+own; and from after the token to the end of its block."""
 
-    Attributes:
-        since_AxCxE: from the start of the token's block to the token, with its own.
-        until_AxCxE: from after the token to the end of its block.
-    """
 
-    since_AxCxE: jax.Array
-    until_AxCxE: jax.Array
-
-    def join(self, m: int) -> 'Halves':
-        """Returns the sums in blocks of 2 m tokens."""
-        since, until = (_cut(x, m) for x in self)
-        totals = since[..., -1:, :]
-        first, second = totals[..., :1, :, :], totals[..., 1:, :, :]
-        since = jnp.concatenate([since[..., :1, :, :], since[..., 1:, :, :] + first], axis=-3)
-        until = jnp.concatenate([until[..., :1, :, :] + second, until[..., 1:, :, :]], axis=-3)
-        return Halves(since.reshape(self.since_AxCxE.shape), until.reshape(self.until_AxCxE.shape))
+def _join(halves: Halves, m: int) -> Halves:
+    """Returns the sums in blocks of 2 m tokens."""
+    shape = halves[0].shape
+    since, until = (_cut(x, m) for x in halves)
+    totals = since[..., -1:, :]
+    first, second = totals[..., :1, :, :], totals[..., 1:, :, :]
+    since = jnp.concatenate([since[..., :1, :, :], since[..., 1:, :, :] + first], axis=-3)
+    until = jnp.concatenate([until[..., :1, :, :] + second, until[..., 1:, :, :]], axis=-3)
+    return since.reshape(shape), until.reshape(shape)
 
 
 def _cut(x_AxCxE: jax.Array, m: int) -> jax.Array:
@@ -82,17 +77,17 @@ def weigh(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array, log_decay_AxCxE: jax.Array) 
     log = log_decay_AxCxE.astype(jnp.float32)
     *lead, groups, length, size = q_AxGxCxE.shape
     q, k = q_AxGxCxE.reshape(-1, groups, length, size), k_AxCxE.reshape(-1, length, size)
-    halves = Halves(log.reshape(k.shape), jnp.zeros(k.shape, jnp.float32))
+    halves = (log.reshape(k.shape), jnp.zeros(k.shape, jnp.float32))
     base, m = min(length, BASE), 1
     pairs = jnp.zeros((q.shape[0], groups, length // base, base, base), jnp.float32)
     while m < base:
         pairs += _weigh_in_base(q, k, halves, m, base)
-        halves, m = halves.join(m), 2 * m
+        halves, m = _join(halves, m), 2 * m
     while m < length:
         across = _weigh_across(q, k, halves, m)
         above = jnp.concatenate([pairs[:, :, ::2], jnp.zeros_like(across)], axis=-1)
         pairs = jnp.concatenate([above, jnp.concatenate([across, pairs[:, :, 1::2]], axis=-1)], axis=-2)
-        halves, m = halves.join(m), 2 * m
+        halves, m = _join(halves, m), 2 * m
     since, until = (jnp.exp(x).reshape(k_AxCxE.shape) for x in halves)
     return ChannelWeights(pairs.reshape(*lead, groups, length, length), since, until, since[..., -1, :])
 
@@ -116,7 +111,7 @@ def _weigh_in_base(q: jax.Array, k: jax.Array, halves: Halves, m: int, base: int
     together = is_second[:, None] & ~is_second & (i[:, None] // (2 * m) == i // (2 * m))
     *_, length, size = q.shape
     in_second = np.tile(is_second, length // base)[:, None]
-    factors = jnp.exp(jnp.where(in_second, halves.since_AxCxE, halves.until_AxCxE))
+    factors = jnp.exp(jnp.where(in_second, *halves))
     q, k = _multiply(q, factors[:, None]), _multiply(k, factors)
     q = q.reshape(*q.shape[:2], length // base, base, size)
     products = dot('agnie,anje->agnij', q, k.reshape(len(k), length // base, base, size))
@@ -125,7 +120,8 @@ def _weigh_in_base(q: jax.Array, k: jax.Array, halves: Halves, m: int, base: int
 
 def _weigh_across(q: jax.Array, k: jax.Array, halves: Halves, m: int) -> jax.Array:
     """Computes the pairs that meet between halves of m tokens, [A, G, C / 2m, m, m]."""
-    since, until = _cut(halves.since_AxCxE, m)[:, :, 1], _cut(halves.until_AxCxE, m)[:, :, 0]
+    since, until = (_cut(x, m) for x in halves)
+    since, until = since[:, :, 1], until[:, :, 0]
     q = _multiply(_cut(q, m)[..., 1, :, :], jnp.exp(since)[:, None])
     return dot('agnie,anje->agnij', q, _multiply(_cut(k, m)[:, :, 0], jnp.exp(until)))
 

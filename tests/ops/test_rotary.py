@@ -42,7 +42,7 @@ def outputs_and_gradients(function, arrays, cotangents):
 
     def both(qk, norms, cotangents):
         results, vjp = jax.vjp(lambda qk, norms: function(op.RotaryCall(qk, rotation, heads, norms)), qk, norms)
-        return results, vjp(op.QueriesAndKeys(*cotangents))
+        return results, vjp(tuple(cotangents))
 
     return jax.jit(both)(qk, norms, cotangents)
 

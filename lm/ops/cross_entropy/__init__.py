@@ -13,9 +13,7 @@ from lm.ops.cross_entropy.cap import capped
 from lm.ops.cross_entropy.types import (
     CrossEntropyCall,
     CrossEntropyImplementation,
-    TokenLosses,
     WeightedCall,
-    WeightedLosses,
 )
 
 IMPLEMENTATIONS = platform.Implementations[CrossEntropyImplementation, CrossEntropyCall](
@@ -48,7 +46,7 @@ def cross_entropy(
     normalizer: Literal[True],
     chunk: int | None = None,
     implementation: str | None = None,
-) -> TokenLosses: ...
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def cross_entropy(
@@ -61,7 +59,7 @@ def cross_entropy(
     normalizer: bool = False,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> Annotated[jax.Array, 'BxL'] | TokenLosses:
+) -> Annotated[jax.Array, 'BxL'] | tuple[Annotated[jax.Array, 'BxL'], Annotated[jax.Array, 'BxL']]:
     """Computes -log softmax(x · embedding^T + bias)[target] of every token.
 
     Matrix products are in the dtype of x with float32 accumulation; all else is float32.
@@ -85,8 +83,8 @@ def cross_entropy(
     """
     call = CrossEntropyCall(x_BxLxD, embedding_VxD, bias_V, targets_BxL, cap=cap, normalizer=normalizer, chunk=chunk)
     _check(call)
-    losses = IMPLEMENTATIONS.choose(implementation, call).cross_entropy(call)
-    return losses if normalizer else losses.nats_BxL
+    nats_BxL, log_normalizers_BxL = IMPLEMENTATIONS.choose(implementation, call).cross_entropy(call)
+    return nats_BxL if log_normalizers_BxL is None else (nats_BxL, log_normalizers_BxL)
 
 
 def weighted_cross_entropy(
@@ -100,7 +98,7 @@ def weighted_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> WeightedLosses:
+) -> tuple[Annotated[jax.Array, 'Px1'], Annotated[jax.Array, 'BxL']]:
     """Computes Σ weight · (nats + z_loss · log-normalizer²) over all tokens: what a training step minimizes.
 
     Its gradients take three products of the vocabulary's size, where the gradients of single losses take four: they
@@ -135,9 +133,7 @@ def _check(call: CrossEntropyCall) -> None:
 __all__ = [
     'IMPLEMENTATIONS',
     'CrossEntropyCall',
-    'TokenLosses',
     'WeightedCall',
-    'WeightedLosses',
     'capped',
     'cross_entropy',
     'weighted_cross_entropy',

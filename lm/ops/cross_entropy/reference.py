@@ -4,21 +4,21 @@ import jax
 import jax.numpy as jnp
 
 from lm.ops.cross_entropy.cap import capped
-from lm.ops.cross_entropy.types import CrossEntropyCall, TokenLosses, WeightedCall, WeightedLosses
+from lm.ops.cross_entropy.types import CrossEntropyCall, WeightedCall
 
 
-def cross_entropy(call: CrossEntropyCall) -> TokenLosses:
+def cross_entropy(call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:
     """Computes log Σ_v exp(logit_v) - logit_target."""
     nats_BxL, total_BxL = _nats_and_normalizers(call)
-    return TokenLosses(nats_BxL, total_BxL if call.normalizer else None)
+    return nats_BxL, total_BxL if call.normalizer else None
 
 
-def weighted_cross_entropy(call: WeightedCall) -> WeightedLosses:
+def weighted_cross_entropy(call: WeightedCall) -> tuple[jax.Array, jax.Array]:
     """Computes Σ weight · (nats + z_loss · log-normalizer²)."""
     nats_BxL, total_BxL = _nats_and_normalizers(call)
     losses_BxL = nats_BxL + call.z_loss * total_BxL**2
     total_1x1 = jnp.sum(call.weights_BxL * losses_BxL, where=call.weights_BxL != 0.0, keepdims=True)
-    return WeightedLosses(total_1x1, jax.lax.stop_gradient(nats_BxL))
+    return total_1x1, jax.lax.stop_gradient(nats_BxL)
 
 
 def unsupported(call: CrossEntropyCall) -> None:

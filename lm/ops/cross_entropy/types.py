@@ -4,7 +4,7 @@ B batch, L length, D width, V vocabulary, P devices among which the batch is spl
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 
@@ -34,27 +34,13 @@ class WeightedCall(CrossEntropyCall):
     z_loss: float = 0.0
 
 
-class TokenLosses(NamedTuple):
-    """The loss of every token in nats, and log Σ_v exp(logit_v) where the call asks for it; float32."""
-
-    nats_BxL: jax.Array
-    log_normalizers_BxL: jax.Array | None
-
-
-class WeightedLosses(NamedTuple):
-    """The parts of a weighted sum on each device, and the loss of every token in nats, which has no gradient."""
-
-    total_Px1: jax.Array
-    nats_BxL: jax.Array
-
-
 class CrossEntropyImplementation(Implementation[CrossEntropyCall], Protocol):
     """A module that computes cross-entropies."""
 
-    def cross_entropy(self, call: CrossEntropyCall) -> TokenLosses:
-        """Computes the losses of all tokens."""
+    def cross_entropy(self, call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the nats of all tokens, and log Σ_v exp(logit_v) where the call asks for it; float32 [B, L]."""
         ...
 
-    def weighted_cross_entropy(self, call: WeightedCall) -> WeightedLosses:
-        """Computes the weighted sum."""
+    def weighted_cross_entropy(self, call: WeightedCall) -> tuple[jax.Array, jax.Array]:
+        """Returns the parts of the weighted sum on each device [P, 1], and the nats [B, L], which have no gradient."""
         ...

@@ -15,7 +15,7 @@ from jax import lax
 from lm.ops import platform
 from lm.ops.blocks import even_block, find_new, loop, put, start, take
 from lm.ops.cross_entropy.cap import capped, capped_slope
-from lm.ops.cross_entropy.types import CrossEntropyCall, TokenLosses, WeightedCall, WeightedLosses
+from lm.ops.cross_entropy.types import CrossEntropyCall, WeightedCall
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.dots import dot
 
@@ -52,12 +52,8 @@ class _Operands(NamedTuple):
         return self.embedding_VxD.astype(self.x_BxLxD.dtype)
 
 
-class _Gradients(NamedTuple):
-    """The gradients of x, which the chunks fill, and of the embedding and the bias, which they add up in float32."""
-
-    dx_BxLxD: jax.Array
-    dembedding_VxD: jax.Array
-    dbias_V: jax.Array | None
+_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
+"""The gradients of x, which the chunks fill, and of the embedding and the bias, which they add up in float32."""
 
 
 class TokenGradients(NamedTuple):
@@ -69,7 +65,7 @@ class TokenGradients(NamedTuple):
     dlog_normalizer_T: jax.Array | None
 
 
-def cross_entropy(call: CrossEntropyCall) -> TokenLosses:
+def cross_entropy(call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:
     """Computes the losses chunk by chunk; the backward pass computes each chunk's logits again."""
     settings = Settings(_chunk(call), call.cap, normalizer=call.normalizer)
 
@@ -80,7 +76,7 @@ def cross_entropy(call: CrossEntropyCall) -> TokenLosses:
     return run(call.x_BxLxD, call.embedding_VxD, call.bias_V, call.targets_BxL)
 
 
-def weighted_cross_entropy(call: WeightedCall) -> WeightedLosses:
+def weighted_cross_entropy(call: WeightedCall) -> tuple[jax.Array, jax.Array]:
     """Computes the sum and its gradients chunk by chunk, in one pass over the logits."""
     settings = Settings(_chunk(call), call.cap, normalizer=True, z_loss=call.z_loss)
 
@@ -89,7 +85,7 @@ def weighted_cross_entropy(call: WeightedCall) -> WeightedLosses:
 
     run = _per_device(on_device, (True, False, False, True, True), call.targets_BxL)
     total_Px1, nats_BxL = run(call.x_BxLxD, call.embedding_VxD, call.bias_V, call.targets_BxL, call.weights_BxL)
-    return WeightedLosses(total_Px1, lax.stop_gradient(nats_BxL))
+    return total_Px1, lax.stop_gradient(nats_BxL)
 
 
 def unsupported(call: CrossEntropyCall) -> None:
@@ -156,7 +152,7 @@ def _logit_gradient(logits_BxCxV: jax.Array, tokens: TokenGradients, cap: float 
 
 def _no_gradients(operands: _Operands) -> _Gradients:
     dbias_V = None if operands.bias_V is None else jnp.zeros(operands.bias_V.shape, jnp.float32)
-    return _Gradients(jnp.zeros_like(operands.x_BxLxD), jnp.zeros(operands.embedding_VxD.shape, jnp.float32), dbias_V)
+    return jnp.zeros_like(operands.x_BxLxD), jnp.zeros(operands.embedding_VxD.shape, jnp.float32), dbias_V
 
 
 def _add(
@@ -182,7 +178,7 @@ def _add(
     if dbias_V is not None:
         fresh_C = find_new(i, chunk, length).astype(dlogits_BxCxV.dtype)
         dbias_V += jnp.einsum('bcv,c->v', dlogits_BxCxV, fresh_C, preferred_element_type=jnp.float32)
-    return _Gradients(dx_BxLxD, dembedding_VxD, dbias_V)
+    return dx_BxLxD, dembedding_VxD, dbias_V
 
 
 def _as_parameters(gradients: _Gradients, operands: _Operands) -> _Gradients:
@@ -190,16 +186,17 @@ def _as_parameters(gradients: _Gradients, operands: _Operands) -> _Gradients:
     dx_BxLxD, dembedding_VxD, dbias_V = gradients
     if dbias_V is not None and operands.bias_V is not None:
         dbias_V = dbias_V.astype(operands.bias_V.dtype)
-    return _Gradients(dx_BxLxD, dembedding_VxD.astype(operands.embedding_VxD.dtype), dbias_V)
+    return dx_BxLxD, dembedding_VxD.astype(operands.embedding_VxD.dtype), dbias_V
 
 
 @custom_vjp(0)
-def _compute_losses(settings: Settings, operands: _Operands) -> TokenLosses:
+def _compute_losses(settings: Settings, operands: _Operands) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the nats, and the log-normalizers where the settings ask for them."""
     return _forward(settings, operands)[0]
 
 
-def _forward(settings: Settings, operands: _Operands) -> tuple[TokenLosses, tuple[_Operands, jax.Array]]:
-    """Returns the losses and the residuals: the operands and the log-normalizers."""
+def _forward(settings: Settings, operands: _Operands):
+    """Returns the results of `_compute_losses`, and the residuals: the operands and the log-normalizers."""
     (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD
 
@@ -212,10 +209,10 @@ def _forward(settings: Settings, operands: _Operands) -> tuple[TokenLosses, tupl
     zeros_BxL = jnp.zeros(operands.targets_BxL.shape, jnp.float32)
     n_chunks = -(-length // chunk)
     nats_BxL, total_BxL = loop(0, n_chunks, one_chunk, (zeros_BxL, zeros_BxL), n_chunks == 1)
-    return TokenLosses(nats_BxL, total_BxL if settings.normalizer else None), (operands, total_BxL)
+    return (nats_BxL, total_BxL if settings.normalizer else None), (operands, total_BxL)
 
 
-def _backward(settings: Settings, residuals: tuple[_Operands, jax.Array], cotangents: TokenLosses) -> tuple[_Operands]:
+def _backward(settings: Settings, residuals: tuple[_Operands, jax.Array], cotangents) -> tuple[_Operands]:
     operands, total_BxL = residuals
     (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
     weights_VxD = operands.rounded_VxD

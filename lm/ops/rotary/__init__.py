@@ -4,12 +4,14 @@ and layer-normalized where the mechanism asks for it.
 B batch, L length, H query heads, K key heads, N = H + K, C head size.
 """
 
+from typing import Annotated
+
 import jax
 
 from lm.ops import platform
 from lm.ops.arguments import check_shapes
 from lm.ops.errors import OperationError
-from lm.ops.rotary.types import HeadNorms, QueriesAndKeys, RotaryCall, RotaryImplementation, Rotation
+from lm.ops.rotary.types import HeadNorms, RotaryCall, RotaryImplementation, Rotation
 
 IMPLEMENTATIONS = platform.Implementations[RotaryImplementation, RotaryCall](
     'rotary', __name__, reference='reference', xla='xla', pallas_tpu='tpu'
@@ -23,7 +25,7 @@ def rotate(
     norms: HeadNorms | None = None,
     *,
     implementation: str | None = None,
-) -> QueriesAndKeys:
+) -> tuple[Annotated[jax.Array, 'BxLxHxC'], Annotated[jax.Array, 'BxLxKxC']]:
     """Returns queries [B, L, H, C] and keys [B, L, K, C].
 
     Args:
@@ -40,7 +42,7 @@ def rotate(
     call = RotaryCall(qk_BxLxNxC, rotation, n_heads, norms)
     _check(call)
     if rotation is None and norms is None:
-        return QueriesAndKeys(qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:])
+        return qk_BxLxNxC[:, :, :n_heads], qk_BxLxNxC[:, :, n_heads:]
     chosen = IMPLEMENTATIONS.choose(implementation, call)
     with jax.named_scope('rotary'):
         return chosen.rotate(call)
@@ -65,4 +67,4 @@ def _check(call: RotaryCall) -> None:
         check_shapes({f'rotation.{name}_{axes}': angles}, B=batch, L=length, P=size // 2)
 
 
-__all__ = ['IMPLEMENTATIONS', 'HeadNorms', 'QueriesAndKeys', 'RotaryCall', 'Rotation', 'rotate']
+__all__ = ['IMPLEMENTATIONS', 'HeadNorms', 'RotaryCall', 'Rotation', 'rotate']

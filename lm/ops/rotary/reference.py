@@ -3,18 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.rotary.types import EPSILON, QueriesAndKeys, RotaryCall, Rotation
+from lm.ops.rotary.types import EPSILON, RotaryCall, Rotation
 
 
-def rotate(call: RotaryCall) -> QueriesAndKeys:
+def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     """Rotates, then normalizes."""
     x_BxLxNxC = call.qk_BxLxNxC if call.rotation is None else turn(call.qk_BxLxNxC, call.rotation)
     q_BxLxHxC, k_BxLxKxC = x_BxLxNxC[:, :, : call.n_heads], x_BxLxNxC[:, :, call.n_heads :]
     if (norms := call.norms) is None:
-        return QueriesAndKeys(q_BxLxHxC, k_BxLxKxC)
+        return q_BxLxHxC, k_BxLxKxC
     q_BxLxHxC = _normalize(q_BxLxHxC, norms.q_scale_C, norms.q_bias_C)
     k_BxLxKxC = _normalize(k_BxLxKxC, norms.k_scale_C, norms.k_bias_C)
-    return QueriesAndKeys(q_BxLxHxC.astype(call.dtype), k_BxLxKxC.astype(call.dtype))
+    return q_BxLxHxC.astype(call.dtype), k_BxLxKxC.astype(call.dtype)
 
 
 def unsupported(call: RotaryCall) -> None:

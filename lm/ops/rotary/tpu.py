@@ -6,7 +6,7 @@ normalization. Arrays in HBM are [B, N, C, L], feature by token, as the attentio
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
-from lm.ops.rotary.types import EPSILON, HeadNorms, QueriesAndKeys, RotaryCall, Rotation
+from lm.ops.rotary.types import EPSILON, HeadNorms, RotaryCall, Rotation
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK = 512
@@ -41,34 +41,24 @@ class Plan:
 Held = TypeVar('Held')
 
 
-class Constants(NamedTuple, Generic[Held]):
-    """Arrays that all heads share, and refs and block specs of them; None where a call has no such array.
+Constants = tuple[Held | None, Held | None]
+"""Arrays that all heads share, refs or block specs of them; None where a call has no such array.
 
-    Attributes:
-        angles_AxCxL: cosines above sines; A is 1 or B.
-        gains_4xCxW: scale and bias of the norm of queries, then scale and bias for keys, on W equal lanes.
-    """
-
-    angles_AxCxL: Held | None
-    gains_4xCxW: Held | None
-
-
-class Incoming(NamedTuple, Generic[Held]):
-    """The gradients of the results, and the queries and keys, which the backward kernel needs for the norms alone.
-
-    `qk_BxNxCxL` is None without norms.
-    """
-
-    qk_BxNxCxL: Held | None
-    dq_BxHxCxL: Held
-    dk_BxKxCxL: Held
+They are angles [A, C, L], cosines above sines, where A is 1 or B; and gains [4, C, W]: scale and bias of the norm of
+queries, then scale and bias for keys, on W equal lanes.
+"""
+Incoming = tuple[Held | None, Held, Held]
+"""Queries and keys [B, N, C, L], which the backward kernel needs for the norms alone, else None; and the gradients of
+queries [B, H, C, L] and of keys [B, K, C, L]."""
 
 
-def rotate(call: RotaryCall) -> QueriesAndKeys:
+def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     """Computes calls that `unsupported` does not refuse."""
     by_row = call.rotation is not None and call.rotation.cos_AxLx1xP.ndim == 4
 
-    def on_device(qk_BxLxNxC: jax.Array, rotation: Rotation | None, norms: HeadNorms | None) -> QueriesAndKeys:
+    def on_device(
+        qk_BxLxNxC: jax.Array, rotation: Rotation | None, norms: HeadNorms | None
+    ) -> tuple[jax.Array, jax.Array]:
         return _rotate(RotaryCall(qk_BxLxNxC, rotation, call.n_heads, norms))
 
     return platform.per_device(on_device, split=(True, by_row, False))(call.qk_BxLxNxC, call.rotation, call.norms)
@@ -106,7 +96,7 @@ def _fits(block: int, heads: int, size: int) -> bool:
     return 2 * 4 * (arrays + constants) <= platform.vmem()[0]
 
 
-def _rotate(call: RotaryCall) -> QueriesAndKeys:
+def _rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     _, length, heads, size = call.qk_BxLxNxC.shape
     plan = Plan(call.n_heads, block_size(length, heads, size), jnp.dtype(call.dtype))
     angles = gains = None
@@ -115,7 +105,7 @@ def _rotate(call: RotaryCall) -> QueriesAndKeys:
     if (norms := call.norms) is not None:
         gains = jnp.stack([norms.q_scale_C, norms.q_bias_C, norms.k_scale_C, norms.k_bias_C]).astype(jnp.float32)
     q_BxHxCxL, k_BxKxCxL = _run(plan, call.qk_BxLxNxC.transpose(0, 2, 3, 1), angles, gains)
-    return QueriesAndKeys(q_BxHxCxL.transpose(0, 3, 1, 2), k_BxKxCxL.transpose(0, 3, 1, 2))
+    return q_BxHxCxL.transpose(0, 3, 1, 2), k_BxKxCxL.transpose(0, 3, 1, 2)
 
 
 @custom_vjp(0)
@@ -134,7 +124,9 @@ def _run_forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC):
 
 def _run_backward(plan, residuals, cotangents):
     qk_BxNxCxL, angles_AxCxL, gains_4xC = residuals
-    dqk, dgains = _backward(plan, Incoming(qk_BxNxCxL, *cotangents), Constants(angles_AxCxL, _on_lanes(gains_4xC)))
+    dq_BxHxCxL, dk_BxKxCxL = cotangents
+    incoming = (qk_BxNxCxL, dq_BxHxCxL, dk_BxKxCxL)
+    dqk, dgains = _backward(plan, incoming, (angles_AxCxL, _on_lanes(gains_4xC)))
     return dqk, None, dgains
 
 
@@ -146,7 +138,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     batch, heads, size, length = qk_BxNxCxL.shape
     outputs = [jax.ShapeDtypeStruct((batch, n, size, length), plan.dtype) for n in (plan.n_heads, heads - plan.n_heads)]
-    constants = Constants(angles_AxCxL, _on_lanes(gains_4xC))
+    constants = (angles_AxCxL, _on_lanes(gains_4xC))
     q_BxHxCxL, k_BxKxCxL = pl.pallas_call(
         _forward_kernel,
         name='rotary_forward',
@@ -164,13 +156,13 @@ def _backward(
     plan: Plan, incoming: Incoming[jax.Array], constants: Constants[jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the gradients of queries and keys together, and of the gains [4, C]."""
-    read = jax.tree.leaves(incoming)
-    batch, n_heads, size, length = incoming.dq_BxHxCxL.shape
+    (_, dq_BxHxCxL, dk_BxKxCxL), (_, gains_4xCxW), read = incoming, constants, jax.tree.leaves(incoming)
+    batch, n_heads, size, length = dq_BxHxCxL.shape
     steps = length // plan.block
-    outputs = [jax.ShapeDtypeStruct((batch, n_heads + incoming.dk_BxKxCxL.shape[1], size, length), read[0].dtype)]
+    outputs = [jax.ShapeDtypeStruct((batch, n_heads + dk_BxKxCxL.shape[1], size, length), read[0].dtype)]
     out_specs = [_tokens(plan, outputs[0])]
-    if constants.gains_4xCxW is not None:
-        shape = (batch, steps, *constants.gains_4xCxW.shape)
+    if gains_4xCxW is not None:
+        shape = (batch, steps, *gains_4xCxW.shape)
         outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         out_specs.append(pl.BlockSpec((None, None, *shape[2:]), lambda b, j: (b, j, 0, 0, 0)))
     dqk_BxNxCxL, *sums = pl.pallas_call(
@@ -208,7 +200,7 @@ def _backward_kernel(
     if sums_ref is not None:
         sums_ref[...] = jnp.zeros(sums_ref.shape, sums_ref.dtype)
     for kind, d_ref in enumerate(cotangents):
-        first_head = kind * incoming.dq_BxHxCxL.shape[0]
+        first_head = kind * cotangents[0].shape[0]
 
         def compute(n, tokens, kind=kind, d_ref=d_ref, first_head=first_head):
             at = first_head + n
@@ -265,7 +257,7 @@ def _constant_specs(plan: Plan, constants: Constants[jax.Array]) -> Constants[pl
         angle_spec = pl.BlockSpec(block, lambda b, j: (b if by_row else 0, 0, j))
     if gains is not None:
         gain_spec = pl.BlockSpec(gains.shape, lambda b, j: (0, 0, 0))
-    return Constants(angle_spec, gain_spec)
+    return angle_spec, gain_spec
 
 
 def _tokens(plan: Plan, a_BxNxCxL: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:

@@ -52,16 +52,9 @@ class RotaryCall:
         return self.qk_BxLxNxC.dtype if self.norms is None or self.norms.dtype is None else self.norms.dtype
 
 
-class QueriesAndKeys(NamedTuple):
-    """Queries and keys, rotated and normalized."""
-
-    q_BxLxHxC: jax.Array
-    k_BxLxKxC: jax.Array
-
-
 class RotaryImplementation(Implementation[RotaryCall], Protocol):
     """A module that rotates and normalizes."""
 
-    def rotate(self, call: RotaryCall) -> QueriesAndKeys:
-        """Computes a call that `unsupported` does not refuse."""
+    def rotate(self, call: RotaryCall) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys of a call that `unsupported` does not refuse."""
         ...

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.rotary.types import EPSILON, HeadNorms, QueriesAndKeys, RotaryCall, Rotation
+from lm.ops.rotary.types import EPSILON, HeadNorms, RotaryCall, Rotation
 
 
-def rotate(call: RotaryCall) -> QueriesAndKeys:
+def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     """Rotates, then normalizes."""
     x_BxLxNxC = call.qk_BxLxNxC if call.rotation is None else turn(call.qk_BxLxNxC, call.rotation)
     q_BxLxHxC, k_BxLxKxC = x_BxLxNxC[:, :, : call.n_heads], x_BxLxNxC[:, :, call.n_heads :]
     if call.norms is None:
-        return QueriesAndKeys(q_BxLxHxC, k_BxLxKxC)
+        return q_BxLxHxC, k_BxLxKxC
     return normalize(q_BxLxHxC, k_BxLxKxC, call.norms)
 
 
@@ -29,10 +29,10 @@ def turn(x_BxLxNxC: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 @jax.named_scope('qk_norms')
-def normalize(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, norms: HeadNorms) -> QueriesAndKeys:
+def normalize(q_BxLxHxC: jax.Array, k_BxLxKxC: jax.Array, norms: HeadNorms) -> tuple[jax.Array, jax.Array]:
     """Returns queries and keys, each normalized."""
     q_BxLxHxC = _normalize(q_BxLxHxC, norms.q_scale_C, norms.q_bias_C, norms.dtype)
-    return QueriesAndKeys(q_BxLxHxC, _normalize(k_BxLxKxC, norms.k_scale_C, norms.k_bias_C, norms.dtype))
+    return q_BxLxHxC, _normalize(k_BxLxKxC, norms.k_scale_C, norms.k_bias_C, norms.dtype)
 
 
 def _normalize(x_BxLxNxC, scale_C, bias_C, dtype) -> jax.Array:

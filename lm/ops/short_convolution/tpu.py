@@ -29,21 +29,10 @@ AHEAD = 8
 Held = TypeVar('Held')
 
 
-class _Operands(NamedTuple):
-    """The arrays of a device as the kernels want them: tokens on lanes, W of them in a register.
-
-    The kernel has equal lanes; the tokens before x stand on the last ones. The backward pass gives gradients the same
-    form.
-    """
-
-    x_BxNxL: jax.Array
-    kernel_SxNxW: jax.Array
-    before_BxNxW: jax.Array | None
-    reach_Bx1xL: jax.Array | None
-
-
 class _Read(NamedTuple, Generic[Held]):
     """The arrays that a kernel reads, and refs and block specs of them; None where a call has no such array.
+
+    Tokens are on lanes, W of them in a register. The kernel has equal lanes. The tokens before x stand on the last.
 
     The backward kernel also takes the gradient of y, and x once more: the register of tokens before each block. For
     the first block that register counts for nothing.
@@ -57,12 +46,9 @@ class _Read(NamedTuple, Generic[Held]):
     reach_Bx1xL: Held | None
 
 
-class _Gradients(NamedTuple, Generic[Held]):
-    """The arrays that the backward kernel writes; `dkernel` has a sum for each row of the batch and each lane."""
-
-    dx_BxNxL: Held
-    dkernel_BxSxNxW: Held
-    dbefore_BxNxW: Held | None
+_Gradients = tuple[Held, Held, Held | None]
+"""The arrays that the backward kernel writes: dx [B, N, L]; dkernel [B, S, N, W], a sum for each row of the batch and
+each lane; dbefore [B, N, W]."""
 
 
 def short_convolution(call: ConvolutionCall) -> jax.Array:
@@ -100,26 +86,25 @@ def _convolve_on_device(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL) -> jax.Arr
         before = jnp.pad(before, ((0, 0), (0, 0), (LANES - before.shape[2], 0)))
     kernel = jnp.broadcast_to(kernel_SxN.astype(jnp.float32)[..., None], (*kernel_SxN.shape, LANES))
     reach = None if reach_BxL is None else reach_BxL.astype(jnp.int32)[:, None]
-    return _run(_Operands(x_BxNxL, kernel, before, reach)).swapaxes(1, 2)
+    return _run(x_BxNxL, kernel, before, reach).swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _run(operands: _Operands) -> jax.Array:
-    """Returns y, [B, N, L]."""
-    x, kernel, before, reach = operands
+def _run(x, kernel, before, reach) -> jax.Array:
+    """Returns y, [B, N, L], from the arrays of `_Read`."""
     return _call(_forward_kernel, 'forward', _Read(x, None, None, kernel, before, reach), x)
 
 
-def _run_forward(operands: _Operands) -> tuple[jax.Array, _Operands]:
-    return _run(operands), operands
+def _run_forward(x, kernel, before, reach):
+    return _run(x, kernel, before, reach), _Read(x, None, None, kernel, before, reach)
 
 
-def _run_backward(operands: _Operands, dy: jax.Array) -> tuple[_Operands]:
-    x, kernel, before, reach = operands
+def _run_backward(read: _Read[jax.Array], dy: jax.Array):
+    x, kernel, before = read.x_BxNxL, read.kernel_SxNxW, read.before_BxNxW
     sums = jax.ShapeDtypeStruct((x.shape[0], *kernel.shape), jnp.float32)
-    read = _Read(x, dy, x, kernel, before, reach)
-    gradients = _call(_backward_kernel, 'backward', read, _Gradients(x, sums, before))
-    return (_Operands(gradients.dx_BxNxL, gradients.dkernel_BxSxNxW.sum(0), gradients.dbefore_BxNxW, None),)
+    read = read._replace(dy_BxNxL=dy, earlier_BxNxL=x)
+    dx, dkernel, dbefore = _call(_backward_kernel, 'backward', read, (x, sums, before))
+    return dx, dkernel.sum(0), dbefore, None
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -152,7 +137,7 @@ def _call(function: Callable[..., None], name: str, read: _Read[jax.Array], like
     out_specs = tokens
     if backwards:
         by_row = pl.BlockSpec((None, width, rows, LANES), lambda b, n, j: (b, 0, n, 0))
-        out_specs = _Gradients(tokens, by_row, specs.before_BxNxW)
+        out_specs = (tokens, by_row, specs.before_BxNxW)
     outputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), like)
     (results,) = pl.pallas_call(
         function,
