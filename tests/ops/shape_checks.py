@@ -52,8 +52,12 @@ def check(name: str, annotation: Any, value: Any, element: int = 0) -> None:
         for field in names:
             check(field, hints.get(field), getattr(value, field), element)
     elif isinstance(value, tuple):
+        each = typing.get_args(annotation) if typing.get_origin(annotation) is tuple else ()
         for i, part in enumerate(value):
-            check(name, annotation, part, i)
+            if len(each) == len(value):  # which states the shape of each element
+                check(name, each[i], part)
+            else:
+                check(name, annotation, part, i)
 
 
 def stated_shape(name: str, annotation: Any) -> str | None:

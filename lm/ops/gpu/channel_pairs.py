@@ -199,23 +199,17 @@ def add_log_gradients(turned_selection: jax.Array, value: jax.Array, memory: Pai
     memory.dlog[...] = load_matrix(memory.dlog) + add_selected(turned_selection, halves, memory.pairs.register)
 
 
-class VectorGradients(NamedTuple):
-    """The gradients of queries and keys, float32 [C, E]."""
-
-    dq: jax.Array
-    dk: jax.Array
-
-
 def differentiate_pairs(
-    q_CxE, k_CxE, logs: LogParts, dpairs_CxC, memory: PairGradientMemory, start: VectorGradients
-) -> VectorGradients:
-    """Adds the gradients of queries and keys to `start`, and the gradients of the logs to `memory.dlog`.
+    q_CxE, k_CxE, logs: LogParts, dpairs_CxC, memory: PairGradientMemory, start: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Adds the gradients of queries and of keys, float32 [C, E], to `start`, and of the logs to `memory.dlog`.
 
     `dpairs_CxC` are the gradients of the weights of pairs j < i, in shared memory; other entries do not count.
     """
     select, turned, register = Selections(), Selections(transposed=True), memory.pairs.register
 
-    def differentiate_level(m: jax.Array, found: VectorGradients) -> VectorGradients:
+    def differentiate_level(m: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dq, dk = found
         factors = make_factors(select.level(m), logs, register)
         release()
         memory.weights[...] = take_level(load_matrix(dpairs_CxC), m)
@@ -226,7 +220,7 @@ def differentiate_pairs(
         dlog = dqueries * widen(q_CxE)
         dkeys = product(memory.weights.transpose((1, 0)), memory.queries) * factors
         add_log_gradients(turned.level(m), dlog + dkeys * widen(k_CxE), memory)
-        return VectorGradients(found.dq + dqueries, found.dk + dkeys)
+        return dq + dqueries, dk + dkeys
 
     return loop_over_levels(differentiate_level, start)
 

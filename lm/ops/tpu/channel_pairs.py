@@ -20,12 +20,13 @@ rotations. Elsewhere rotations are cheaper.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from lm.ops import platform
 from lm.ops.tpu import ROWS, SUBLANES, dot
@@ -61,19 +62,9 @@ class LevelSums(NamedTuple):
     lasts: list[jax.Array]
 
 
-class NearSums(NamedTuple):
-    """Sums inside blocks of 8 tokens, [C, E] each.
-
-    Attributes:
-        middle: F_4.
-        since, until: from the start of the block to each token, and from after each token to its end.
-        lasts: as in `LevelSums`.
-    """
-
-    middle: jax.Array
-    since: jax.Array
-    until: jax.Array
-    lasts: list[jax.Array]
+NearSums = tuple[jax.Array, jax.Array, jax.Array]
+"""Sums inside blocks of 8 tokens, [C, E] each: F_4; from the start of the block to each token; from after a token to the
+end."""
 
 
 class Side(NamedTuple):
@@ -138,14 +129,14 @@ def unpack(x_CxE: jax.Array, heads: int) -> list[jax.Array]:
     return jnp.split(x_CxE.T, heads)
 
 
-def sum_levels(log_ExC: jax.Array, dtype: Any, by_products: bool) -> LevelSums:
+def sum_levels(log_ExC: jax.Array, dtype: DTypeLike, by_products: bool) -> LevelSums:
     """Sums the log factors of a chunk of a power of two tokens, at least 8, for operands of a type.
 
     `by_products`: products sum inside blocks of 8 tokens; in bfloat16 they take 16 bits of each log. Else rotations do.
     """
-    near = _multiply_near(log_ExC, dtype) if by_products else _add_near(log_ExC)
-    since, until = near.since, near.until
-    levels, totals = [near.middle], _cut(since + until, SUBLANES)
+    near, lasts = _multiply_near(log_ExC, dtype) if by_products else (_add_near(log_ExC), [])
+    middle, since, until = near
+    levels, totals = [middle], _cut(since + until, SUBLANES)
     for m in _levels(since):
         if m < SUBLANES:
             continue
@@ -156,7 +147,7 @@ def sum_levels(log_ExC: jax.Array, dtype: Any, by_products: bool) -> LevelSums:
         since = Parted(sinces.first, jnp.concatenate(second)).in_order(m)
         until = Parted(jnp.concatenate(first), untils.second).in_order(m)
         totals = [a + b for a, b in zip(totals[::2], totals[1::2], strict=True)]
-    return LevelSums(levels, since, until, totals[0], near.lasts)
+    return LevelSums(levels, since, until, totals[0], lasts)
 
 
 class SumGradients:
@@ -174,14 +165,14 @@ class SumGradients:
         self._since = Parted(since.first, since.second + dlevel.second).in_order(m)
         self._until = Parted(until.first + dlevel.first, until.second).in_order(m)
 
-    def finish(self, dmiddle: jax.Array, dtype: Any, by_products: bool) -> jax.Array:
+    def finish(self, dmiddle: jax.Array, dtype: DTypeLike, by_products: bool) -> jax.Array:
         """Returns the gradient of the log factors, [C, E], from the gradient of F_4 and from what was added."""
         differentiate = _differentiate_products if by_products else _differentiate_additions
         return differentiate(dmiddle, self._since, self._until, jnp.concatenate(self._totals), dtype)
 
 
 def _add_near(log_ExC: jax.Array) -> NearSums:
-    """Sums by rotations, without `lasts`."""
+    """Sums by rotations."""
     total = since = log_ExC.T
     until = middle = jnp.zeros_like(since)
     for m in (1, 2, 4):
@@ -191,18 +182,18 @@ def _add_near(log_ExC: jax.Array) -> NearSums:
         since += _select(m, sibling, 0.0)
         until += _select(m, 0.0, sibling)
         total += sibling
-    return NearSums(middle, since, until, [])
+    return middle, since, until
 
 
-def _multiply_near(log_ExC: jax.Array, dtype: Any) -> NearSums:
-    """Sums by products."""
+def _multiply_near(log_ExC: jax.Array, dtype: DTypeLike) -> tuple[NearSums, list[jax.Array]]:
+    """Sums by products; the second result is `LevelSums.lasts`."""
     # A product of 0 and an infinite log would not be 0.
     log_ExC = jnp.maximum(log_ExC, LEAST)
     are_last = [functools.partial(_is_last, count=count) for count in range(2, NEAR)]
     size, kinds = log_ExC.shape[1], [_is_to_middle, _is_since, _is_until, *are_last]
     if dtype == jnp.float32:
         middle, since, until, *lasts = _cut(dot(_make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
-        return NearSums(middle, since, until, lasts)
+        return (middle, since, until), lasts
     high = log_ExC.astype(dtype)
     low = (log_ExC - high.astype(jnp.float32)).astype(dtype)
     # Both parts of half of the tokens fill a matrix unit.
@@ -211,7 +202,7 @@ def _multiply_near(log_ExC: jax.Array, dtype: Any) -> NearSums:
     halves = [(high, _roll_lanes(low, size // 2)), (_roll_lanes(high, size // 2), low)]
     found = [_cut(dot(sums, choose(is_first, *pair), (1, 1)), size // 2) for pair in halves]
     middle, since, until, *lasts = (jnp.concatenate(pair) for pair in zip(*found, strict=True))
-    return NearSums(middle, since, until, lasts)
+    return (middle, since, until), lasts
 
 
 def _differentiate_additions(dmiddle, dsince, duntil, dtotal, _) -> jax.Array:
@@ -231,7 +222,9 @@ def _differentiate_products(dmiddle, dsince, duntil, dtotal, dtype) -> jax.Array
     return _add([dot(of, x.astype(dtype), (1, 0)) for of, x in pairs])
 
 
-def _make_blocks(kinds: Sequence[Kind], size: int, dtype: Any, repeats: int = 1, turned: bool = False) -> jax.Array:
+def _make_blocks(
+    kinds: Sequence[Kind], size: int, dtype: DTypeLike, repeats: int = 1, turned: bool = False
+) -> jax.Array:
     """Returns matrices of C columns, one below the other: 1 for pairs of a kind in a block of 8 tokens, else 0.
 
     Args:

@@ -8,20 +8,24 @@ computes each chunk again from the state before it, which the first walk saved.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.custom_vjp import custom_vjp
 from lm.ops.residuals import save_residual
-from lm.ops.tpu.chunks import ChunkPlan, Tokens
+from lm.ops.tpu.chunks import ChunkPlan, ChunkTokens, Tokens
 from lm.ops.tpu.order import Turns, side_by_side
 
+Held = TypeVar('Held')
+Plan = TypeVar('Plan', bound=ChunkPlan)
 
-class WalkOutputs(NamedTuple):
-    """The results of the forward kernel; inside the kernel they are references.
+
+class WalkOutputs(NamedTuple, Generic[Held]):
+    """The results of the forward kernel, references to them, or specs of them.
 
     Attributes:
         o_MxDxL: outputs of N G heads.
@@ -29,19 +33,9 @@ class WalkOutputs(NamedTuple):
         states_NxTxDxE: the states before each of T chunks, in the type of v; None where they are not saved.
     """
 
-    o_MxDxL: Any
-    after_NxDxE: Any
-    states_NxTxDxE: Any
-
-
-class WalkGradients(NamedTuple):
-    """The results of the backward kernel: gradients of the tokens' arrays and of the states before the first token.
-
-    Inside the kernel they are references.
-    """
-
-    tokens: Any
-    before_NxDxE: Any
+    o_MxDxL: Held
+    after_NxDxE: Held
+    states_NxTxDxE: Held | None
 
 
 class ChunkReferences(NamedTuple, Generic[Tokens]):
@@ -56,14 +50,14 @@ class ChunkReferences(NamedTuple, Generic[Tokens]):
     """
 
     tokens: Tokens
-    states: Any
-    do: Any
+    states: jax.Ref
+    do: jax.Ref
     gradients: Tokens
-    dstate: Any
+    dstate: jax.Ref
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkWalk:
+class ChunkWalk(Generic[Plan, Tokens]):
     """The parts in which walks differ.
 
     Attributes:
@@ -74,22 +68,15 @@ class ChunkWalk:
     """
 
     name: str
-    compute: Callable[[Any, Any, Any, WalkOutputs], Iterable[Turns]]
-    differentiate: Callable[[Any, Any], Iterable[Turns]]
-    forward_rows: Callable[[Any], int]
-    backward_rows: Callable[[Any], int]
-
-
-class WalkResult(NamedTuple):
-    """Outputs, and the states after the last token."""
-
-    o_MxDxL: jax.Array
-    after_NxDxE: jax.Array
+    compute: Callable[[Plan, Tokens, jax.Ref, WalkOutputs[jax.Ref]], Iterable[Turns]]
+    differentiate: Callable[[Plan, ChunkReferences[Tokens]], Iterable[Turns]]
+    forward_rows: Callable[[Plan], int]
+    backward_rows: Callable[[Plan], int]
 
 
 def run_walk(
-    walk: ChunkWalk, plan: ChunkPlan, tokens: Any, state_BxKxExD: jax.Array, rows: tuple[int, int]
-) -> WalkResult:
+    walk: ChunkWalk[Plan, Tokens], plan: Plan, tokens: Tokens, state_BxKxExD: jax.Array, rows: tuple[int, int]
+) -> tuple[jax.Array, jax.Array]:
     """Computes outputs [N G, D, L], and the states after the last token, [B, K, E, D] float32.
 
     Args:
@@ -105,32 +92,31 @@ def run_walk(
         state_BxKxExD.swapaxes(2, 3), ((0, 0), (0, 0), (0, value_rows - value_size), (0, key_rows - size))
     )
     before_NxDxE = before_BxKxDxE.reshape(batch * heads, value_rows, key_rows)
-    found = cast(WalkResult, _walk(walk, plan, tokens, plan.pack_states(before_NxDxE)))
-    after_BxKxDxE = plan.unpack_states(found.after_NxDxE).reshape(batch, heads, value_rows, key_rows)
-    return WalkResult(found.o_MxDxL, after_BxKxDxE[:, :, :value_size, :size].swapaxes(2, 3))
+    o_MxDxL, after_NxDxE = _walk(walk, plan, tokens, plan.pack_states(before_NxDxE))
+    after_BxKxDxE = plan.unpack_states(after_NxDxE).reshape(batch, heads, value_rows, key_rows)
+    return o_MxDxL, after_BxKxDxE[:, :, :value_size, :size].swapaxes(2, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: Any, before_NxDxE: jax.Array) -> WalkResult:
-    results = _run_forward(walk, plan, False, tokens, before_NxDxE)
-    return WalkResult(results.o_MxDxL, results.after_NxDxE)
+@custom_vjp(0, 1)
+def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: ChunkTokens, before_NxDxE: jax.Array):
+    """Returns outputs, and the states after the last token [N, D, E]."""
+    o_MxDxL, after_NxDxE, _ = _run_forward(walk, plan, False, tokens, before_NxDxE)
+    return o_MxDxL, after_NxDxE
 
 
-def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: Any, before_NxDxE: jax.Array):
+def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: ChunkTokens, before_NxDxE: jax.Array):
     o, after, states = _run_forward(walk, plan, True, tokens, before_NxDxE)
-    return WalkResult(save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
+    return (save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
 
 
-def _walk_backward(walk: ChunkWalk, plan: ChunkPlan, residuals: tuple[Any, jax.Array], cotangents: WalkResult):
-    tokens, states = residuals
-    gradients = _run_backward(walk, plan, tokens, states, cotangents)
-    return gradients.tokens, gradients.before_NxDxE
+def _walk_backward(walk: ChunkWalk, plan: ChunkPlan, residuals, cotangents):
+    return _run_backward(walk, plan, *residuals, *cotangents)
 
 
 _walk.defvjp(_walk_forward, _walk_backward)
 
 
-def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: Any, before_NxDxE: jax.Array) -> WalkOutputs:
+def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: ChunkTokens, before_NxDxE) -> WalkOutputs:
     v = tokens.v_NxDxL
     n, size, length = v.shape
     results = WalkOutputs(
@@ -158,7 +144,12 @@ def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: Any, befo
 
 
 def _forward_kernel(
-    walk: ChunkWalk, plan: ChunkPlan, tokens: Any, before: Any, results: WalkOutputs, state: Any
+    walk: ChunkWalk,
+    plan: ChunkPlan,
+    tokens: ChunkTokens,
+    before: jax.Ref,
+    results: WalkOutputs[jax.Ref],
+    state: jax.Ref,
 ) -> None:
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -172,11 +163,16 @@ def _forward_kernel(
 
 
 def _run_backward(
-    walk: ChunkWalk, plan: ChunkPlan, tokens: Any, states_NxTxDxE: jax.Array, cotangents: WalkResult
-) -> WalkGradients:
-    do_MxDxL, dafter_NxDxE = cotangents
+    walk: ChunkWalk,
+    plan: ChunkPlan,
+    tokens: ChunkTokens,
+    states_NxTxDxE: jax.Array,
+    do_MxDxL: jax.Array,
+    dafter_NxDxE: jax.Array,
+) -> tuple[ChunkTokens, jax.Array]:
+    """Returns the gradients of the tokens' arrays and of the states before the first token."""
     inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
-    results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), WalkGradients(tokens, dafter_NxDxE))
+    results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (tokens, dafter_NxDxE))
     specs, whole = plan.specify_tokens(tokens, backwards=True), plan.specify_whole(dafter_NxDxE)
     states, do = (
         plan.specify_states(states_NxTxDxE, backwards=True),
@@ -188,7 +184,7 @@ def _run_backward(
         name=f'{walk.name}_backward',
         grid=(heads // plan.heads, plan.steps),
         in_specs=[specs, states, do, whole],
-        out_specs=(WalkGradients(specs, whole),),
+        out_specs=((specs, whole),),
         out_shape=(results,),
         scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
         compiler_params=plan.compiler_params,
@@ -199,19 +195,21 @@ def _run_backward(
 def _backward_kernel(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: Any,
-    states: Any,
-    do: Any,
-    dafter: Any,
-    results: WalkGradients,
-    dstate: Any,
+    tokens: ChunkTokens,
+    states: jax.Ref,
+    do: jax.Ref,
+    dafter: jax.Ref,
+    results: tuple[ChunkTokens, jax.Ref],
+    dstate: jax.Ref,
 ) -> None:
+    dtokens, dbefore = results
+
     @pl.when(pl.program_id(1) == 0)
     def _():
         dstate[...] = dafter[...]
 
-    side_by_side(walk.differentiate(plan, ChunkReferences(tokens, states, do, results.tokens, dstate)))
+    side_by_side(walk.differentiate(plan, ChunkReferences(tokens, states, do, dtokens, dstate)))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
-        results.before_NxDxE[...] = dstate[...]
+        dbefore[...] = dstate[...]

@@ -1,7 +1,7 @@
 """How kernels that walk over a sequence chunk by chunk cut their arrays."""
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 from jax.experimental import pallas as pl
@@ -15,8 +15,21 @@ MOST_HEADS = 12
 """Heads per grid step. Static cycles per token and head of the delta rule on v5e, forward and backward: 16.3 with two,
 13.4 with four, 10.5 with twelve."""
 
-Tokens = TypeVar('Tokens', bound=NamedTuple)
-"""Arrays of L tokens that lie feature by token, of N key heads of all sequences; `q_MxExL` has G queries of each."""
+
+class ChunkTokens(Protocol):
+    """Arrays of L tokens, feature by token, of N key heads of all sequences; `q_MxExL` has G queries of each."""
+
+    @property
+    def q_MxExL(self) -> jax.Array: ...
+
+    @property
+    def k_NxExL(self) -> jax.Array: ...
+
+    @property
+    def v_NxDxL(self) -> jax.Array: ...
+
+
+Tokens = TypeVar('Tokens', bound=ChunkTokens)
 
 
 def count_heads(total: int, most: int) -> int:
@@ -66,9 +79,11 @@ class ChunkPlan:
 
     def specify_tokens(self, tokens: Tokens, backwards: bool = False) -> Tokens:
         """Returns the spec of a chunk of each array."""
-        given: Any = tokens
-        specs = jax.tree.map(lambda x: self._specify(self.heads, x, backwards), given)
-        return specs._replace(q_MxExL=self.specify_queries(given.q_MxExL, backwards))
+
+        def specify(x: jax.Array) -> pl.BlockSpec:
+            return self._specify(self.heads * (self.groups if x is tokens.q_MxExL else 1), x, backwards)
+
+        return jax.tree.map(specify, tokens)
 
     def specify_queries(self, array, backwards: bool = False) -> pl.BlockSpec:
         """Returns the spec of a chunk of [N G, rows, L]."""
@@ -89,7 +104,7 @@ class ChunkPlan:
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=self.vmem_limit_bytes
         )
 
-    def estimate_cost(self, rows: int, heads: int, moved: Any) -> pl.CostEstimate:
+    def estimate_cost(self, rows: int, heads: int, moved: object) -> pl.CostEstimate:
         """Estimates the cost of a kernel.
 
         Args:

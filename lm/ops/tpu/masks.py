@@ -1,11 +1,10 @@
 """Choices between the numbers of registers. Masks of 32-bit numbers take two rows of bfloat16 at once."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from lm.ops.tpu import SUBLANES
 
@@ -15,7 +14,7 @@ def to_words(x: jax.Array) -> jax.Array:
     return x if x.dtype.itemsize == 4 else pltpu.bitcast(x, jnp.int32)
 
 
-def from_words(words: jax.Array, dtype: Any) -> jax.Array:
+def from_words(words: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Undoes `to_words`."""
     return words if words.dtype == dtype else pltpu.bitcast(words, dtype)
 

@@ -35,7 +35,6 @@ from lm.ops.gpu.channel_pairs import (
     PairGradientMemory,
     PairMemory,
     Selections,
-    VectorGradients,
     differentiate_pairs,
     fade,
     make_factors,
@@ -224,9 +223,7 @@ def differentiate_systems(sources: SystemGradientSources, interpreted: bool) -> 
         plgpu.barrier_wait(memory.ready)
         nothing = zeros(TILE, TILE)
         scratch.dlog[...] = nothing
-        found = differentiate_pairs(
-            copied.scaled, copied.k, copied.logs, copied.dsystem, scratch, VectorGradients(nothing, nothing)
-        )
+        found = differentiate_pairs(copied.scaled, copied.k, copied.logs, copied.dsystem, scratch, (nothing, nothing))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch.dlog, out.dlog.at[head, rows, columns])
         for value, to in zip(found, (out.dscaled, out.dk), strict=True):

@@ -20,7 +20,6 @@ from lm.ops.gpu.channel_pairs import (
     LogParts,
     PairGradientMemory,
     Selections,
-    VectorGradients,
     add_log_gradients,
     add_selected,
     differentiate_pairs,
@@ -136,7 +135,7 @@ def _differentiate_values(memory: GradientMemory) -> jax.Array:
     return sum_products([(scratch.weights.transpose((1, 0)), do), (scratch.pairs.keys, dafter)])[0]
 
 
-def _differentiate_keys(memory: GradientMemory) -> VectorGradients:
+def _differentiate_keys(memory: GradientMemory) -> tuple[jax.Array, jax.Array]:
     """Computes dQ and dK, and places the gradients of the logs in `memory.scratch.dlog`.
 
     Once it is read, dO gives its place to dP.
@@ -157,4 +156,4 @@ def _differentiate_keys(memory: GradientMemory) -> VectorGradients:
     do[...] = dpairs.astype(jnp.bfloat16)
     own = take_own(dpairs).astype(jnp.bfloat16)
     dq, dk = (x + sum_products([(own, y)], scratch=register)[0] for x, y in ((dq, k), (dk, q)))
-    return differentiate_pairs(q, k, logs, do, scratch, VectorGradients(dq, dk))
+    return differentiate_pairs(q, k, logs, do, scratch, (dq, dk))
