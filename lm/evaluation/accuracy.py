@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lm.evaluation.plan import TaskPlan
-from lm.model.functions import ModelFunctions
+from lm.model.functions import ModelFunctions, Weights
 from lm.pod.mesh import batch_sharding, replicated, round_up_rows
 from lm.tasks.base import Slice
 from lm.text import format_count, perplexity
@@ -69,7 +68,7 @@ class TaskEvaluator:
         """The name of the loss: losses of the same task are comparable if this name is the same."""
         return f'{self.split}, {self.context_length}'
 
-    def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
+    def __call__(self, weights: Weights, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """Returns the result as a dict of plain numbers, or None when `should_stop` returned True. `loss` is per
         answer."""
         tallies = {}
@@ -95,7 +94,7 @@ class TaskEvaluator:
         parts = {name: tally.compute_figures(whole)['accuracy'] for name, tally in tallies.items() if name}
         return result | ({'accuracy_by_slice': parts} if parts else {})
 
-    def _tally(self, weights: Any, part: Slice, should_stop: Callable[[], bool]) -> Tally | None:
+    def _tally(self, weights: Weights, part: Slice, should_stop: Callable[[], bool]) -> Tally | None:
         """Scores the examples of a slice; returns None when `should_stop` returned True."""
         total, count = Tally(), len(part.index_N)
         for first in range(0, count, self.batch_size):

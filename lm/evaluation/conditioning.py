@@ -7,7 +7,7 @@ the token that a model has before each text, the token before them in the split,
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from lm.data.tokenizers import Tokenizer
 from lm.evaluation.windows import EvaluationWindows
@@ -43,16 +43,18 @@ class Conditioning:
         return cls(before_texts, before_windows, _describe_overlap(windows.context_length - windows.stride))
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> Self:
+    def read(cls, record: Mapping[str, object]) -> Self:
         """Returns the conditioning that an evaluation states. Earlier versions stated none and always had the same."""
         stated = record.get(FIELD)
         if isinstance(stated, Mapping):
             return cls(*(str(stated.get(field.name)) for field in dataclasses.fields(cls)))
         kind, _, stride = str(record.get('window')).partition(':')
-        overlap = record.get('context_length', 0) - int(stride) if kind == 'sliding' and stride.isdecimal() else 0
+        length = record.get('context_length', 0)
+        is_sliding = kind == 'sliding' and stride.isdecimal()
+        overlap = length - int(stride) if is_sliding and isinstance(length, int) else 0
         return cls(first_token_sees=_describe_overlap(overlap))
 
-    def state(self, tokenizer: Tokenizer, begin: TextBegin | None) -> dict[str, Any]:
+    def state(self, tokenizer: Tokenizer, begin: TextBegin | None) -> dict[str, object]:
         """Returns the entry of an evaluation, with the id of the token before each text and its piece."""
         index = tokenizer.eod_id if begin is None else begin.begin_id
         token = {} if self.before_texts == NOTHING else {'token_id': index, 'token': tokenizer.piece(index)}

@@ -5,13 +5,14 @@ only scores tokens that no other window has. The hidden tokens are always the sa
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lm.data.mixture import Mixture
+from lm.data.store import TokenStore
 from lm.errors import ConfigError
 from lm.evaluation.conditioning import UNCONDITIONED, Conditioning
 from lm.evaluation.perplexity import Evaluator, ScoredSums
@@ -52,7 +53,7 @@ class MaskedEvaluator(Evaluator):
     def targets(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
 
-    def compute_figures(self, sums: ScoredSums, store: Any) -> dict:
+    def compute_figures(self, sums: ScoredSums, store: TokenStore | Mixture) -> dict:
         if not sums.tokens_L.sum():
             raise ConfigError(
                 f'split {self.split!r} of {store.path}: none of the {self.windows.n_tokens} tokens is hidden; score a '
@@ -61,6 +62,6 @@ class MaskedEvaluator(Evaluator):
         return super().compute_figures(sums, store)
 
 
-def _number(tokens: Any, first: int) -> np.ndarray:
+def _number(tokens: np.ndarray | jax.Array, first: int) -> np.ndarray:
     """Returns the numbers of the windows of a batch, [B]."""
     return np.arange(first, first + len(tokens), dtype=np.uint32)

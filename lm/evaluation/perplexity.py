@@ -7,14 +7,15 @@ batch size, devices or hosts.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from lm.data.mixture import Mixture
 from lm.data.store import TokenStore
 from lm.evaluation.chunks import compute_losses_in_chunks
 from lm.evaluation.conditioning import FIELD as CONDITIONING
@@ -80,38 +81,14 @@ class ScoredSums:
         return ScoredSums(nats_L, tokens_L, add(self.right_L, other.right_L), add(self.asked_V, other.asked_V))
 
 
-class ScoredBatch(NamedTuple):
-    """The scores of one batch.
-
-    Attributes:
-        scored: of all targets of the batch, on the devices.
-        counted: bool [B, L], the targets that no other window scores.
-        targets: token ids [B, L].
-        tokens: token ids of the windows.
-        first: the number of the first window.
-    """
-
-    scored: Scored
-    counted: np.ndarray
-    targets: np.ndarray
-    tokens: np.ndarray
-    first: int
-
-    def sum(self, store: TokenStore) -> ScoredSums:
-        """Fetches the scores and sums them over the windows, which are of `store`."""
-        scored = jax.device_get(self.scored)
-        counted_BxL = self.counted if scored.counted is None else self.counted & scored.counted
-        nats_L = np.where(counted_BxL, scored.nats.astype(np.float64), 0.0).sum(axis=0)
-        if scored.correct is None:
-            return ScoredSums(nats_L, counted_BxL.sum(axis=0))
-        asked_V = np.bincount(self.targets[counted_BxL], minlength=store.vocab_size)
-        return ScoredSums(nats_L, counted_BxL.sum(axis=0), (scored.correct & counted_BxL).sum(axis=0), asked_V)
-
-    def find_not_finite(self) -> int:
-        """Returns the first row with a target that counts and has nats that are not finite."""
-        scored = jax.device_get(self.scored)
-        counted_BxL = self.counted if scored.counted is None else self.counted & scored.counted
-        return int((counted_BxL & ~np.isfinite(scored.nats)).any(axis=1).argmax())
+def sum_over_windows(scored: Scored, targets_BxL: np.ndarray, vocab_size: int) -> ScoredSums:
+    """Sums the scores of the targets that count, which are on the host, over windows."""
+    counted_BxL = np.asarray(scored.counted)
+    nats_L = np.where(counted_BxL, scored.nats.astype(np.float64), 0.0).sum(axis=0)
+    if scored.correct is None:
+        return ScoredSums(nats_L, counted_BxL.sum(axis=0))
+    asked_V = np.bincount(targets_BxL[counted_BxL], minlength=vocab_size)
+    return ScoredSums(nats_L, counted_BxL.sum(axis=0), (np.asarray(scored.correct) & counted_BxL).sum(axis=0), asked_V)
 
 
 class Evaluator:
@@ -156,27 +133,27 @@ class Evaluator:
         """The tokens that the scored tokens are conditioned on."""
         return Conditioning.of_windows(self.windows, self.plan.begin)
 
-    def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
+    def __call__(self, weights: Weights, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """Returns the result as a dict of plain numbers (see `summarize`), or None when `should_stop` returned True."""
         found = self.sum_scores(weights, should_stop)
         return None if found is None else self.result(found, step)
 
-    def sum_scores(self, weights: Any, should_stop: Callable[[], bool]) -> ScoredSums | None:
+    def sum_scores(self, weights: Weights, should_stop: Callable[[], bool]) -> ScoredSums | None:
         """Sums the scores of all windows; returns None when `should_stop` returned True."""
         total = None
-        for batch in self._score_batches(weights):
-            sums = batch.sum(self.store)
+        for scored, tokens, first in self._score_batches(weights):
+            sums = sum_over_windows(scored, self.targets(tokens), self.store.vocab_size)
             if self.refuse and not np.isfinite(sums.nats_L).all():
-                inputs_L = self.inputs(batch.tokens, batch.first)[batch.find_not_finite()]
-                self.refuse(inputs_L, f'the loss of {self.split!r}', self.plan.documents)
+                row = int((scored.counted & ~np.isfinite(scored.nats)).any(axis=1).argmax())
+                self.refuse(self.inputs(tokens, first)[row], f'the loss of {self.split!r}', self.plan.documents)
             total = sums if total is None else total + sums
             if should_stop():
                 return None
         return total
 
-    def result(self, sums: ScoredSums, step: int, store: Any = None) -> dict:
+    def result(self, sums: ScoredSums, step: int, store: TokenStore | Mixture | None = None) -> dict:
         """Returns the result of these sums for the split of `store` (None: the store of the text)."""
-        facts: dict[str, Any] = {'mask_documents': True} if self.plan.documents else {}
+        facts: dict[str, object] = {'mask_documents': True} if self.plan.documents else {}
         if copied := (store or self.store).copied_share(self.split):
             facts['copied_share'] = copied
         return self.compute_figures(sums, store or self.store) | {
@@ -188,7 +165,7 @@ class Evaluator:
             'step': step,
         }
 
-    def compute_figures(self, sums: ScoredSums, store: Any) -> dict:
+    def compute_figures(self, sums: ScoredSums, store: TokenStore | Mixture) -> dict:
         """Returns the reported figures of these sums."""
         found = summarize(sums.nats_L, sums.tokens_L, store, self.split)
         if self.text.baseline is None or sums.right_L is None or sums.asked_V is None:
@@ -210,21 +187,32 @@ class Evaluator:
             parts.append(f'accuracy {100 * result["accuracy"]:.2f} %  (frequencies alone: {baseline})')
         return '  '.join(parts)
 
-    def _score_batches(self, weights: Weights) -> Iterator[ScoredBatch]:
-        """Yields the scores batch by batch. Each batch is fetched one batch late, so that the devices never wait."""
+    def _score_batches(self, weights: Weights) -> Iterator[tuple[Scored, np.ndarray, int]]:
+        """Yields the scores batch by batch, with the tokens of the windows and the number of the first one.
+
+        The scores are on the host, and state which targets count. Each batch is fetched one batch late, so that the
+        devices never wait.
+        """
         eod = self.store.tokenizer().eod_id
-        pending: list[ScoredBatch] = []
+        pending: list[Callable[[], tuple[Scored, np.ndarray, int]]] = []
         with jax.set_mesh(self.mesh):
             for first in range(0, len(self.windows), self.batch_size):
                 tokens, counted = self.windows.batch(self.store, self.split, eod, first, self.batch_size)
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
                 scored = self.dispatch(weights, array, first)
-                pending.append(ScoredBatch(scored, counted, self.targets(tokens), tokens, first))
+                pending.append(functools.partial(self._fetch, scored, counted, tokens, first))
                 if len(pending) > 1:
-                    yield pending.pop(0)
-        yield from pending
+                    yield pending.pop(0)()
+        for fetch in pending:
+            yield fetch()
 
-    def dispatch(self, weights: Any, tokens: jax.Array, first: int) -> Any:
+    def _fetch(self, scored: Scored, counted: np.ndarray, tokens: np.ndarray, first: int):
+        """Returns the scores on the host; `counted` are the targets that no other window scores."""
+        scored = jax.device_get(scored)
+        own = counted if scored.counted is None else counted & scored.counted
+        return scored._replace(counted=own), tokens, first
+
+    def dispatch(self, weights: Weights, tokens: jax.Array, first: int) -> Scored:
         """Scores a batch whose first window is `first`."""
         return self.program(weights, tokens)
 
@@ -243,7 +231,7 @@ def format_word_perplexity(result: dict, digits: int) -> str:
     return f'{value:.{digits}f}' if value < LONG_WORDS else f'{value:.{digits}e}'
 
 
-def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split: str) -> dict:
+def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore | Mixture, split: str) -> dict:
     """Returns the reported figures from sums over each position of the context.
 
     Word-level perplexity divides by the words of the text (PG-19's published counts on its full splits), bits per byte
@@ -271,11 +259,11 @@ def summarize(nats_L: np.ndarray, tokens_L: np.ndarray, store: TokenStore, split
     }
 
 
-def describe_text(sum_nats: float, store: TokenStore, split: str) -> dict:
+def describe_text(sum_nats: float, store: TokenStore | Mixture, split: str) -> dict:
     """Returns the figures that need the nats of a whole split. Text without words, such as white space, has none per
     word and byte. Images have none per word; their bits per byte are bits per dimension."""
     n_bytes, n_words = store.bytes(split), store.words(split)
-    found: dict[str, Any] = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
+    found: dict[str, object] = {'bytes': n_bytes, 'words': n_words, 'documents': store.documents(split)}
     if n_words:
         found['word_perplexity'] = perplexity(sum_nats / n_words)
     if n_words or not store.info['tokenizer'].get('holds_text', True):

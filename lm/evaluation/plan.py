@@ -38,12 +38,8 @@ class EvaluationSettings:
     first_tokens: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenedSet:
-    """A text of `evaluate.sets`; `split` None: the split of the evaluation."""
-
-    store: TokenStore
-    split: str | None
+OpenedSet = tuple[TokenStore, str | None]
+"""The store of a text of `evaluate.sets`, and its split; None: the split of the evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +146,7 @@ def plan_evaluation(
         settings=settings,
         documents=documents,
         parts={name: plan_text(name, part, split) for name, part in parts.items()},
-        others={name: plan_text(name, found.store, found.split or split) for name, found in sets.items()},
+        others={name: plan_text(name, part, own or split) for name, (part, own) in sets.items()},
         begin=settings.data.text_begin(store, config.begin_windows),
     )
 
@@ -167,17 +163,12 @@ def open_sets(settings: EvaluationSettings, store: Store, timeout: float | None 
             raise ConfigError(f'evaluate.sets: {name!r} is text, and the run learns a task; delete it')
         if isinstance(store, Mixture) and name in store.stores:
             raise ConfigError(f'evaluate.sets: {name!r} is a store of data.mixture, which is scored anyway; rename it')
-        path, split = _cut_place(place)
+        path, _, split = place.rpartition('@')  # 'data/books@test' is a path and a split
+        path, split = (path, split) if path and '/' not in split else (place, None)
         opened = TokenStore.open(path, timeout)
         check_same_tokenizer(opened, store, f'evaluate.sets, {name!r}')
-        found[name] = OpenedSet(opened, split)
+        found[name] = (opened, split)
     return found
-
-
-def _cut_place(place: str) -> tuple[str, str | None]:
-    """Cuts 'data/books@test' into path and split."""
-    path, _, split = place.rpartition('@')
-    return (path, split) if path and '/' not in split else (place, None)
 
 
 def _check_task(

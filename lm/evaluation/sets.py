@@ -3,11 +3,11 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 from lm.data.mixture import Mixture
 from lm.data.store import TokenStore
 from lm.evaluation.perplexity import Evaluator
+from lm.model.functions import Weights
 
 FIGURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte')
 FIGURES += ('accuracy', 'baseline_accuracy', 'baseline_perplexity')
@@ -36,7 +36,7 @@ class SetsEvaluator:
         """The name of the loss on the data of the run, as in `Evaluator`."""
         return '; '.join(part.measure for part in self.parts.values())
 
-    def __call__(self, weights: Any, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
+    def __call__(self, weights: Weights, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict | None:
         """Returns the result as in `Evaluator`, with `sets`: name → the result of each text.
 
         Returns None when `should_stop` returned True.

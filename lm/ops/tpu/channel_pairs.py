@@ -63,7 +63,7 @@ class LevelSums(NamedTuple):
 
 
 NearSums = tuple[jax.Array, jax.Array, jax.Array]
-"""Sums inside blocks of 8 tokens, [C, E] each: F_4; from the start of the block to each token; from after a token to the
+"""Sums inside blocks of 8 tokens, [C, E] each: F_4; from the start of the block to each token; from after it to the
 end."""
 
 
