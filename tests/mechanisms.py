@@ -1,4 +1,6 @@
-"""Shared parts of the tests of mechanisms: inputs, causal mixing in float64 numpy, gradients by differences."""
+"""Shared parts of the tests of mechanisms: inputs, the formula in float64, gradients by its differences."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +8,17 @@ import numpy as np
 from flax import nnx
 
 from lm.attention import HeadDims
+from lm.attention.formulas import base
+from lm.attention.formulas.tokens import LayerTokens
+from lm.interop.names import ENDINGS
 
 DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
 LENGTH = 45
 MIXED = [11, 1, 1, 11, 11, *[1] * 10]
 """Pieces of LENGTH tokens: some cross the ends of blocks, some follow one another, some are single tokens. There are
 few sizes to compile."""
+
+scores, mix_values = functools.partial(base.scores, np), functools.partial(base.mix_values, np)
 
 
 def build(config, dims=DIMS, seed=0, nudge=0.1):
@@ -50,28 +57,46 @@ def arrays(module):
     return {'/'.join(str(entry.key) for entry in path): np.asarray(x, np.float64) for path, x in leaves}
 
 
-def repeat_heads(x, heads):
-    """Repeats heads: [B, L, K, D] → [B, L, H, D]; head h reads key head h // (H / K)."""
-    return np.repeat(x, heads // x.shape[2], axis=2)
+def draw_inputs(config, dims=DIMS, **options):
+    """Returns queries, keys, values and the further inputs of the mechanism."""
+    qkv, widths = draw(dims=dims, **options), config.projections(dims).values()
+    keys = jax.random.split(jax.random.key(9), len(widths))
+    shapes = [(*qkv[1].shape[:2], width) for width in widths]
+    return [*qkv, *(jax.random.normal(key, shape, qkv[0].dtype) for key, shape in zip(keys, shapes, strict=True))]
 
 
-def scores(q, k):
-    """Returns inner products [B, H, L, M]."""
-    return np.einsum('blhd,bmhd->bhlm', q, repeat_heads(k, q.shape[2]))
+def make_formula(config, dims, xp, values, **changes):
+    """Returns the formula of a mechanism with arrays of `values`, path → array."""
+    options = config.portable(dims) | changes
+    formula = base.FORMULAS[config.gin_name](dims.n_heads, dims.n_kv_heads, dims.head_dim, **options)
+    formula.causal = formula.causal and dims.causal
+    named = {}
+    for path, x in values.items():
+        *folders, last = path.split('/')
+        named['.'.join([*folders, ENDINGS.get(last, last)])] = xp.asarray(x.T if last == 'kernel' else x)
+    assert {name: array.shape for name, array in formula.arrays.items()} == {n: x.shape for n, x in named.items()}
+    return formula.bind(xp, named)
 
 
-def mix(weights, v, bias=0.0, normalize=True, causal=True):
-    """Returns [B, L, H, D] from weights [B, H, L, M] before the mask."""
-    length = weights.shape[-1]
-    weights = np.where(np.tril(np.ones((length, length), bool)) | (not causal), weights, 0.0)
-    o = np.einsum('bhlm,bmhd->blhd', weights, repeat_heads(v, weights.shape[1]))
-    return o / (bias + weights.sum(-1)).swapaxes(1, 2)[..., None] if normalize else o
+def run_formula(formula, module, inputs, mask=None, memory=None, start=0):
+    """Returns what a formula gives for tokens from `start` on; `memory` holds what it keeps of the tokens before."""
+    xp, (q, k, v, *others) = formula.xp, inputs
+    mask = xp.ones(q.shape[:2], dtype=bool) if mask is None else mask
+    positions = xp.clip(xp.cumsum(mask, 1) - 1, 0, None)[:, start:]
+    named = dict(zip(module.config.projections(module.dims), others, strict=True))
+    return formula.mix(q, k, v, LayerTokens(xp, mask[:, start:], positions, memory), **named)
 
 
-def check_values(module, reference, inputs, tolerance=1e-5, half_tolerance=2e-2):
-    """Compares outputs with the reference: in float32, and in bfloat16 on inputs that bfloat16 holds exactly."""
+def compute(module, values, *inputs):
+    """Returns what the formula of a module gives in float64, with arrays of `values`."""
+    formula = make_formula(module.config, module.dims, np, values)
+    return run_formula(formula, module, [np.asarray(x, np.float64) for x in inputs])
+
+
+def check_values(module, inputs, tolerance=1e-5, half_tolerance=2e-2, compute=compute):
+    """Compares outputs with the formula: in float32, and in bfloat16 on inputs that bfloat16 holds exactly."""
     inputs = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs]
-    expected = reference(module.config, arrays(module), *(np.asarray(x, np.float64) for x in inputs))
+    expected = compute(module, arrays(module), *inputs)
     largest = np.abs(expected).max()
     np.testing.assert_allclose(apply(module, *inputs), expected, rtol=0, atol=tolerance * largest)
     half = apply(module, *(x.astype(jnp.bfloat16) for x in inputs))
@@ -80,8 +105,8 @@ def check_values(module, reference, inputs, tolerance=1e-5, half_tolerance=2e-2)
     assert np.linalg.norm(difference) < half_tolerance * np.linalg.norm(expected)
 
 
-def check_gradients(module, reference, inputs, tolerance=1e-5):
-    """Compares derivatives by every input and parameter, along random directions, with differences of the reference."""
+def check_gradients(module, inputs, tolerance=1e-5, compute=compute):
+    """Compares derivatives by every input and parameter, along random directions, with differences of the formula."""
     rng = np.random.default_rng(5)
     cotangent = rng.normal(size=inputs[0].shape[:3] + inputs[2].shape[3:])
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)
@@ -97,7 +122,8 @@ def check_gradients(module, reference, inputs, tolerance=1e-5):
     values = arrays(module) | {name: np.asarray(x, np.float64) for name, x in zip(of_inputs, inputs, strict=True)}
 
     def exact(values):
-        return np.sum(reference(module.config, values, *(values[name] for name in of_inputs)) * cotangent)
+        arrays = {name: value for name, value in values.items() if name not in of_inputs}
+        return np.sum(compute(module, arrays, *(values[name] for name in of_inputs)) * cotangent)
 
     for name, gradient in gradients.items():
         gradient = np.asarray(gradient, np.float64)

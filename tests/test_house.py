@@ -61,9 +61,6 @@ OWNERS = {
 }
 """Library → the only modules that import it."""
 
-FORMULAS = 'lm.interop.formulas.'
-"""Modules that belong to the mechanism of their name."""
-
 MOST_LINES = 70
 """Lines per function without its docstring."""
 MOST_FIELDS = 16
@@ -232,8 +229,6 @@ def test_only_its_own_files_name_a_mechanism():
         if place(module)[1] == 'attention':
             continue
         words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        if module.startswith(FORMULAS):
-            words -= {module.removeprefix(FORMULAS)}
         wrong += [f'{module} says {word!r}' for word in words & known.keys()]
     assert not wrong
 

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lm.attention import Attention
+from lm.attention import Attention, formulas
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun
+from lm.interop import parts
 from lm.interop.card import CARD
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WeightFiles, is_weights
@@ -28,10 +29,12 @@ BEGIN, END = 'begin_id', 'end_id'
 """The names in the header of the weights of the tokens around a text."""
 CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
-"""The model for transformers: a file beside this one, and the formulas of its mechanisms in one file."""
-FORMULAS = pathlib.Path(__file__).parent / 'formulas'
-ATTENTION_HEADER = '"""The attention of a model in PyTorch, as its formula reads. Written by `lm export`."""'
-SHARED = ('tokens', 'base', 'latent', 'units')
+"""The model for transformers: a file beside this one, and its parts with its formulas in one file."""
+FORMULAS, PARTS = (pathlib.Path(next(iter(package.__path__))) for package in (formulas, parts))
+ATTENTION_HEADER = '"""The attention of a model, as its formula reads, for PyTorch. Written by `lm export`."""'
+OWN = r'lm\.attention\.formulas\.|lm\.interop\.parts\.'
+"""The modules whose files an export joins."""
+SHARED = ('tokens', 'base')
 """The formula files with the shared parts."""
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
 """The names of the files that an export has beside its weights."""
@@ -130,9 +133,9 @@ class TransformersFormat(Safetensors):
             )
 
     def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
-        model = (FORMULAS.parent / MODEL_SOURCE).read_text()
+        model = (PARTS.parent / MODEL_SOURCE).read_text()
         texts = {
-            MODEL_SOURCE: re.sub(r'lm\.interop\.formulas\.\w+', f'.{ATTENTION_SOURCE.removesuffix(".py")}', model),
+            MODEL_SOURCE: re.sub(rf'({OWN})\w+', f'.{ATTENTION_SOURCE.removesuffix(".py")}', model),
             ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
             TRANSFORMERS_CONFIG: json.dumps(describe(run) | {'torch_dtype': dtype}, indent=2) + '\n',
         }
@@ -243,22 +246,23 @@ def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
 
 
 def formulated() -> set[str]:
-    """Returns the gin names of the mechanisms that have a formula in PyTorch."""
+    """Returns the gin names of the mechanisms that have a formula."""
     return {path.stem for path in FORMULAS.glob('*.py')} - {*SHARED, '__init__'}
 
 
 def attention_source(mechanisms: Collection[str]) -> str:
     """Returns one module with the formulas of the mechanisms and the shared parts, which imports PyTorch alone."""
     imports: dict[str, None] = {}
-    parts = []
-    for name in (*SHARED, *sorted(mechanisms)):
-        text = (FORMULAS / f'{name}.py').read_text()
+    texts = []
+    files = [FORMULAS / f'{name}.py' for name in (*SHARED, *sorted(mechanisms))]
+    for path in (*files, *sorted(PARTS.glob('[!_]*.py'))):
+        text = path.read_text()
         lines = text.splitlines(keepends=True)
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 lines[node.lineno - 1 : node.end_lineno] = [''] * len(lines[node.lineno - 1 : node.end_lineno])
-                if not ast.unparse(node).startswith('from lm.interop.formulas'):
+                if not re.match(f'from ({OWN})', ast.unparse(node)):
                     imports[ast.unparse(node)] = None
-        parts.append(re.sub(r'\n{4,}', '\n\n\n', ''.join(lines).strip()))
+        texts.append(re.sub(r'\n{4,}', '\n\n\n', ''.join(lines).strip()))
     head = '\n'.join([ATTENTION_HEADER, '', *imports])
-    return '\n\n\n'.join([head, *parts]) + '\n'
+    return '\n\n\n'.join([head, *texts]) + '\n'

@@ -18,10 +18,13 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lm.interop.formulas.base import EPSILON, MECHANISMS, NORMS, rms_norm
-from lm.interop.formulas.latent import LmLatentKeys
-from lm.interop.formulas.tokens import LayerTokens
-from lm.interop.formulas.units import ACTIVATIONS, LmExperts, activate
+from lm.attention.formulas.base import EPSILON
+from lm.attention.formulas.tokens import LayerTokens
+from lm.interop.parts.latent import LmLatentKeys
+from lm.interop.parts.mechanism import LmMechanism
+from lm.interop.parts.units import ACTIVATIONS, LmExperts, activate
+
+NORMS = {'layer': nn.LayerNorm, 'rms': nn.RMSNorm}
 
 
 class LmConfig(PretrainedConfig):
@@ -170,10 +173,10 @@ class LmBlock(nn.Module):
             'glu_out_norm': 'before',
         }
         for name, place in lacking.items():
-            norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
+            norm = NORMS[config.norm](config.hidden_size, eps=config.norm_epsilon)
             setattr(self, name, nn.Identity() if config.norm_placement == place else norm)
         self.q_norm, self.k_norm = (
-            rms_norm(n * size if layer['qk_norm'] == 'projection' else size, config.norm_epsilon)
+            nn.RMSNorm(n * size if layer['qk_norm'] == 'projection' else size, eps=config.norm_epsilon)
             if layer['qk_norm']
             else nn.Identity()
             for n in (queries, keys)
@@ -186,10 +189,12 @@ class LmBlock(nn.Module):
             self.latent = LmLatentKeys(config.hidden_size, keys, size, layer['value_dim'], **latent)
         width = layer['convolution']
         self.convolution = Convolution(channels, width) if width else None
-        self.attention = MECHANISMS[options.pop('name')](heads, kv_heads, size, **options)
+        self.attention = LmMechanism(options.pop('name'), heads, kv_heads, size, **options)
         widths = [width for _, width in layer['inputs']]
         self.mechanism_in = nn.Linear(config.hidden_size, sum(widths), bias=config.biases) if widths else None
-        self.output_norm = rms_norm(layer['value_dim'], config.norm_epsilon) if layer['output_norm'] else nn.Identity()
+        self.output_norm = nn.Identity()
+        if layer['output_norm']:
+            self.output_norm = nn.RMSNorm(layer['value_dim'], eps=config.norm_epsilon)
         gate = layer['output_gate']
         self.output_gate = None
         if gate:
@@ -266,7 +271,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         pattern = list(zip(config.attention, config.layers, strict=True))
         blocks = (LmBlock(config, *pattern[i % len(pattern)]) for i in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(blocks)
-        self.final_norm = NORMS[config.norm](config.hidden_size, config.norm_epsilon)
+        self.final_norm = NORMS[config.norm](config.hidden_size, eps=config.norm_epsilon)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -296,7 +301,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
         }  # fmt: skip
 
     def forward(self, input_ids, attention_mask=None, labels=None, use_cache=False, cache=None, return_dict=True, **_):
-        causal = all(layer.attention.causal for layer in self.layers)
+        causal = all(layer.attention.formula.causal for layer in self.layers)
         if cache is None and use_cache and causal:
             cache = LmCache(len(self.layers))
         mask_BxL, positions_BxL = self.read(input_ids, attention_mask, cache)
@@ -310,7 +315,8 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
             angle = angles(positions_BxL, width, 10_000.0)
             x_BxLxD = x_BxLxD + torch.cat([angle.sin(), angle.cos()], dim=-1).to(x_BxLxD.dtype)
         for i, layer in enumerate(self.layers):
-            x_BxLxD = layer(x_BxLxD, LayerTokens(mask_BxL, positions_BxL, None if cache is None else cache.layers[i]))
+            memory = None if cache is None else cache.layers[i]
+            x_BxLxD = layer(x_BxLxD, LayerTokens(torch, mask_BxL, positions_BxL, memory))
         x_BxLxD = self.final_norm(x_BxLxD)
         logits = F.linear(x_BxLxD, self.embedding.weight) if self.head is None else self.head(x_BxLxD)
         if (cap := self.config.logit_cap) is not None:

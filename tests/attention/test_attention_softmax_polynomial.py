@@ -1,4 +1,6 @@
-"""The exact mechanisms as modules: values, decoding, parameters, cost."""
+"""The exact mechanisms as modules: ranges, decoding, parameters, cost."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import mechanisms
 import numpy as np
 import pytest
 from flax import nnx
+from mechanisms import DIMS
 
 from lm.attention import HeadDims
 from lm.attention.polynomial import Polynomial
@@ -13,8 +16,7 @@ from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.ops.exact_attention import polynomial_attention
 
-DIMS = HeadDims(n_heads=4, n_kv_heads=2, head_dim=16)
-LENGTH = 45
+build, draw = functools.partial(mechanisms.build, nudge=0.3), functools.partial(mechanisms.draw, size=2.0, shift=0.5)
 CONFIGS = [
     Softmax(),
     Softmax(scale=0.5, window=7),
@@ -24,64 +26,6 @@ CONFIGS = [
     Polynomial(),
     Polynomial(degree=2, denominator_bias=0.1),
 ]
-
-
-def build(config, dims=DIMS):
-    """Returns a module whose parameters differ from their initial values and from zero."""
-    module = config.build(dims, nnx.Rngs(params=0, projections=1))
-    parameters = nnx.state(module, nnx.Param)
-    rng = np.random.default_rng(7)
-    nnx.update(module, jax.tree.map(lambda x: x + 0.3 * jnp.asarray(rng.normal(size=x.shape), x.dtype), parameters))
-    return module
-
-
-def draw(batch=2, length=LENGTH, dims=DIMS, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(3), 3)
-    heads = (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
-    return [
-        (0.5 + 2 * jax.random.normal(key, (batch, length, h, dims.head_dim))).astype(dtype)
-        for key, h in zip(keys, heads, strict=True)
-    ]
-
-
-def numpy_norm(x, norm):
-    x = np.asarray(x, np.float64)
-    centred = x - x.mean(-1, keepdims=True)
-    unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return unit * np.asarray(norm.scale[...], np.float64) + np.asarray(norm.bias[...], np.float64)
-
-
-def numpy_weights(module, q, k):
-    """Returns weights [B, H, L, L] from the formulas of PolySketchFormer §2.1, in float64, and their sums over j."""
-    config, length = module.config, q.shape[1]
-    if isinstance(config, Polynomial):
-        q, k = numpy_norm(q, module.q_norm), numpy_norm(k, module.k_norm)
-    k = np.repeat(np.asarray(k, np.float64), q.shape[2] // k.shape[2], axis=2)
-    scores = np.einsum('blhd,bmhd->bhlm', np.asarray(q, np.float64), k)
-    distance = np.arange(length)[:, None] - np.arange(length)
-    if isinstance(config, Polynomial):
-        weights = scores**config.degree * (distance >= 0)
-        return weights / (config.denominator_bias + weights.sum(-1, keepdims=True))
-    scores *= config.scale or 1 / np.sqrt(q.shape[-1])
-    if config.log_base:
-        scores *= np.log(np.arange(length) + config.log_base)[:, None] / np.log(config.log_base)
-    if config.score_cap:
-        scores = config.score_cap * np.tanh(scores / config.score_cap)
-    weights = np.exp(scores) * ((distance >= 0) & (distance < (config.window or length)))
-    sinks = np.exp(np.asarray(module.sinks[...], np.float64))[:, None, None] if config.sinks else 0.0
-    return weights / (sinks + weights.sum(-1, keepdims=True))
-
-
-@pytest.mark.parametrize('config', CONFIGS, ids=str)
-def test_agrees_with_the_formula(config):
-    module, (q, k, v) = build(config), draw()
-    v_repeated = np.repeat(np.asarray(v, np.float64), 2, axis=2)
-    expected = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), v_repeated)
-    found = mechanisms.apply(module, q, k, v)
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    half = mechanisms.apply(module, *(x.astype(jnp.bfloat16) for x in (q, k, v)))
-    assert half.dtype == jnp.bfloat16
-    assert np.abs(np.asarray(half, np.float64) - expected).max() < 5e-2 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
@@ -94,23 +38,6 @@ def test_no_weight_is_negative_and_they_sum_to_at_most_one(config):
     assert weights.min() >= 0
     assert weights.sum(-1).max() < 1 + 1e-5
     assert np.median(weights.sum(-1)) > 0.9
-
-
-@pytest.mark.parametrize('parts', [[1] * LENGTH, [LENGTH], mechanisms.MIXED], ids=['tokens', 'prefill', 'mixed'])
-@pytest.mark.parametrize('config', CONFIGS, ids=str)
-def test_steps_equal_the_whole(config, parts):
-    module, (q, k, v) = build(config), draw()
-    state = module.init_state(2, 64, jnp.float32)
-    shapes = jax.tree.map(jnp.shape, state)
-    outputs, at = [], 0
-    for part in parts:
-        state, o = mechanisms.decode_step(module, state, *(x[:, at : at + part] for x in (q, k, v)))
-        outputs.append(o)
-        at += part
-    whole = mechanisms.apply(module, q, k, v)
-    np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=1e-5 * float(jnp.abs(whole).max()))
-    assert jax.tree.map(jnp.shape, state) == shapes
-    assert int(state.position) == LENGTH
 
 
 def test_a_window_keeps_a_window():
@@ -182,7 +109,7 @@ def test_the_sixteenth_power_stays_in_range(gain):
     o, gradients = jax.value_and_grad(lambda *x: jnp.square(module(*x)).sum(), (0, 1, 2))(q, k, v)
     assert np.isfinite(o)
     assert all(np.isfinite(g).all() for g in gradients)
-    want = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), np.repeat(np.asarray(v, np.float64), 2, axis=2))
+    want = mechanisms.compute(module, mechanisms.arrays(module), q, k, v)
     np.testing.assert_allclose(module(q, k, v), want, atol=2e-4)
 
 
@@ -198,7 +125,7 @@ def test_the_sixteenth_power_of_wide_heads_vanishes_nowhere():
     o, gradients = jax.value_and_grad(lambda *x: jnp.square(module(*x)).sum(), (0, 1, 2))(q, k, v)
     assert np.isfinite(o)
     assert all(np.isfinite(g).all() for g in gradients)
-    want = np.einsum('bhlm,bmhd->blhd', numpy_weights(module, q, k), np.repeat(np.asarray(v, np.float64), 2, axis=2))
+    want = mechanisms.compute(module, mechanisms.arrays(module), q, k, v)
     np.testing.assert_allclose(module(q, k, v), want, atol=2e-4)
 
 

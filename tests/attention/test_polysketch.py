@@ -1,9 +1,8 @@
-"""Polysketch against float64 formulas of the paper, its theorems in numbers, decoding, and parameter counts."""
+"""Polysketch: its theorems in numbers, its factors, its range, and parameter counts."""
 
 import math
 import re
 
-import grids
 import jax
 import jax.numpy as jnp
 import mechanisms
@@ -21,107 +20,6 @@ from lm.attention.polysketch import Polysketch
 from lm.errors import ConfigError
 from lm.model import REMAT, ModelConfig, Transformer
 from lm.ops.chunks import map_chunks
-
-
-def norm(x, scale, bias):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + bias
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def network(values, name, x, n):
-    for i in range(2):
-        x = norm(x, values[f'{name}/scales/{i}'][n], values[f'{name}/biases/{i}'][n])
-        x = gelu(x @ values[f'{name}/kernels/{2 * i}'][n]) @ values[f'{name}/kernels/{2 * i + 1}'][n]
-    return x
-
-
-def sketch(config, values, x, n):
-    """Computes ψ of vectors x by the recursion of Algorithms 1 and 2 for degree 4: one node."""
-    r = config.sketch_size
-    if config.degree == 2:
-        return x
-    assert config.degree == 4
-    if config.sketch == 'learned':
-        first, second = (network(values, f'sketch/maps/0/{i}', x, n) for i in range(2))
-        return np.sqrt(r) * np.tanh(np.sqrt(1 / r) * first * second)
-    left = right = x
-    if config.sketch == 'srht':
-        left, right = (np.sqrt(1 / r) * x @ values[f'sketch/base/{i}'][n] for i in range(2))
-    first, second = values['sketch/maps/0'][:, n]
-    return np.sqrt(1 / r) * (left @ first) * (right @ second)
-
-
-def far_inputs(config, values, q, k):
-    """Returns what the sketch sees of raw queries and keys."""
-    if config.sketch_norm is None:
-        names = ('q_norm', 'k_norm')
-    elif config.sketch == 'learned':
-        return norm(q, 1.0, 0.0), norm(k, 1.0, 0.0)
-    else:
-        names = ('sketch_norms/0', 'sketch_norms/0' if config.sketch_norm == 'tied' else 'sketch_norms/1')
-    return [norm(x, values[f'{name}/scale'], values[f'{name}/bias']) for x, name in zip((q, k), names, strict=True)]
-
-
-def far_scores(config, values, q, k):
-    """Returns the mean of the inner products of all sketches."""
-    heads, kv_heads = q.shape[2], k.shape[2]
-    own = [h if config.per_head else 0 for h in range(kv_heads)]
-    found = []
-    for i in range(config.sketches):
-        member = {name.replace(f'sketch/members/{i}/', 'sketch/'): value for name, value in values.items()}
-        psi_q = np.stack([sketch(config, member, q[:, :, h], own[h * kv_heads // heads]) for h in range(heads)], 2)
-        psi_k = np.stack([sketch(config, member, k[:, :, h], own[h]) for h in range(kv_heads)], 2)
-        found.append(mechanisms.scores(psi_q, psi_k))
-    return np.mean(found, 0)
-
-
-def reference(config, values, q, k, v):
-    factor = {'mean': 0.117, 'published': config.sketch_size**-2.0}.get(config.far_factor, config.far_factor)
-    if config.learn_far_factor:
-        factor = np.exp(values['log_far_factor'])[:, None, None]
-    weights = factor * far_scores(config, values, *far_inputs(config, values, q, k)) ** 2
-    q = norm(q, values['q_norm/scale'], values['q_norm/bias'])
-    k = norm(k, values['k_norm/scale'], values['k_norm/bias'])
-    if config.local:
-        block = np.arange(q.shape[1]) // config.block
-        weights = np.where(block[:, None] == block, mechanisms.scores(q, k) ** config.degree, weights)
-    return mechanisms.mix(weights, v, bias=config.denominator_bias)
-
-
-CONFIGS = [
-    Polysketch(sketch='learned', sketch_size=8, block=16),
-    Polysketch(sketch='learned', sketch_size=8, block=16, network_width=3),
-    Polysketch(sketch='gaussian', sketch_size=8, local=False),
-    Polysketch(sketch='srht', sketch_size=8, block=16, per_head=True, denominator_bias=2.0),
-    Polysketch(degree=2, block=16),
-]
-OPTIONS = {
-    'published': Polysketch(sketch='gaussian', sketch_size=8, block=16, far_factor='published', sketch_norm='tied'),
-    'published without local': Polysketch(sketch='gaussian', sketch_size=8, local=False, far_factor='published'),
-    'learned factor': Polysketch(
-        sketch='gaussian', sketch_size=8, block=16, far_factor='mean', learn_far_factor=True, sketch_norm='separate'
-    ),
-    'sketches': Polysketch(sketch='gaussian', sketch_size=4, block=16, sketches=3, far_factor=0.3),
-    'learned sketches': Polysketch(sketch_size=4, block=16, sketches=2, sketch_norm='tied', far_factor=0.5),
-    'exact power': Polysketch(degree=2, block=16, sketch_norm='separate', sketches=2, far_factor=0.5),
-}
-
-
-@pytest.mark.parametrize('name', grids.draw(OPTIONS, 3))
-def test_options_of_far_weights(name):
-    module = mechanisms.build(OPTIONS[name])
-    mechanisms.check_values(module, reference, mechanisms.draw())
-    mechanisms.check_steps(module, mechanisms.draw())
-    mechanisms.check_no_leak(module, mechanisms.draw())
-
-
-@pytest.mark.parametrize('name', ['published', 'learned factor'])
-def test_gradients_of_far_options(name):
-    mechanisms.check_gradients(mechanisms.build(OPTIONS[name]), reference, mechanisms.draw(batch=1))
 
 
 def test_one_block_with_a_norm_of_the_sketch_is_polynomial_attention():
@@ -184,23 +82,10 @@ def test_refused_factors(options, message):
         Polysketch(**options)
 
 
-@pytest.mark.parametrize('config', CONFIGS, ids=lambda c: f'{c.sketch}-{c.degree}-{c.local}-{c.network_width}')
-def test_formula(config):
-    module = mechanisms.build(config)
-    mechanisms.check_values(module, reference, mechanisms.draw())
-
-
-def test_gradients():
-    mechanisms.check_gradients(mechanisms.build(CONFIGS[0]), reference, mechanisms.draw(batch=1))
-
-
 def test_decoding_equals_the_parallel_form():
-    shapes = mechanisms.check_steps(mechanisms.build(CONFIGS[0]), mechanisms.draw())
+    module = mechanisms.build(Polysketch(sketch='learned', sketch_size=8, block=16))
+    shapes = mechanisms.check_steps(module, mechanisms.draw())
     assert shapes.recent.v_BxSxKxD == (2, 16, DIMS.n_kv_heads, DIMS.head_dim)
-
-
-def test_no_leak():
-    mechanisms.check_no_leak(mechanisms.build(CONFIGS[0]), mechanisms.draw())
 
 
 def test_one_block_is_polynomial_attention():

@@ -21,7 +21,7 @@ from mechanisms_list import MECHANISMS
 from safetensors.numpy import load_file, save_file
 
 import lm
-from lm.attention import HeadDims, mechanisms
+from lm.attention import mechanisms
 from lm.attention.hybrid import Hybrid
 from lm.attention.softmax import Softmax
 from lm.cli import main
@@ -33,7 +33,7 @@ from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
 from lm.interop.checkpoints import CheckpointFolder
 from lm.interop.export_run import UNFINISHED, exporting
-from lm.interop.formats import FORMATS, FORMULAS, attention_source, formulated
+from lm.interop.formats import FORMATS, FORMULAS, PARTS, attention_source, formulated
 from lm.interop.import_run import choose_tokenizers, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
@@ -53,30 +53,10 @@ def test_weights_of_every_mechanism_survive_a_round_trip(form):
     jax.tree.map(np.testing.assert_array_equal, weights, back)
 
 
-def formula_of(name: str) -> ast.ClassDef:
-    """Returns the class of a formula file that registers itself, from the syntax tree: importing the file needs
-    PyTorch."""
-    classes = [n for n in ast.parse((FORMULAS / f'{name}.py').read_text()).body if isinstance(n, ast.ClassDef)]
-    (formula,) = [node for node in classes if any(keyword.arg == 'name' for keyword in node.keywords)]
-    return formula
-
-
-@pytest.mark.parametrize('form', MECHANISMS)
-def test_formulas_take_the_options_of_the_mechanisms(form):
-    """`LmBlock` passes `portable()` to the formula."""
-    for mechanism in MECHANISMS[form] if isinstance(MECHANISMS[form], tuple) else (MECHANISMS[form],):
-        if mechanism.gin_name in formulated():
-            formula = formula_of(mechanism.gin_name)
-            init = next(node for node in formula.body if isinstance(node, ast.FunctionDef) and node.name == '__init__')
-            assert {a.arg for a in init.args.kwonlyargs} >= mechanism.portable(HeadDims(1, 1, 16)).keys(), mechanism
-
-
 def test_formulas_fit_into_one_module():
-    """Each file registers its own name. An export joins the files, so no two define the same name."""
+    """An export joins the files, so no two define the same name."""
     defined = collections.Counter()
-    for name in formulated():
-        assert [ast.literal_eval(keyword.value) for keyword in formula_of(name).keywords] == [name]
-    for path in FORMULAS.glob('*.py'):
+    for path in (*FORMULAS.glob('*.py'), *PARTS.glob('*.py')):
         for node in ast.parse(path.read_text()).body:
             names = [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else getattr(node, 'targets', [])
             defined.update(getattr(target, 'id', None) or target.name for target in names)

@@ -1,9 +1,9 @@
 """Polynomial attention (PolySketchFormer §2.1)."""
 
-from lm.interop.formulas.base import NormedMechanism, score_scale, scores
+from lm.attention.formulas.base import NormedFormula, score_scale, scores
 
 
-class PolynomialFormula(NormedMechanism, name='polynomial'):
+class PolynomialFormula(NormedFormula, name='polynomial'):
     """Weights ⟨q', k'⟩^degree."""
 
     def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None):
@@ -14,4 +14,4 @@ class PolynomialFormula(NormedMechanism, name='polynomial'):
         self.bias = denominator_bias * self.scale**degree
 
     def weights(self, q, k):
-        return (self.scale * scores(*self.normalize(q, k))) ** self.degree
+        return (self.scale * scores(self.xp, *self.normalize(q, k))) ** self.degree

@@ -1,12 +1,12 @@
 """Feed-forward layers. B batch, L length, D model width, N experts of a token."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lm.interop.formulas.base import gelu
-
-ACTIVATIONS = {'gelu': gelu, 'silu': F.silu}
+ACTIVATIONS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'silu': F.silu}
 
 
 def activate(products, form, gated):

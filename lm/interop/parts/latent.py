@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-from lm.interop.formulas.base import rms_norm
-
 LATENT_EPSILON = 1e-6
 """Added to the variance of these numbers."""
 
@@ -17,7 +15,7 @@ class LmLatentKeys(nn.Module):
         self.heads, self.rank, self.shared = heads, rank, shared
         self.sizes = heads * (key_size - shared), heads * value_size
         self.down = nn.Linear(width, rank + shared, bias=False)
-        self.norm = rms_norm(rank, LATENT_EPSILON)
+        self.norm = nn.RMSNorm(rank, eps=LATENT_EPSILON)
         self.up = nn.Linear(rank, sum(self.sizes), bias=False)
 
     def forward(self, x_BxLxD):

@@ -1,13 +1,11 @@
 """The tokens of a call and the keys that they see. B batch, L queries, M keys, C head size."""
 
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 
-def distances(q_BxLxHxC, k_BxMxKxC):
+def distances(xp, q_BxLxHxC, k_BxMxKxC):
     """Returns i - j of query i and key j, [L, M]; the queries are of the last L tokens."""
-    position = torch.arange(k_BxMxKxC.shape[1], device=k_BxMxKxC.device)
+    position = xp.arange(k_BxMxKxC.shape[1], device=k_BxMxKxC.device)
     return position[-q_BxLxHxC.shape[1] :, None] - position
 
 
@@ -15,20 +13,22 @@ class LayerTokens(NamedTuple):
     """The newest tokens of a layer, and what it keeps of earlier ones.
 
     Attributes:
+        xp: the namespace of the arrays.
         mask_BxL: False for padding, which stands on the left of a row.
         positions_BxL: in the text of each row.
         memory: name → array that is kept, with the batch first; None: nothing is kept.
     """
 
-    mask_BxL: torch.Tensor
-    positions_BxL: torch.Tensor
+    xp: Any
+    mask_BxL: Any
+    positions_BxL: Any
     memory: dict | None
 
     def join(self, name, new, most=None):
         """Returns the kept part of an array and the new one, and keeps the last `most` tokens of both; None: all."""
         if self.memory is None:
             return new
-        whole = torch.cat([self.memory[name], new], dim=1) if name in self.memory else new
+        whole = self.xp.concatenate([self.memory[name], new], 1) if name in self.memory else new
         self.memory[name] = whole if most is None else whole[:, max(0, whole.shape[1] - most) :]
         return whole
 
@@ -40,8 +40,8 @@ class LayerTokens(NamedTuple):
 class SeenKeys(NamedTuple):
     """The tokens whose keys a query is compared with, one by one: [B, M] each."""
 
-    mask_BxM: torch.Tensor
-    positions_BxM: torch.Tensor
+    mask_BxM: Any
+    positions_BxM: Any
 
     def hidden(self, distance_LxM, causal=True):
         """Returns True where a query does not see a key, [B, 1, L, M].

@@ -1,0 +1,39 @@
+"""Softmax attention."""
+
+import math
+
+from lm.attention.formulas.base import Formula, FormulaArray, scores, softmax
+from lm.attention.formulas.tokens import distances
+
+
+class SoftmaxFormula(Formula, name='softmax'):
+    """Weights exp(scale ⟨q, k⟩) for the `window` newest keys; sinks are one more key of each query."""
+
+    divides = False  # the softmax has done it
+
+    def __init__(
+        self, heads, kv_heads, size, *, scale, window, sinks=False, score_cap=None, log_base=None, gate=False
+    ):  # fmt: skip
+        super().__init__()
+        self.scale, self.window, self.cap, self.log_base = scale or size**-0.5, window, score_cap, log_base
+        self.reach = window - 1 if window else None
+        if sinks:
+            self.arrays['sinks'] = FormulaArray((heads,))
+        self.make_gate(gate, kv_heads)
+
+    def decayed(self, q, k, log_decay, seen):
+        xp, distance = self.xp, distances(self.xp, q, k)
+        hidden = seen.hidden(distance, self.causal) | (distance >= (self.window or k.shape[1]))
+        s = scores(xp, q, k) * self.scale
+        if self.log_base is not None:
+            before = seen.positions_BxM[:, None, -q.shape[1] :, None]
+            s = s * xp.log(before + self.log_base) / math.log(self.log_base)
+        if self.cap is not None:
+            s = self.cap * xp.tanh(s / self.cap)
+        if log_decay is not None:
+            s = s + log_decay
+        s = xp.where(hidden, -math.inf, s)
+        if 'sinks' not in self.p:
+            return softmax(xp, s)
+        sinks = xp.broadcast_to(self.p['sinks'][:, None, None], (*s.shape[:-1], 1))
+        return softmax(xp, xp.concatenate([s, sinks], -1))[..., :-1]
