@@ -8,6 +8,7 @@ import collections
 import functools
 import pathlib
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ import pytest
 
 import lm.attention
 from lm.attention import Attention
+from lm.attention.formulas.base import FORMULAS
 from lm.config.configurable import REGISTRY
 
 ROOT = pathlib.Path(lm.__file__).parent
@@ -264,6 +266,79 @@ def attributes(node: ast.ClassDef) -> set[str]:
     names = {ast.unparse(child.target) for child in fields if 'ClassVar' not in ast.unparse(child.annotation)}
     nodes = [child for child in ast.walk(node) if isinstance(child, ast.Attribute)]
     return names | {n.attr for n in nodes if isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == 'self'}
+
+
+TESTS = ROOT.parent / 'tests'
+FORMULAS_ELSEWHERE = ('lm/attention/formulas/', 'lm/ops/', 'tests/ops/', 'tests/random_models/')
+"""Folders with formulas of mechanisms, of operations, and of whole random models in float64."""
+MULTIPLIES = {'einsum', 'matmul', 'dot', 'scores', 'weights'}
+BENDS = {'exp', 'softmax', 'tanh', 'where', 'tril', 'cumsum'}
+
+
+def weighs(node: ast.FunctionDef) -> bool:
+    """Tells whether a function takes queries and keys, multiplies them, and bends or masks products, or adds tokens up
+    in a loop."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    names = {argument.arg.split('_')[0] for argument in arguments}
+    if not any(pair <= names for pair in ({'q', 'k'}, {'queries', 'keys'})):
+        return False
+    called = {ast.unparse(n.func).rpartition('.')[2] for n in ast.walk(node) if isinstance(n, ast.Call)}
+    signs = {type(n.op) for n in ast.walk(node) if isinstance(n, ast.BinOp)}
+    is_loop = any(isinstance(n, ast.For) for n in ast.walk(node))
+    return bool(called & MULTIPLIES or ast.MatMult in signs) and bool(called & BENDS or ast.Pow in signs or is_loop)
+
+
+def formulas(folder: pathlib.Path) -> list[str]:
+    """Returns the functions below a folder that hold a formula of attention, outside of their places."""
+    found = []
+    for path in sorted(folder.rglob('*.py')):
+        place = path.relative_to(folder.parent).as_posix()
+        if not place.startswith(FORMULAS_ELSEWHERE):
+            held = (node for node in functions(ast.parse(path.read_text())) if not node.name.startswith('test_'))
+            found += [f'{place}: {node.name}' for node in held if weighs(node)]
+    return found
+
+
+def test_a_mechanism_has_one_formula():
+    """It is in the file of the mechanism's name. Tests and exports run it."""
+    assert {name: cls.__module__ for name, cls in FORMULAS.items()} == {
+        name: f'lm.attention.formulas.{name}' for name in mechanisms()
+    }
+    assert formulas(ROOT) + formulas(TESTS) == []
+
+
+SECOND_FORMULAS = {
+    'weights': """
+def reference(config, arrays, q, k, v):
+    s = np.einsum('blhd,bmhd->bhlm', q, k) / np.sqrt(q.shape[-1])
+    w = np.tril(1 + s + s**2 / 2)
+    return np.einsum('bhlm,bmhd->blhd', w / w.sum(-1, keepdims=True), v)
+""",
+    'a state': """
+def recur(q_BxLxHxC, k_BxLxKxC, v, beta):
+    state, parts = 0.0, []
+    for i in range(q_BxLxHxC.shape[1]):
+        new = beta[:, i, :, None] * (v[:, i] - torch.einsum('bked,bke->bkd', state, k_BxLxKxC[:, i]))
+        state = state + k_BxLxKxC[:, i, :, :, None] * new[..., None, :]
+        parts.append(state)
+    return parts
+""",
+    'a method': """
+class Weigh(nn.Module):
+    def forward(self, queries, keys, v):
+        return torch.softmax(queries @ keys.mT, -1) @ v
+""",
+}
+
+
+@pytest.mark.parametrize('name', SECOND_FORMULAS)
+def test_a_second_formula_is_found(name, tmp_path):
+    folder = tmp_path / 'tests' / 'attention'
+    folder.mkdir(parents=True)
+    (folder / 'test_mine.py').write_text(SECOND_FORMULAS[name])
+    assert len(formulas(tmp_path / 'tests')) == 1
+    shutil.copytree(folder, tmp_path / 'tests' / 'random_models')
+    assert len(formulas(tmp_path / 'tests')) == 1
 
 
 def test_functions_are_short():

@@ -34,7 +34,10 @@ SHARED = {
 }
 """Template → the tests that find its file by themselves."""
 COPIED = ('configs', 'data', 'docs', 'lm', 'tests')
-LISTINGS = 'found or every_source or every_tokenizer or every_tracker or causal_mechanism_refuses or formulas_fit or may_change'
+LISTINGS = (
+    'found or every_source or every_tokenizer or every_tracker or causal_mechanism_refuses '
+    'or formulas_fit or may_change'
+)
 """The tests that cover whole registries."""
 
 READ = """
