@@ -272,7 +272,7 @@ TESTS = ROOT.parent / 'tests'
 FORMULAS_ELSEWHERE = ('lm/attention/formulas/', 'lm/ops/', 'tests/ops/', 'tests/random_models/')
 """Folders with formulas of mechanisms, of operations, and of whole random models in float64."""
 MULTIPLIES = {'einsum', 'matmul', 'dot', 'scores', 'weights'}
-BENDS = {'exp', 'softmax', 'tanh', 'where', 'tril', 'cumsum'}
+BENDS = {'exp', 'softmax', 'tanh', 'where', 'tril', 'cumsum', 'mix', 'mix_values'}
 
 
 def weighs(node: ast.FunctionDef) -> bool:
