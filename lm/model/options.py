@@ -47,7 +47,7 @@ class ProjectedHeads:
 
 @dataclasses.dataclass(frozen=True)
 class LatentOptions:
-    """The numbers per token that keys and values are made of (`lm.model.latent`).
+    """The numbers per token that keys and values are made of (`lm.model.parts.latent`).
 
     Attributes:
         rank: how many they are.

@@ -15,7 +15,7 @@ from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions, count_parameters
-from lm.model.latent import LATENT_EPSILON
+from lm.model.parts.latent import LATENT_EPSILON
 from lm.ops.documents import Documents
 
 HEADS, WIDTH, SIZE, RANK, SHARED, VALUE, QUERY_RANK, LENGTH = 3, 24, 10, 7, 4, 6, 9, 13

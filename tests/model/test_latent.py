@@ -14,7 +14,7 @@ from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions, count_parameters
-from lm.model.latent import LATENT_EPSILON
+from lm.model.parts.latent import LATENT_EPSILON
 
 TINY = dict(vocab_size=61, n_layers=1, d_model=32, n_heads=4, head_dim=8)
 LATENT = dict(latent_rank=6, shared_key_dim=2, value_dim=6)

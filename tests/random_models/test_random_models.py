@@ -24,9 +24,9 @@ from lm.attention.polynomial import Polynomial
 from lm.attention.softmax import Softmax
 from lm.attention.window_linear import WindowLinear
 from lm.errors import ConfigError
-from lm.model import ModelConfig, block
+from lm.model import ModelConfig, attention_branch
 from lm.model.feed_forward.experts import Experts
-from lm.model.key_offset import offset_keys
+from lm.model.parts.key_offset import offset_keys, select_channels
 from lm.ops import sequence
 
 SLOW = range(1000, 1200)
@@ -133,21 +133,24 @@ def test_the_case_that_the_faults_are_put_into_agrees():
 
 def put(monkeypatch, keys):
     """Replaces the function that offsets keys by `keys`, of the same arguments."""
-    monkeypatch.setattr(block, 'offset_keys', keys)
+    monkeypatch.setattr(attention_branch, 'offset_keys', keys)
 
 
 def test_a_look_ahead_is_found(monkeypatch):
-    put(monkeypatch, lambda k, chosen, before=None, starts=None: jnp.where(chosen, jnp.roll(k, -1, axis=1), k))
+    def look_ahead(k, share, *_):
+        return jnp.where(select_channels(k.shape[-1], share), jnp.roll(k, -1, axis=1), k), k[:, -1:]
+
+    put(monkeypatch, look_ahead)
     assert {failure.check for failure in compare(OFFSET, ('logits', 'causality'))} == {'logits', 'causality'}
 
 
 def test_a_leak_between_documents_is_found(monkeypatch):
-    put(monkeypatch, lambda k, chosen, before=None, starts=None: offset_keys(k, chosen, before))
+    put(monkeypatch, lambda k, share, before=None, starts=None: offset_keys(k, share, before))
     assert [failure.check for failure in compare(OFFSET, ('documents',))] == ['documents']
 
 
 def test_a_piece_that_forgets_the_piece_before_is_found(monkeypatch):
-    put(monkeypatch, lambda k, chosen, before=None, starts=None: offset_keys(k, chosen, None, starts))
+    put(monkeypatch, lambda k, share, before=None, starts=None: offset_keys(k, share, None, starts))
     assert [failure.check for failure in compare(OFFSET, ('logits', 'decoding'))] == ['decoding']
 
 
@@ -185,7 +188,7 @@ def test_a_gradient_that_a_factor_of_queries_stops_is_found(monkeypatch):
 
 
 def test_a_failure_names_the_arrays_whose_gradient_is_wrong(monkeypatch):
-    put(monkeypatch, lambda k, chosen, *rest: offset_keys(lax.stop_gradient(k), chosen, *rest))
+    put(monkeypatch, lambda k, share, *rest: offset_keys(lax.stop_gradient(k), share, *rest))
     (failure,) = compare(dataclasses.replace(OFFSET, devices=None), ('gradient',))
     assert 'blocks/0/qkv/kernel' in failure.found
     assert 'embedding' in failure.found

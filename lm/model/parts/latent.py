@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.model.dense import Dense
-from lm.model.options import LayerOptions
+from lm.model.parts.maker import Maker
 from lm.ops.rotary import Rotation
 from lm.ops.rotary.xla import turn
 from lm.parameters import rms_norm
@@ -29,9 +28,9 @@ LATENT_EPSILON = 1e-6
 class LatentQueries(nnx.Module):
     """Computes the numbers that queries are made of."""
 
-    def __init__(self, rank: int, down: Dense, rngs: nnx.Rngs):
-        self.down = down
-        self.norm = rms_norm(rank, 'logits', rngs, part='attention', dtype=down.dtype, epsilon=LATENT_EPSILON)
+    def __init__(self, maker: Maker, rank: int):
+        self.down = maker.linear(maker.config.d_model, (rank,), 'embed', 'logits', part='attention')
+        self.norm = _make_norm(maker, rank)
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         """Returns them, [B, L, rank]."""
@@ -41,12 +40,12 @@ class LatentQueries(nnx.Module):
 class LatentKeys(nnx.Module):
     """Computes keys and values."""
 
-    def __init__(self, options: LayerOptions, down: Dense, up: Dense, rngs: nnx.Rngs):
-        assert options.latent is not None
-        self.options, self.down, self.up = options, down, up
-        self.norm = rms_norm(
-            options.latent.rank, 'logits', rngs, part='attention', dtype=down.dtype, epsilon=LATENT_EPSILON
-        )
+    def __init__(self, maker: Maker):
+        self.options = own = maker.options
+        assert own.latent is not None
+        self.down = maker.linear(maker.config.d_model, own.latent.down_sizes, 'embed', 'logits', part='attention')
+        self.up = maker.linear(own.latent.rank, own.latent_sizes, 'logits', 'all_heads', part='attention')
+        self.norm = _make_norm(maker, own.latent.rank)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns keys [B, L, H C] and values [B, L, H V]."""
@@ -88,6 +87,19 @@ class LatentKeys(nnx.Module):
         pieces = kernel_RxN[:, :keys], kernel_RxN[:, keys:]
         to_keys_RxHxP, to_values_RxHxV = (piece.reshape(kernel_RxN.shape[0], heads, -1) for piece in pieces)
         return to_keys_RxHxP, to_values_RxHxV
+
+
+def _make_norm(maker: Maker, rank: int) -> nnx.RMSNorm:
+    options = {'dtype': maker.dtype, 'epsilon': LATENT_EPSILON}
+    return rms_norm(rank, 'logits', maker.rngs, part='attention', **options)
+
+
+def make_latent_keys(maker: Maker) -> LatentKeys | None:
+    return None if maker.options.latent is None else LatentKeys(maker)
+
+
+def make_latent_queries(maker: Maker) -> LatentQueries | None:
+    return None if maker.options.query_rank is None else LatentQueries(maker, maker.options.query_rank)
 
 
 def turn_last(x_BxLxNxC: jax.Array, rotation: Rotation | None) -> jax.Array:

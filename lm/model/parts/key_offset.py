@@ -26,18 +26,20 @@ def select_channels(head_dim: int, fraction: float) -> np.ndarray:
 
 def offset_keys(
     k_BxLxKxC: jax.Array,
-    chosen_C: np.ndarray,
+    fraction: float,
     before_Bx1xKxC: jax.Array | None = None,
     starts_BxL: jax.Array | None = None,
-) -> jax.Array:
-    """Returns the keys with the chosen channels of the tokens before.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the keys with channels of the tokens before, and the last key as it came, which later tokens need.
 
     Args:
         k_BxLxKxC: keys of a window, or of one part of it (`lm.ops.sequence`).
-        chosen_C: the channels that are offset.
+        fraction: the share of the channels that are offset (`select_channels`); 0: keys stay, and none is needed.
         before_Bx1xKxC: the key before them; None: the window begins, or its earlier parts have the key.
         starts_BxL: the first token of each token's document.
     """
+    if not fraction:
+        return k_BxLxKxC, None
     length = k_BxLxKxC.shape[1]
     if before_Bx1xKxC is None:
         before_Bx1xKxC = sequence.tokens_before(k_BxLxKxC, 1)
@@ -45,4 +47,5 @@ def offset_keys(
     if starts_BxL is not None:
         is_first_BxL = starts_BxL == sequence.index() * length + jnp.arange(length)
         earlier_BxLxKxC = jnp.where(is_first_BxL[..., None, None], 0, earlier_BxLxKxC)
-    return jnp.where(chosen_C, earlier_BxLxKxC, k_BxLxKxC)
+    chosen_C = select_channels(k_BxLxKxC.shape[-1], fraction)
+    return jnp.where(chosen_C, earlier_BxLxKxC, k_BxLxKxC), k_BxLxKxC[:, -1:]
