@@ -10,7 +10,7 @@ from typing import Any
 
 from lm.checkpoint.config import CheckpointConfig
 from lm.config import load as gin
-from lm.config.configurable import REGISTRY, check_kind
+from lm.config.configurable import REGISTRY, check_kind, list_fields
 from lm.data.dataset import DataConfig
 from lm.data.prepare.config import PrepareConfig
 from lm.errors import ConfigError
@@ -65,7 +65,7 @@ def load(
 def list_not_inherited() -> list[str]:
     """Returns the bindings of a teacher's run that say nothing about its student (`inherit` of `field`)."""
     sections = typing.get_type_hints(Experiment).items()
-    fields = ((name, field) for name, section in sections for field in dataclasses.fields(section))
+    fields = ((name, field) for name, section in sections for field in list_fields(section).values())
     return [f'{name}.{field.name}' for name, field in fields if field.metadata.get('inherit') is False]
 
 

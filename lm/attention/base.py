@@ -11,22 +11,16 @@ sharding. Mechanisms on the linear engine build on `lm.attention.linear`, featur
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.rotary_scaling import RotaryScaling
-from lm.config.configurable import Configurable, field
+from lm.attention.options import LayerOptions, leave_to_model
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
-
-MODEL: Literal['model'] = 'model'
-"""The default of a mechanism's options: the layer has the model's value."""
-GATES = {'silu': jax.nn.silu, 'sigmoid': jax.nn.sigmoid}
-"""Forms of the output gate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +43,13 @@ class HeadDims:
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
-def _option(**rules: Any) -> Any:
-    """Returns a field that a mechanism leaves to the model unless it is set."""
-    return field(default=MODEL, omit_default=True, **rules)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention(Configurable, abc.ABC):
+@leave_to_model
+class Attention(LayerOptions, abc.ABC):
     """Base of the attention configurations (frozen dataclasses made by `@configurable`).
 
-    Its fields are the options of a layer. Where one is 'model', the layer has the value of the model's field of the
-    same name (`ModelConfig.resolve`). The mechanism's own module does not read them.
+    Where one of its options is 'model', the layer has the model's value (`ModelConfig.resolve`). The mechanism's own
+    module does not read them.
     """
 
     is_default: ClassVar[bool] = False
@@ -73,52 +63,6 @@ class Attention(Configurable, abc.ABC):
     """Training steps after which the random projections are drawn anew; None: never."""
     causal = True
     """False: tokens see later tokens, whatever `model.causal` is."""
-
-    n_heads: int | Literal['model'] = _option(minimum=1, help='query heads')
-    n_kv_heads: int | Literal['model'] | None = _option(minimum=1, help='key heads; None: as many as query heads')
-    n_value_heads: int | Literal['model'] | None = _option(
-        minimum=1, help='value heads, which repeat key heads; None: as many as key heads'
-    )
-    head_dim: int | Literal['model'] = _option(minimum=2, even=True, help='size of a query and of a key')
-    value_dim: int | Literal['model'] | None = _option(minimum=1, help='size of a value; None: as a key')
-    latent_rank: int | Literal['model'] | None = _option(
-        minimum=1, help='rank of keys and values, which are made of so many numbers per token; None: they have matrices'
-    )
-    shared_key_dim: int | Literal['model'] = _option(
-        minimum=0, help='channels of a key, the last ones, that all heads share; needs latent_rank'
-    )
-    latent_query_rank: int | Literal['model'] | None = _option(
-        minimum=1, help='rank of queries, which are made of so many numbers per token; None: they have a matrix'
-    )
-    rotary_decoupled: bool | Literal['model'] = _option(
-        help='rotary positions turn the shared channels of keys alone, and the same channels of queries'
-    )
-    rotary_base: float | Literal['model'] | None = _option(
-        above=1, help='of the wavelengths of rotary positions; None: no such'
-    )
-    rotary_fraction: float | Literal['model'] = _option(
-        above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
-    )
-    rotary_scaling: RotaryScaling | Literal['model'] | None = _option(  # noqa: RUF009
-        help='change of the frequencies of rotary positions for longer contexts; None: none'
-    )
-    key_offset: float | Literal['model'] = _option(
-        minimum=0, maximum=1, help='share of the channels of each key that come from the token before'
-    )
-    convolution: int | Literal['model'] | None = _option(
-        minimum=2, maximum=16, help='tokens of the causal convolution of queries, keys and values; None: no such'
-    )
-    qk_norm: bool | Literal['model'] = _option(help='RMSNorm of the queries and keys of each head')
-    output_norm: bool | Literal['model'] = _option(help='RMSNorm of the output of each head, before the output gate')
-    output_gate: str | None = _option(
-        choices=(MODEL, *GATES), help='form of the gate of the output; None: no such gate'
-    )
-    output_gate_inputs: float | Literal['model'] = _option(
-        above=0, maximum=1, help="share of the channels of the layer's input that the output gate reads"
-    )
-    output_gate_rank: int | Literal['model'] | None = _option(
-        minimum=1, help='rank of the matrix of the output gate, which is then two; None: it is whole'
-    )
 
     @abc.abstractmethod
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'AttentionModule':
@@ -171,7 +115,7 @@ class Attention(Configurable, abc.ABC):
 
         `implementation` is left out, because such programs choose how they compute. So are the options of the layer.
         """
-        left_out = {option.name for option in dataclasses.fields(Attention)} | {'implementation'}
+        left_out = {option.name for option in dataclasses.fields(LayerOptions)} | {'implementation'}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 

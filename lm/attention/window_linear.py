@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm.attention.base import MODEL, Attention, HeadDims, exact_flops_per_token
+from lm.attention.base import HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
 from lm.attention.maps.two_sided import TwoSidedSoftmax, make_weights, weight_flops
+from lm.attention.options import MODEL, LayerOptions
 from lm.attention.windowed import WindowedAttention
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
@@ -202,7 +203,7 @@ class WindowLinearAttention(LinearModule):
     def _check(self, config: LinearAttention, module: LinearModule) -> None:
         """Raises ConfigError for mechanisms whose weights cannot stand beside a window."""
         dims, name = self.dims, f'window_linear.map = @{config.gin_name}()'
-        names = [option.name for option in dataclasses.fields(Attention)]
+        names = [option.name for option in dataclasses.fields(LayerOptions)]
         if own := next((one for one in names if getattr(config, one) != MODEL), None):
             raise ConfigError(f'{name}: sets {own}, an option of layers; set window_linear.{own}')
         if config.projections(dims):

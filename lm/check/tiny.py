@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from lm.attention import Attention
-from lm.attention.base import MODEL
+from lm.attention.options import MODEL
 from lm.config.configurable import Configurable
 from lm.errors import ConfigError
 from lm.model import ModelConfig
@@ -43,24 +43,22 @@ def shrink(model: ModelConfig) -> ModelConfig:
     """Returns the configuration of the tiny model."""
     pairs = [(attention, model.find_feed_forward(i)) for i, attention in enumerate(model.layers)]
     kinds = list(dict.fromkeys(pairs))
-    heads = _shrink_heads(model.n_heads, model.n_kv_heads, model.n_value_heads)
+    own = model.layer
+    heads = _shrink_heads(own.n_heads, own.n_kv_heads, own.n_value_heads)
+    sizes = {name: _limit(name, getattr(own, name)) for name in SIZES if hasattr(own, name)}
+    sizes |= zip(('n_heads', 'n_kv_heads', 'n_value_heads'), heads, strict=True)
+    sizes |= {'head_dim': HEAD, 'value_dim': _shrink_value(own.head_dim, own.value_dim)}
     return dataclasses.replace(
         model,
         vocab_size=VOCABULARY,
         n_layers=max(2, len(kinds)),
         d_model=WIDTH,
         base_width=model.base_width and (WIDTH if model.base_width >= model.d_model else WIDTH // 2),
-        **dict(zip(('n_heads', 'n_kv_heads', 'n_value_heads'), heads, strict=True)),
-        head_dim=HEAD,
-        value_dim=_shrink_value(model.head_dim, model.value_dim),
-        latent_rank=_limit('latent_rank', model.latent_rank),
-        latent_query_rank=_limit('latent_query_rank', model.latent_query_rank),
-        shared_key_dim=_limit('shared_key_dim', model.shared_key_dim),
+        layer=dataclasses.replace(own, **sizes),
         hidden_dim=HIDDEN,
         attention=tuple(_shrink_part(_shrink_layer(attention, model)) for attention, _ in kinds),
         feed_forward=tuple(_leave_out_balance(_shrink_part(kind)) for _, kind in kinds),
         learned_positions=model.learned_positions and LENGTH,
-        output_gate_rank=_limit('output_gate_rank', model.output_gate_rank),
         dtype='float32',
         unroll=1,
     )
@@ -97,10 +95,10 @@ def _shrink_layer(attention: Attention, model: ModelConfig) -> Attention:
     given = {name: getattr(attention, name) for name in ('n_heads', 'n_kv_heads', 'n_value_heads')}
     changes: dict[str, Any] = {}
     if any(value != MODEL for value in given.values()):
-        chosen = [getattr(model, name) if value == MODEL else value for name, value in given.items()]
+        chosen = [getattr(model.layer, name) if value == MODEL else value for name, value in given.items()]
         changes = dict(zip(given, _shrink_heads(*chosen), strict=True))
     if attention.value_dim != MODEL:
-        size = model.head_dim if attention.head_dim == MODEL else attention.head_dim
+        size = model.layer.head_dim if attention.head_dim == MODEL else attention.head_dim
         changes['value_dim'] = _shrink_value(size, attention.value_dim)
     return dataclasses.replace(attention, **changes)
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 import difflib
-import typing
 from collections.abc import Iterable
 from typing import Any
 
-from lm.config.configurable import REGISTRY, find_classes
+from lm.config.configurable import REGISTRY, find_classes, list_annotations, list_fields
 from lm.config.text import Macro, Reference, format_value, join_names, replace_nodes
 from lm.errors import ConfigError
 
@@ -102,7 +101,7 @@ def _explain(statement: Statement, bindings: dict[str, Statement], used: set[str
         return f', did you mean {close[0]}?'
     reference = format_value(Reference(statement.scope, statement.selector))
     for _, name in calls:
-        for parameter, annotation in typing.get_type_hints(REGISTRY[name]).items():
+        for parameter, annotation in list_annotations(REGISTRY[name]).items():
             bases = [c for c in find_classes(annotation) if c.__module__ != 'builtins']
             if parameter in list_parameters(name) and issubclass(REGISTRY[statement.selector], tuple(bases)):
                 now = f'{name}.{parameter}'
@@ -112,7 +111,7 @@ def _explain(statement: Statement, bindings: dict[str, Statement], used: set[str
 
 def list_parameters(name: str) -> list[str]:
     """Returns the parameters of a registered configurable."""
-    return [field.name for field in dataclasses.fields(REGISTRY[name])]
+    return list(list_fields(REGISTRY[name]))
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = '', after: str = '') -> str:

@@ -9,6 +9,7 @@ write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing her
 """
 
 import dataclasses
+import functools
 import importlib
 import operator
 import pkgutil
@@ -39,8 +40,9 @@ class Configurable:
         check_fields(self)
 
     def __repr__(self) -> str:
-        values = ((spec.name, getattr(self, spec.name)) for spec in dataclasses.fields(self) if is_stated(self, spec))
-        return f'{type(self).__qualname__}({", ".join(f"{name}={value!r}" for name, value in values)})'
+        fields, values = list_fields(type(self)), list_values(self)
+        shown = (f'{name}={values[name]!r}' for name, spec in fields.items() if is_stated(values[name], spec))
+        return f'{type(self).__qualname__}({", ".join(shown)})'
 
 
 T = TypeVar('T', bound=Configurable)
@@ -65,6 +67,8 @@ def field(
     omit_default: bool = False,
     inherit: bool | None = None,
     secret: bool = False,
+    inlined: bool = False,
+    earlier: Callable[[Any], dict[str, Any]] | None = None,
 ) -> Any:
     """Returns a dataclass field with the range of its values.
 
@@ -81,17 +85,63 @@ def field(
             stood in another configurable. Where the value was the name of a configurable, it becomes a reference.
         omit_default: config.gin and other texts leave the field out while it has its default.
         inherit: a student has the value of its teacher (`lm distill`); None: nobody has said so, and it has.
+        inlined: the value is a configurable whose fields stand among the others, in gin files and in the constructor:
+            `model.n_heads` for the field `n_heads` of `model.layer`. The default is one.
+        earlier: returns the fields, with values, that a value of earlier versions means; none for a value of today.
         secret: no text, log or file shows the value (`lm.secrets`). The default is the variable that holds it.
     """
     rules = dict(minimum=minimum, maximum=maximum, above=above, below=below, even=even, choices=choices, check=check)
     facts = {'help': help, 'resume': resume, 'formerly': formerly, 'omit_default': omit_default}
-    facts |= {'inherit': inherit, 'secret': secret}
+    facts |= {'inherit': inherit, 'secret': secret, 'inlined': type(default) if inlined else None, 'earlier': earlier}
     return dataclasses.field(default=default, metadata={'rules': rules} | facts)
 
 
-def is_stated(config: 'Configurable', spec: dataclasses.Field) -> bool:
+def list_fields(cls: type[Configurable]) -> dict[str, dataclasses.Field]:
+    """Returns name → field as gin files have them: the fields of what is inlined stand among the others."""
+    found: dict[str, dataclasses.Field] = {}
+    for spec in dataclasses.fields(cls):
+        found |= list_fields(spec.metadata['inlined']) if spec.metadata.get('inlined') else {spec.name: spec}
+    return found
+
+
+def list_annotations(cls: type[Configurable]) -> dict[str, Any]:
+    """Returns name → annotation of `list_fields`."""
+    found = typing.get_type_hints(cls)
+    for spec in _list_inlined(cls):
+        found |= typing.get_type_hints(spec.metadata['inlined'])
+    return found
+
+
+def list_values(config: Configurable) -> dict[str, Any]:
+    """Returns name → value of `list_fields`."""
+    found = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    for spec in _list_inlined(type(config)):
+        found |= list_values(found.pop(spec.name))
+    return found
+
+
+def _list_inlined(cls: type[Configurable]) -> list[dataclasses.Field]:
+    return [spec for spec in dataclasses.fields(cls) if spec.metadata.get('inlined')]
+
+
+def _construct_inlined(cls: type[Configurable]) -> Callable[..., None]:
+    """Returns the constructor that also takes the fields of what is inlined."""
+    plain = cls.__init__
+
+    @functools.wraps(plain)
+    def construct(self: Configurable, **values: Any) -> None:
+        for spec in _list_inlined(cls):
+            own = {name: values.pop(name) for name in list_fields(spec.metadata['inlined']) if name in values}
+            if own:
+                values[spec.name] = dataclasses.replace(values.get(spec.name, spec.default), **own)
+        plain(self, **values)
+
+    return construct
+
+
+def is_stated(value: Any, spec: dataclasses.Field) -> bool:
     """Returns whether texts state the value of a field (`omit_default` of `field`)."""
-    return not spec.metadata.get('omit_default') or getattr(config, spec.name) != spec.default
+    return not spec.metadata.get('omit_default') or value != spec.default
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -117,6 +167,8 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
         if '__repr__' not in cls.__dict__:
             cls.__repr__ = Configurable.__repr__
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        if _list_inlined(cls):
+            cls.__init__ = _construct_inlined(cls)
         known = REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
             raise ValueError(f'two configurables are named {name!r}: {known} and {cls}')

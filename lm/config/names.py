@@ -4,10 +4,10 @@ import ast
 import contextlib
 import dataclasses
 import re
-import typing
+from collections.abc import Iterable
 from typing import Any
 
-from lm.config.configurable import REGISTRY, Configurable, find_classes
+from lm.config.configurable import REGISTRY, Configurable, find_classes, list_annotations, list_fields
 from lm.config.text import Reference, format_value, replace_nodes
 from lm.errors import ConfigError
 
@@ -46,7 +46,7 @@ def find_class(text: str) -> type[Configurable] | None:
 def find_field_classes(binding: str) -> list[type]:
     """Returns the classes that the annotation of `scope/section.field` holds; none for an unknown binding."""
     name, _, parameter = binding.rpartition('/')[2].partition('.')
-    hints = typing.get_type_hints(REGISTRY[name]) if name in REGISTRY else {}
+    hints = list_annotations(REGISTRY[name]) if name in REGISTRY else {}
     return find_classes(hints[parameter]) if parameter in hints else []
 
 
@@ -65,13 +65,19 @@ def find_current_names(name: str, parameter: str) -> list[tuple[str, str]]:
 def use_references(value: Any, name: str, parameter: str) -> Any:
     """`value` with references for the strings that name a configurable which the field `name.parameter` takes; strings
     that the field takes as they are stay."""
-    kinds = find_classes(typing.get_type_hints(REGISTRY[name])[parameter])
+    kinds = find_classes(list_annotations(REGISTRY[name])[parameter])
 
     def reference(node: Any) -> Any:
         takes = isinstance(node, str) and str not in kinds and node in REGISTRY
         return Reference('', node) if takes and issubclass(REGISTRY[node], tuple(kinds)) else node
 
     return replace_nodes(value, reference)
+
+
+def find_meant(name: str, parameter: str, value: Any) -> dict[str, Any]:
+    """Returns field → value that `name.parameter = value` means: itself, or what it meant in earlier versions."""
+    earlier = next((field.metadata.get('earlier') for field in _fields(name) if field.name == parameter), None)
+    return (earlier(value) if earlier else {}) or {parameter: value}
 
 
 def update_names(bindings: dict[str, str]) -> dict[str, str]:
@@ -85,7 +91,8 @@ def update_names(bindings: dict[str, str]) -> dict[str, str]:
         parameter = key.rpartition('.')[2]
         for owner, field in (find_current_names(name, parameter) if name in REGISTRY else []) or [(name, parameter)]:
             is_same = (owner, field) == (name, parameter)
-            found[f'{scope}{slash}{owner}.{field}'] = text if is_same else _renewed(text, owner, field)
+            moved = text if is_same else _renewed(text, owner, field)
+            found |= {f'{scope}{slash}{owner}.{today}': now for today, now in _read_meant(moved, owner, field).items()}
     for title in dict.fromkeys(map(_title, found)):
         name = title.rpartition('/')[2]
         for field in _fields(name) if name in REGISTRY else ():
@@ -110,6 +117,17 @@ def _title(key: str) -> str:
     return key.rpartition('.')[0]
 
 
+def _read_meant(text: str, name: str, parameter: str) -> dict[str, str]:
+    """Returns field → gin text of `find_meant`."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {parameter: text}  # holds references
+    meant = find_meant(name, parameter, value) if name in REGISTRY else {parameter: value}
+    is_as_before = meant == {parameter: value}
+    return {parameter: text} if is_as_before else {field: format_value(now) for field, now in meant.items()}
+
+
 def _renewed(text: str, name: str, parameter: str) -> str:
     try:
         return format_value(use_references(ast.literal_eval(text), name, parameter))
@@ -117,5 +135,5 @@ def _renewed(text: str, name: str, parameter: str) -> str:
         return text  # holds references already
 
 
-def _fields(name: str) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(REGISTRY[name])
+def _fields(name: str) -> Iterable[dataclasses.Field]:
+    return list_fields(REGISTRY[name]).values()

@@ -17,7 +17,7 @@ from typing import Any
 
 from lm.config.checks import Statement, did_you_mean, list_parameters
 from lm.config.configurable import REGISTRY, Configurable
-from lm.config.names import find_current_names, use_references
+from lm.config.names import find_current_names, find_meant, use_references
 from lm.config.project import project_root
 from lm.config.text import Macro, Reference, format_value, join_names, replace_nodes
 from lm.errors import ConfigError
@@ -177,7 +177,11 @@ class _Reader:
             # One name may have become several: the selected configurables use it.
             optional = self._is_base or len(today) > 1
             values = [value if (n, p) == (name, item.arg_name) else use_references(value, n, p) for n, p in today]
-            found = [Statement(item.scope, n, p, v, where, optional) for (n, p), v in zip(today, values, strict=True)]
+            found = [
+                Statement(item.scope, n, field, meant, where, optional)
+                for (n, p), v in zip(today, values, strict=True)
+                for field, meant in find_meant(n, p, v).items()
+            ]
         try:
             format_value(value)
         except ConfigError as error:

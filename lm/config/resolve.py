@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from lm.config.checks import Statement, check_macros, find_effective
-from lm.config.configurable import REGISTRY, Configurable
+from lm.config.configurable import REGISTRY, Configurable, list_fields
 from lm.config.text import Macro, Reference, replace_nodes
 from lm.errors import ConfigError
 
@@ -53,7 +53,7 @@ class _Builder:
         with self._inside((scope, name)):
             values = {parameter: self._evaluate(s.value, scope) for parameter, s in statements.items()}
         self.calls.append((scope, name))
-        for field in dataclasses.fields(REGISTRY[name]):
+        for field in list_fields(REGISTRY[name]).values():
             if field.default is field.default_factory and field.name not in values:
                 label = f'{scope}/{name}.{field.name}' if scope else f'{name}.{field.name}'
                 help = field.metadata.get('help') or 'it has no default'
@@ -91,7 +91,7 @@ def _select_defaults(bindings: dict[str, Statement], sections: Iterable[str]) ->
     binding replaces. `tokenizer.vocab_size = 4096` alone then has its effect."""
     found = {}
     for section in sections:
-        for field in dataclasses.fields(REGISTRY[section]):
+        for field in list_fields(REGISTRY[section]).values():
             if not isinstance(field.default, Configurable):
                 continue
             name, key = field.default.gin_name, f'{section}.{field.name}'

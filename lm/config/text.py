@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lm.config.configurable import Configurable, is_stated
+from lm.config.configurable import Configurable, is_stated, list_fields, list_values
 from lm.errors import ConfigError
 
 
@@ -107,8 +107,9 @@ def dump(experiment: object) -> str:
     ):
         title = f'{scope}/{name}' if scope else name
         lines += ['', f'# {title}']
-        for field in sorted(field.name for field in dataclasses.fields(config) if is_stated(config, field)):
-            value = replace_nodes(getattr(config, field), reference)
+        fields, values = list_fields(type(config)), list_values(config)
+        for field in sorted(name for name, value in values.items() if is_stated(value, fields[name])):
+            value = replace_nodes(values[field], reference)
             try:
                 lines.append(f'{title}.{field} = {format_value(value)}')
             except ConfigError as error:
@@ -127,8 +128,8 @@ def _gather(config: Configurable, nested: dict[str, list[Configurable]]) -> None
                 _gather(value, nested)
         return value
 
-    for field in sorted(field.name for field in dataclasses.fields(config)):
-        replace_nodes(getattr(config, field), visit)
+    for _, value in sorted(list_values(config).items(), key=lambda item: item[0]):
+        replace_nodes(value, visit)
 
 
 def _find_foreign_modules(configs: Iterable[Configurable]) -> list[str]:

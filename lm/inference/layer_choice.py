@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.attention.base import MODEL, Attention
+from lm.attention.base import Attention
+from lm.attention.options import MODEL
 from lm.config.text import dump
 from lm.data.dataset import Store
 from lm.data.mixture import Mixture
@@ -156,7 +157,7 @@ def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -
     def state(mechanism: Attention) -> Attention:
         """Returns a mechanism that names the teacher's options where the student's are others."""
         names = [one.name for one in dataclasses.fields(mechanism) if getattr(mechanism, one.name) == MODEL]
-        others = {name: getattr(theirs, name) for name in names if getattr(theirs, name) != getattr(ours, name)}
+        others = {name: value for name in names if (value := getattr(theirs.layer, name)) != getattr(ours.layer, name)}
         return dataclasses.replace(mechanism, **others)
 
     mechanisms = tuple(state(theirs.layers[i]) if i in full else ours.layers[i] for i in range(ours.n_layers))

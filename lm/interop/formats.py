@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lm.attention import Attention, formulas
+from lm.config.configurable import list_fields, list_values
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
@@ -117,11 +118,12 @@ class TransformersFormat(Safetensors):
     name = 'huggingface'
 
     def check(self, model: ModelConfig) -> None:
-        for field in dataclasses.fields(model):
-            if field.name not in FIELDS.keys() | OTHER_FIELDS and getattr(model, field.name) != field.default:
+        values = list_values(model)
+        for name, field in list_fields(ModelConfig).items():
+            if name not in FIELDS.keys() | OTHER_FIELDS and values[name] != field.default:
                 raise ConfigError(
-                    f'model.{field.name} = {getattr(model, field.name)!r}: the model for transformers has no such '
-                    'option; export with --format safetensors'
+                    f'model.{name} = {values[name]!r}: the model for transformers has no such option; export with '
+                    '--format safetensors'
                 )
         for attention in model.pattern:
             _check_latent(attention, model)
@@ -153,11 +155,12 @@ FORMATS = {format.name: format for format in (Safetensors(), TransformersFormat(
 def describe(run: LoadedRun) -> dict[str, Any]:
     """Returns the contents of config.json."""
     model, train = run.experiment.model, run.experiment.train
+    values = list_values(model)
     return {
         'model_type': MODEL_TYPE,
         'architectures': ['LmForCausalLM'],
         'auto_map': {'AutoConfig': 'modeling_lm.LmConfig', 'AutoModelForCausalLM': 'modeling_lm.LmForCausalLM'},
-        **{theirs: getattr(model, ours) for ours, theirs in FIELDS.items()},
+        **{theirs: values[ours] for ours, theirs in FIELDS.items()},
         'num_key_value_heads': model.resolve(model.pattern[0]).dims.n_kv_heads,
         'intermediate_size': model.glu_dim,
         'attention': [
@@ -227,7 +230,7 @@ def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
         'rotary': None if options.rotary is None else describe_rotation(options.rotary),
         'key_offset': options.key_offset,
         'convolution': options.convolution,
-        'qk_norm': options.qk_norm,
+        'qk_norm': options.norm_span,
         'output_norm': options.output_norm,
         'output_gate': None if gate is None else dataclasses.asdict(gate),
         'inputs': options.projections,

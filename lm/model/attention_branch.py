@@ -13,7 +13,7 @@ from flax import nnx
 from lm.attention import AttentionModule
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.dense import Dense, LowRank
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 from lm.model.parts.head_norm import normalize_heads
 from lm.model.parts.key_offset import offset_keys
 from lm.model.parts.latent import LatentKeys, LatentQueries, turn_last
@@ -56,7 +56,7 @@ class Projections(NamedTuple):
 class AttentionBranch(nnx.Module):
     """Computes attention(norm(x)): the steps around a mechanism, in the order of `_project` and `_project_out`."""
 
-    options: LayerOptions
+    options: ResolvedLayer
     attention_norm: nnx.Module | None
     qkv: Dense
     attention: AttentionModule

@@ -1,20 +1,19 @@
 """The model section of a configuration."""
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lm.attention import DEFAULT, Attention, HeadDims
-from lm.attention.base import GATES, MODEL
-from lm.attention.rotary_scaling import RotaryScaling
+from lm.attention.options import LayerOptions
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.feed_forward import DenseLayer, FeedForward, FeedForwardShape
 from lm.model.feed_forward.base import ACTIVATIONS
-from lm.model.options import LatentOptions, LayerOptions, OutputGate, ProjectedHeads, RotaryOptions
+from lm.model.options import ResolvedLayer, check_layer, settle
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 
@@ -45,8 +44,6 @@ output, so no other part needs to keep it.
 
 PLACEMENTS = ('before', 'after', 'both')
 """The places of the normalizations around attention and the feed-forward layer."""
-SPANS = ('head', 'projection')
-"""The parts of queries and keys that `qk_norm` normalizes."""
 
 
 @configurable('model')
@@ -63,43 +60,7 @@ class ModelConfig(Configurable):
         minimum=2,
         help='d_model for which the learning rate was chosen; other widths scale it (µP); None: no scaling',
     )
-    n_heads: int = field(default=12, minimum=1, help='query heads of each layer')
-    n_kv_heads: int | None = field(default=None, minimum=1, help='grouped-query attention; None: as many as n_heads')
-    n_value_heads: int | None = field(
-        default=None,
-        minimum=1,
-        help='value heads, a multiple of the key heads, which are repeated (Qwen3-Next); None: as many as key heads',
-    )
-    head_dim: int = field(default=64, minimum=2, even=True, help='size of a head')
-    value_dim: int | None = field(
-        default=None, minimum=1, help='size of a value, where it differs from keys; None: head_dim'
-    )
-    latent_rank: int | None = field(
-        default=None,
-        minimum=1,
-        omit_default=True,
-        help='rank of keys and values, which are made of so many numbers per token, normalized (multi-head latent '
-        'attention, Kimi Linear); None: they have matrices of their own',
-    )
-    shared_key_dim: int = field(
-        default=0,
-        minimum=0,
-        omit_default=True,
-        help='channels of a key, the last ones, that all heads share; needs latent_rank',
-    )
-    latent_query_rank: int | None = field(
-        default=None,
-        minimum=1,
-        omit_default=True,
-        help='rank of queries, which are made of so many numbers per token, normalized (q_lora_rank of DeepSeek-V2); '
-        'needs latent_rank; None: queries have a matrix of their own',
-    )
-    rotary_decoupled: bool = field(
-        default=False,
-        omit_default=True,
-        help='rotary positions turn the shared channels of keys alone, and the same channels of queries (DeepSeek-V2); '
-        'needs shared_key_dim',
-    )
+    layer: LayerOptions = field(default=LayerOptions(), inlined=True, help='of the layers, around their mechanisms')
     hidden_dim: int | None = field(
         default=None,
         minimum=1,
@@ -136,52 +97,8 @@ class ModelConfig(Configurable):
         default=None, above=0, help='factor of the embeddings at the input; None: the root of d_model'
     )
     sinusoids: bool = field(default=True, help='sinusoidal positions, added to the embeddings')
-    rotary_base: float | None = field(
-        default=10_000.0, above=1, help='of the wavelengths of rotary positions; None: no such'
-    )
-    rotary_fraction: float = field(
-        default=1.0, above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
-    )
-    rotary_scaling: RotaryScaling | None = field(
-        default=None, help='change of the frequencies of rotary positions for longer contexts; None: none'
-    )
-    key_offset: float = field(
-        default=0.0,
-        minimum=0,
-        maximum=1,
-        help='share of the channels of each key that come from the token before; those without positions first',
-    )
     learned_positions: int | None = field(
         default=None, minimum=1, help='number of position embeddings, which are added to the token embeddings'
-    )
-    convolution: int | None = field(
-        default=None,
-        minimum=2,
-        maximum=16,
-        help='tokens of a causal convolution of queries, keys and values; usual is 4',
-    )
-    qk_norm: bool = field(default=False, help='RMSNorm of the queries and keys of each head, before they are rotated')
-    qk_norm_span: str = field(
-        default='head',
-        choices=SPANS,
-        help='what qk_norm normalizes: each head, or the whole projection of queries or keys (OLMo 2)',
-    )
-    output_norm: bool = field(
-        default=False, help='RMSNorm of what attention gives, of each head, before the output gate (Qwen3-Next)'
-    )
-    output_gate: bool = field(
-        default=False, help='what attention gives is multiplied by silu(x W), as in RetNet and Mamba-2'
-    )
-    output_gate_form: str = field(
-        default='silu', choices=tuple(GATES), help='of the output gate; sigmoid: as in Qwen3-Next and Kimi Linear'
-    )
-    output_gate_inputs: float = field(
-        default=1.0, above=0, maximum=1, help='share of the channels of x, the first ones, that the output gate reads'
-    )
-    output_gate_rank: int | None = field(
-        default=None,
-        minimum=1,
-        help='rank of the matrix of the output gate, which is then two (Kimi Linear: the head size); None: it is whole',
     )
     tied: bool = field(
         default=True, help='the output matrix is the input embedding; False: it has parameters of its own'
@@ -209,7 +126,7 @@ class ModelConfig(Configurable):
         if not kinds:
             raise ConfigError('model.feed_forward = []: name at least one kind of layer, such as @dense()')
         for attention in mechanisms:
-            self._check_heads(attention)
+            check_layer(self._settle(attention), attention, self.biases or self.qkv_biases)
         if len(mechanisms) > self.n_layers:
             raise ConfigError(
                 f'model.attention lists {len(mechanisms)} mechanisms: more than model.n_layers = {self.n_layers}'
@@ -279,108 +196,13 @@ class ModelConfig(Configurable):
         """The heads of layers whose mechanism has none of its own."""
         return self.resolve(DEFAULT()).dims
 
-    def resolve(self, attention: Attention) -> LayerOptions:
-        """Returns the options of the layers of a mechanism: its own, and the model's where it leaves them to it."""
-        heads = self._count_heads(attention)
-        head_dim, value_dim = self._choose(attention, 'head_dim'), self._choose(attention, 'value_dim')
-        share, rank = (self._choose(attention, f'output_gate_{name}') for name in ('inputs', 'rank'))
-        base, *rest = (self._choose(attention, f'rotary_{name}') for name in ('base', 'fraction', 'scaling'))
-        latent = self._choose_latent(attention)
-        turned = latent.shared if latent is not None and latent.decoupled else head_dim
-        form = attention.output_gate
-        if form == MODEL:
-            form = self.output_gate_form if self.output_gate else None
-        dims = HeadDims(
-            max(heads.queries, heads.values),
-            heads.values,
-            head_dim,
-            self.causal,
-            None if value_dim == head_dim else value_dim,
-        )
-        return LayerOptions(
-            dims=dims,
-            heads=heads,
-            latent=latent,
-            rotary=None if base is None else RotaryOptions(turned, base, *rest),
-            key_offset=self._choose(attention, 'key_offset'),
-            convolution=self._choose(attention, 'convolution'),
-            qk_norm=self.qk_norm_span if self._choose(attention, 'qk_norm') else None,
-            output_norm=self._choose(attention, 'output_norm'),
-            gate=None if form is None else OutputGate(form, max(1, round(share * self.d_model)), rank),
-            projections=tuple(attention.projections(dims).items()),
-        )
+    def resolve(self, attention: Attention) -> ResolvedLayer:
+        """Returns the layers of a mechanism: with its own options, and the model's where it leaves them to it."""
+        layer = self._settle(attention)
+        return dataclasses.replace(layer, projections=tuple(attention.projections(layer.dims).items()))
 
-    def _choose(self, attention: Attention, name: str) -> Any:
-        value = getattr(attention, name)
-        return getattr(self, name) if value == MODEL else value
-
-    def _choose_latent(self, attention: Attention) -> LatentOptions | None:
-        rank = self._choose(attention, 'latent_rank')
-        names = 'shared_key_dim', 'latent_query_rank', 'rotary_decoupled'
-        return None if rank is None else LatentOptions(rank, *(self._choose(attention, name) for name in names))
-
-    def _count_heads(self, attention: Attention) -> ProjectedHeads:
-        queries = self._choose(attention, 'n_heads')
-        keys = self._choose(attention, 'n_kv_heads') or queries
-        return ProjectedHeads(queries, keys, self._choose(attention, 'n_value_heads') or keys)
-
-    def _check_heads(self, attention: Attention) -> None:
-        """Raises ConfigError for numbers of heads of which none divides the other, and for impossible latent keys."""
-        heads = self._count_heads(attention)
-
-        def named(name: str, value: Any) -> str:
-            owner = 'model' if getattr(attention, name) == MODEL else attention.gin_name
-            return f'{owner}.{name} = {value}'
-
-        self._check_latent(attention, named)
-        queries, keys = named('n_heads', heads.queries), named('n_kv_heads', heads.keys)
-        values = named('n_value_heads', heads.values)
-        if heads.queries % heads.keys:
-            raise ConfigError(f'{keys}: must divide {queries}')
-        if heads.values % heads.keys:
-            raise ConfigError(f'{values}: must be a multiple of {keys}')
-        if heads.values % heads.queries and heads.queries % heads.values:
-            raise ConfigError(f'{values}: must divide {queries}, or be a multiple of it')
-
-    def _check_latent(self, attention: Attention, named: Callable[[str, Any], str]) -> None:
-        heads, latent = self._count_heads(attention), self._choose_latent(attention)
-        shared, size = self._choose(attention, 'shared_key_dim'), self._choose(attention, 'head_dim')
-        if shared and latent is None:
-            raise ConfigError(f'{named("shared_key_dim", shared)}: keys are not latent; set latent_rank')
-        for name in ('latent_query_rank', 'rotary_decoupled'):
-            if latent is None and (value := self._choose(attention, name)):
-                raise ConfigError(f'{named(name, value)}: keys are not latent; set latent_rank')
-        if latent is None:
-            return
-        self._check_decoupled(attention, latent, named)
-        if shared >= size:
-            raise ConfigError(f'{named("shared_key_dim", shared)}: must be less than {named("head_dim", size)}')
-        if not heads.queries == heads.keys == heads.values:
-            raise ConfigError(
-                f'{named("latent_rank", latent.rank)}: each head has a key and a value of its own; set n_kv_heads and '
-                'n_value_heads to None'
-            )
-        if self.biases or self.qkv_biases:
-            raise ConfigError(f'{named("latent_rank", latent.rank)}: latent keys have no biases; set them to False')
-
-    def _check_decoupled(self, attention: Attention, latent: LatentOptions, named: Callable[[str, Any], str]) -> None:
-        setting = named('rotary_decoupled', True)
-        if not latent.decoupled:
-            return
-        if not latent.shared:
-            raise ConfigError(f'{setting}: no channels are shared that positions could turn; set shared_key_dim')
-        if latent.shared % 2:
-            raise ConfigError(
-                f'{named("shared_key_dim", latent.shared)}: positions turn pairs of channels; make it even'
-            )
-        if self._choose(attention, 'rotary_base') is None:
-            raise ConfigError(
-                f'{setting}: there are no rotary positions; set rotary_base, or rotary_decoupled to False'
-            )
-        if self._choose(attention, 'key_offset'):
-            raise ConfigError(
-                f'{setting}: keys that come from the token before have no published form; set key_offset to 0'
-            )
+    def _settle(self, attention: Attention) -> ResolvedLayer:
+        return settle(self.layer, attention, self.d_model, self.causal)
 
     @property
     def looks_ahead(self) -> str | None:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.attention import Attention
-from lm.attention.base import MODEL
+from lm.attention.options import MODEL
 from lm.errors import ConfigError
 from lm.model.config import ModelConfig
 from lm.model.functions import ModelFunctions, Weights
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 from lm.parameters import Declaration
 
 
@@ -48,8 +48,8 @@ def unshare_key_heads(functions: ModelFunctions) -> ModelFunctions:
                 f'clone_key_heads = True: heads of @{mechanism.gin_name}() differ by their number, so copies compute '
                 'something else; set it to False'
             )
-    values = config.n_value_heads
-    if values is not None and values < config.n_heads:
+    values = config.layer.n_value_heads
+    if values is not None and values < config.layer.n_heads:
         values = None
     mechanisms = tuple(_unshare(config, values, mechanism) for mechanism in config.pattern)
     config = dataclasses.replace(config, n_kv_heads=None, n_value_heads=values, attention=mechanisms)
@@ -103,7 +103,7 @@ def clone_key_heads(functions: ModelFunctions, weights: Weights) -> Weights:
     return weights | {'params': params, 'buffers': map_all(widen, weights['buffers'], whole.abstract['buffers'])}
 
 
-def _list_layouts(own: LayerOptions, wide: LayerOptions) -> dict[str, list[list[_Run]]]:
+def _list_layouts(own: ResolvedLayer, wide: ResolvedLayer) -> dict[str, list[list[_Run]]]:
     """Returns the orders in which axes of a layer's arrays may hold heads, by part of the model.
 
     `own` has the options of the layer, and `wide` its options in the model with more heads.

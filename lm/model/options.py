@@ -1,9 +1,13 @@
-"""The options of one layer, as its mechanism and the model's section give them together (`ModelConfig.resolve`)."""
+"""One layer, as its mechanism and the model's section describe it together (`ModelConfig.resolve`)."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-from lm.attention import HeadDims
+from lm.attention import Attention, HeadDims
+from lm.attention.options import MODEL, LayerOptions
 from lm.attention.rotary_scaling import RotaryScaling
+from lm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +25,7 @@ class RotaryOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OutputGate:
-    """The gate of a layer's output: its form (`lm.attention.base.GATES`), and the channels of the input it reads.
+    """The gate of a layer's output: its form (`lm.attention.options.GATES`), and the channels of the input it reads.
 
     `rank` is the rank of its matrix, which is then the product of two; None: there is one matrix.
     """
@@ -67,33 +71,65 @@ class LatentOptions:
         return (self.rank, self.shared) if self.shared else (self.rank,)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerOptions:
-    """The options of one layer.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedLayer(LayerOptions):
+    """One layer: its options, none of them left open, and what follows from them.
+
+    Layers that compute the same are equal: sizes that follow from others are stated, and what has no effect is the
+    default.
 
     Attributes:
-        dims: the heads, as the mechanism sees them.
-        heads: the heads, as the layer projects them.
-        latent: None: keys and values have matrices of their own.
-        rotary: None: queries and keys are not rotated.
-        key_offset: the share of each key's channels that come from the token before.
-        convolution: the tokens of the convolution of queries, keys and values; None: no such.
-        qk_norm: what the RMSNorms of queries and keys span, a head or the whole projection; None: there are none.
-        output_norm: whether the output of each head is normalized, before the gate.
-        gate: None: nothing multiplies the output.
+        d_model: the width of the model.
+        causal: whether later keys are hidden from a query.
         projections: the names and widths of further inputs of the mechanism (`Attention.projections`).
     """
 
-    dims: HeadDims
-    heads: ProjectedHeads
-    latent: LatentOptions | None
-    rotary: RotaryOptions | None
-    key_offset: float
-    convolution: int | None
-    qk_norm: str | None
-    output_norm: bool
-    gate: OutputGate | None
-    projections: tuple[tuple[str, int], ...]
+    d_model: int
+    causal: bool
+    projections: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self):
+        """Checks nothing: the model and the mechanism have checked their options."""
+
+    @property
+    def heads(self) -> ProjectedHeads:
+        """The heads, as the layer projects them."""
+        keys = self.n_kv_heads or self.n_heads
+        return ProjectedHeads(self.n_heads, keys, self.n_value_heads or keys)
+
+    @property
+    def dims(self) -> HeadDims:
+        """The heads, as the mechanism sees them."""
+        heads, value_dim = self.heads, None if self.value_dim == self.head_dim else self.value_dim
+        return HeadDims(max(heads.queries, heads.values), heads.values, self.head_dim, self.causal, value_dim)
+
+    @property
+    def latent(self) -> LatentOptions | None:
+        """None: keys and values have matrices of their own."""
+        if self.latent_rank is None:
+            return None
+        return LatentOptions(self.latent_rank, self.shared_key_dim, self.latent_query_rank, self.rotary_decoupled)
+
+    @property
+    def rotary(self) -> RotaryOptions | None:
+        """None: queries and keys are not rotated."""
+        if self.rotary_base is None:
+            return None
+        turned = self.shared_key_dim if self.latent is not None and self.rotary_decoupled else self.head_dim
+        return RotaryOptions(turned, self.rotary_base, self.rotary_fraction, self.rotary_scaling)
+
+    @property
+    def norm_span(self) -> str | None:
+        """The span of the RMSNorms of queries and keys, a head or the whole projection; None: there are none."""
+        return self.qk_norm_span if self.qk_norm else None
+
+    @property
+    def gate(self) -> OutputGate | None:
+        """None: nothing multiplies the output."""
+        if not self.output_gate:
+            return None
+        inputs = max(1, round(self.output_gate_inputs * self.d_model))
+        return OutputGate(self.output_gate_form, inputs, self.output_gate_rank)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -140,3 +176,76 @@ class LayerOptions:
             latent = d_model * sum(self.latent.down_sizes) + self.latent.rank * sum(self.latent_sizes)
         projected = sum(self.projected_sizes) * (rank or d_model) + d_model * (rank or 0)
         return projected + d_model * (self.width + sum(self.widths)) + gate + latent
+
+
+def settle(options: LayerOptions, attention: Attention, d_model: int, causal: bool) -> ResolvedLayer:
+    """Returns a layer of a mechanism: with its own options, and the model's where it leaves them to it.
+
+    It has no further inputs yet.
+    """
+    names = [spec.name for spec in dataclasses.fields(LayerOptions)]
+    own = {name: getattr(attention, name) for name in names if getattr(attention, name) != MODEL}
+    layer = ResolvedLayer(**{name: getattr(options, name) for name in names} | own, d_model=d_model, causal=causal)
+    heads = layer.heads
+    idle = {
+        'qk_norm_span': not layer.qk_norm,
+        'rotary_fraction': layer.rotary_base is None,
+        'rotary_scaling': layer.rotary_base is None,
+        **dict.fromkeys(('output_gate_form', 'output_gate_inputs', 'output_gate_rank'), not layer.output_gate),
+    }
+    stated = {'n_kv_heads': heads.keys, 'n_value_heads': heads.values, 'value_dim': layer.dims.value_size}
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(LayerOptions) if idle.get(spec.name)}
+    return dataclasses.replace(layer, **stated, **defaults)
+
+
+def check_layer(layer: ResolvedLayer, attention: Attention, has_biases: bool) -> None:
+    """Raises ConfigError for numbers of heads of which none divides the other, and for impossible latent keys."""
+
+    def named(name: str, value: Any) -> str:
+        owner = 'model' if getattr(attention, name) == MODEL else attention.gin_name
+        return f'{owner}.{name} = {value}'
+
+    _check_latent(layer, named, has_biases)
+    heads = layer.heads
+    queries, keys = named('n_heads', heads.queries), named('n_kv_heads', heads.keys)
+    values = named('n_value_heads', heads.values)
+    if heads.queries % heads.keys:
+        raise ConfigError(f'{keys}: must divide {queries}')
+    if heads.values % heads.keys:
+        raise ConfigError(f'{values}: must be a multiple of {keys}')
+    if heads.values % heads.queries and heads.queries % heads.values:
+        raise ConfigError(f'{values}: must divide {queries}, or be a multiple of it')
+
+
+def _check_latent(layer: ResolvedLayer, named: Callable[[str, Any], str], has_biases: bool) -> None:
+    latent, heads, shared = layer.latent, layer.heads, layer.shared_key_dim
+    if latent is None:
+        for name in ('shared_key_dim', 'latent_query_rank', 'rotary_decoupled'):
+            if value := getattr(layer, name):
+                raise ConfigError(f'{named(name, value)}: keys are not latent; set latent_rank')
+        return
+    if latent.decoupled:
+        _check_decoupled(layer, named)
+    if shared >= layer.head_dim:
+        raise ConfigError(f'{named("shared_key_dim", shared)}: must be less than {named("head_dim", layer.head_dim)}')
+    if not heads.queries == heads.keys == heads.values:
+        raise ConfigError(
+            f'{named("latent_rank", latent.rank)}: each head has a key and a value of its own; set n_kv_heads and '
+            'n_value_heads to None'
+        )
+    if has_biases:
+        raise ConfigError(f'{named("latent_rank", latent.rank)}: latent keys have no biases; set them to False')
+
+
+def _check_decoupled(layer: ResolvedLayer, named: Callable[[str, Any], str]) -> None:
+    setting, shared = named('rotary_decoupled', True), layer.shared_key_dim
+    if not shared:
+        raise ConfigError(f'{setting}: no channels are shared that positions could turn; set shared_key_dim')
+    if shared % 2:
+        raise ConfigError(f'{named("shared_key_dim", shared)}: positions turn pairs of channels; make it even')
+    if layer.rotary_base is None:
+        raise ConfigError(f'{setting}: there are no rotary positions; set rotary_base, or rotary_decoupled to False')
+    if layer.key_offset:
+        raise ConfigError(
+            f'{setting}: keys that come from the token before have no published form; set key_offset to 0'
+        )

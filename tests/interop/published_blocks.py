@@ -44,14 +44,15 @@ FORMS = {
 OURS = {
     'Gated DeltaNet of Qwen3-Next': Delta(
         gate=True, n_heads=2, n_kv_heads=2, n_value_heads=4, head_dim=8, value_dim=12, convolution=4, rotary_base=None,
-        output_gate='silu', norm_epsilon=1e-6,
+        output_gate=True, output_gate_form='silu', norm_epsilon=1e-6,
     ),
     'softmax of Qwen3-Next': Softmax(
-        n_heads=4, n_kv_heads=2, head_dim=16, qk_norm=True, rotary_fraction=0.25, output_gate='sigmoid'
+        n_heads=4, n_kv_heads=2, head_dim=16, qk_norm=True, rotary_fraction=0.25, output_gate=True,
+        output_gate_form='sigmoid',
     ),
     'KDA of Kimi Linear': Delta(
-        gate='channel', n_heads=4, head_dim=8, convolution=4, rotary_base=None, output_gate='sigmoid',
-        output_gate_rank=8,
+        gate='channel', n_heads=4, head_dim=8, convolution=4, rotary_base=None, output_gate=True,
+        output_gate_form='sigmoid', output_gate_rank=8,
     ),
 }  # fmt: skip
 Tensors = dict[str, np.ndarray]

@@ -369,8 +369,12 @@ def test_an_imported_model_goes_out_as_it_came_in(form, tmp_path):
 
 def test_a_hybrid_of_our_own_goes_out_as_qwen3_next(tmp_path):
     """Three layers of Gated DeltaNet per layer of softmax, with options of the mechanisms and of the model."""
-    delta = find_layer_type('linear_attention')(gate=True, convolution=4, rotary_base=None, output_gate='silu')
-    pattern = (delta,) * 3 + (Softmax(qk_norm=True, output_gate='sigmoid', n_heads=2, n_kv_heads=1, head_dim=16),)
+    delta = find_layer_type('linear_attention')(
+        gate=True, convolution=4, rotary_base=None, output_gate=True, output_gate_form='silu'
+    )
+    pattern = (delta,) * 3 + (
+        Softmax(qk_norm=True, output_gate=True, output_gate_form='sigmoid', n_heads=2, n_kv_heads=1, head_dim=16),
+    )
     changes = shapes.LLAMA | {
         'norm_epsilon': 1e-5,
         'feed_forward': Experts(n_experts=4, shared_dim=8, shared_gate=True),
@@ -482,7 +486,7 @@ def test_a_model_of_our_own_goes_out_as_a_llama(tied, tmp_path):
         (Hybrid(), {}, r'layer 0: attention = @hybrid\(\)'),
         (Softmax(gate=True), {}, r"layer 0: attention = @softmax\(\) with \{'gate': True"),
         (Softmax(), {'learned_positions': 32}, 'model.learned_positions = 32: no class'),
-        (Softmax(), {'output_gate': True}, 'layer 0: gate = OutputGate.*: no class'),
+        (Softmax(), {'output_gate': True}, 'layer 0: output_gate = True: no class'),
         (GATED(gate='ssd'), PLAIN, r"'gate': 'ssd'.*, GLAForCausalLM is the nearest; export with --format huggingface"),
         (RETENTION(), {'n_kv_heads': 2}, 'layer 0: dims = .*, RetNetForCausalLM is the nearest'),
         (DELTA(), PLAIN, 'layer 0: convolution = None: .*, DeltaNetForCausalLM is the nearest'),

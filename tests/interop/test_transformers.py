@@ -43,14 +43,15 @@ MORE = {
     'layers of their own': (
         Softmax(rotary_base=None, window=5),
         Softmax(rotary_base=100.0, rotary_scaling=LinearRotary(factor=2.0), n_heads=6, n_kv_heads=3, head_dim=4),
-        Polynomial(qk_norm=True, output_norm=True, key_offset=0.5, output_gate='sigmoid', output_gate_inputs=0.5),
+        Polynomial(qk_norm=True, output_norm=True, key_offset=0.5, output_gate=True,
+                   output_gate_form='sigmoid', output_gate_inputs=0.5),
         Delta(convolution=3, rotary_base=None, n_kv_heads=1),
     ),
     'wide values': (
         Delta(gate='channel', n_heads=2, n_kv_heads=2, n_value_heads=4, value_dim=12, convolution=3),
         Softmax(n_heads=2, n_kv_heads=1, n_value_heads=4, value_dim=6, qk_norm=True, output_norm=True),
-        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate='silu',
-                    output_gate_rank=3),
+        GatedLinear(gate='ssd', n_heads=1, n_kv_heads=1, n_value_heads=4, value_dim=12, output_gate=True,
+                    output_gate_form='silu', output_gate_rank=3),
         Retention(value_dim=4, key_offset=0.5),
     ),
     'polysketch learned 8': Polysketch(sketch='learned', sketch_size=4, degree=8, block=8, per_head=True),

@@ -74,7 +74,7 @@ def test_mechanisms_leave_to_the_model_what_they_left_to_it():
     """Else a layer that the student keeps would not count as the teacher's."""
     pattern = (Softmax(), Softmax(n_kv_heads=1, n_value_heads=8), Softmax(n_heads=8, n_value_heads=2))
     config = unshare_key_heads(make(pattern, n_layers=3, n_value_heads=4)).config
-    assert config.n_value_heads == 4
+    assert config.layer.n_value_heads == 4
     assert config.pattern[0] == pattern[0]
     assert config.pattern[1:] == (
         Softmax(n_kv_heads=None, n_value_heads=8),

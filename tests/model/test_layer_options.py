@@ -10,11 +10,13 @@ from flax import nnx
 
 from lm import model as model_lib
 from lm.attention import Attention
+from lm.attention.options import LayerOptions
 from lm.attention.recurrent.delta import Delta
 from lm.attention.recurrent.gated_linear import GatedLinear
 from lm.attention.recurrent.retention import Retention
 from lm.attention.rotary_scaling import LinearRotary
 from lm.attention.softmax import Softmax
+from lm.config.checks import list_parameters
 from lm.config.names import is_omitted
 from lm.config.text import dump
 from lm.errors import ConfigError
@@ -25,7 +27,7 @@ from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions, count_parameters, split
 from lm.model.layers import find_same_layers, scan_pairs
 from lm.model.options import OutputGate, RotaryOptions
-from lm.runs.config_diff import compare_texts, is_permitted
+from lm.runs.config_diff import compare_bindings, compare_texts, is_permitted, parse_bindings
 
 TINY = dict(vocab_size=61, n_layers=2, d_model=32, n_heads=4, head_dim=8)
 OWN = dict(
@@ -41,13 +43,21 @@ OWN = dict(
     n_kv_heads=1,
     head_dim=16,
 )
-DELTA = Delta(gate=True, rotary_base=None, convolution=4, output_gate='sigmoid', n_heads=2, head_dim=12)
-HYBRID = (DELTA, Softmax(rotary_base=None, qk_norm=True, n_kv_heads=2, output_norm=True, output_gate='sigmoid'))
+DELTA = Delta(
+    gate=True, rotary_base=None, convolution=4, output_gate=True, output_gate_form='sigmoid', n_heads=2, head_dim=12
+)
+HYBRID = (
+    DELTA,
+    Softmax(
+        rotary_base=None, qk_norm=True, n_kv_heads=2, output_norm=True, output_gate=True, output_gate_form='sigmoid'
+    ),
+)
 GIN = """
 model.attention = [@delta(), @delta(), @delta(), @softmax()]
 softmax.rotary_base = None
 delta.convolution = 4
-delta.output_gate = 'sigmoid'
+delta.output_gate = True
+delta.output_gate_form = 'sigmoid'
 """
 
 
@@ -101,7 +111,7 @@ def test_scopes_tell_layers_of_one_mechanism_apart():
 @pytest.mark.parametrize('form', ['silu', 'sigmoid'])
 def test_options_of_the_only_mechanism_are_options_of_the_model(form):
     """Both have the same parameters and compute the same, to the last bit."""
-    ours = build(Retention(**OWN, output_gate=form))
+    ours = build(Retention(**OWN, output_gate=True, output_gate_form=form))
     theirs = build(Retention(), **OWN, output_gate=True, output_gate_form=form)
     assert jax.tree.map(jnp.shape, nnx.state(ours)) == jax.tree.map(jnp.shape, nnx.state(theirs))
     np.testing.assert_array_equal(logits(ours, tokens()), logits(theirs, tokens()))
@@ -134,7 +144,16 @@ def test_the_norm_of_the_output_is_of_each_head_and_before_the_gate():
 
 
 WIDE = (
-    Delta(gate=True, rotary_base=None, convolution=4, n_heads=2, n_value_heads=4, value_dim=12, output_gate='sigmoid'),
+    Delta(
+        gate=True,
+        rotary_base=None,
+        convolution=4,
+        n_heads=2,
+        n_value_heads=4,
+        value_dim=12,
+        output_gate=True,
+        output_gate_form='sigmoid',
+    ),
     Softmax(n_heads=4, n_kv_heads=1, n_value_heads=2, value_dim=6, qk_norm=True, key_offset=0.5, output_norm=True),
     GatedLinear(gate='ssd', n_heads=1, head_dim=16, n_value_heads=4, rotary_base=None),
 )
@@ -187,7 +206,7 @@ def test_values_as_wide_as_keys_are_the_default():
 
 
 def test_a_mechanism_can_have_less_than_the_model():
-    less = dict(rotary_base=None, key_offset=0.0, convolution=None, qk_norm=False, output_gate=None)
+    less = dict(rotary_base=None, key_offset=0.0, convolution=None, qk_norm=False, output_gate=False)
     more = dict(key_offset=0.5, convolution=4, qk_norm=True, output_gate=True)
     ours, plain = build(Softmax(**less), **more), build(Softmax(), rotary_base=None)
     np.testing.assert_array_equal(logits(ours, tokens()), logits(plain, tokens()))
@@ -263,7 +282,7 @@ def test_layers_with_the_same_positions_share_one_rotation():
 
 def test_config_gin_states_options_that_are_set():
     """A mechanism without options of its own is written and compared as before there were any."""
-    plain, own = Softmax(), Softmax(rotary_base=None, output_gate='silu')
+    plain, own = Softmax(), Softmax(rotary_base=None, output_gate=True, output_gate_form='silu')
     options = {field.name for field in dataclasses.fields(Attention)}
     assert {name.partition('=')[0] for name in repr(plain)[8:-1].split(', ')} == vars(plain).keys() - options
     experiment = load([], ['model.attention = @softmax()'])
@@ -272,20 +291,52 @@ def test_config_gin_states_options_that_are_set():
     assert stated == {f'softmax.{name}' for name in vars(plain).keys() - options}
     changed = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, attention=own))
     other = dump(changed)
-    assert "softmax.output_gate = 'silu'\nsoftmax.rotary_base = None\n" in other
+    assert "softmax.output_gate = True\nsoftmax.output_gate_form = 'silu'\nsoftmax.rotary_base = None\n" in other
     found = compare_texts(text, other)
-    assert {change.binding for change in found} == {'softmax.output_gate', 'softmax.rotary_base'}
+    assert {change.binding for change in found} == {
+        f'softmax.{name}' for name in ('output_gate', 'output_gate_form', 'rotary_base')
+    }
     assert not any(is_permitted(change, {}, {}, False) for change in found)
     assert {change.old for change in found} == {"'model'"}  # which reports leave out, as config.gin does
     assert all(is_omitted(change.binding, "'model'") for change in found)
     assert not any(is_omitted(change.binding, change.new) for change in found)
 
 
+@pytest.mark.parametrize(
+    ('before', 'today'),
+    [
+        ("'sigmoid'", {'softmax.output_gate': 'True', 'softmax.output_gate_form': "'sigmoid'"}),
+        ('None', {'softmax.output_gate': 'False'}),
+    ],
+)
+def test_a_gate_is_read_as_earlier_versions_wrote_it(before, today):
+    """A run whose mechanism has a gate goes on without a change."""
+    text = f'model.attention = @softmax()\nsoftmax.output_gate = {before}\n'
+    experiment = load([], text.splitlines())
+    assert today.items() <= parse_bindings(text).items()
+    found = compare_bindings(parse_bindings(text), parse_bindings(dump(experiment)))
+    assert not [change for change in found if change.binding.startswith('softmax.')]
+    gate = experiment.model.resolve(experiment.model.pattern[0]).gate
+    assert gate == (None if before == 'None' else OutputGate('sigmoid', 768))
+
+
+def test_the_options_of_layers_are_declared_once():
+    """The model and the mechanisms have the same options, under their names in gin files."""
+    options = {field.name for field in dataclasses.fields(LayerOptions)}
+    assert {field.name for field in dataclasses.fields(Attention)} == options
+    assert options < set(list_parameters('model'))
+    assert 'layer' not in list_parameters('model')
+    assert len(dataclasses.fields(ModelConfig)) <= 25
+    flat = ModelConfig(n_heads=3, rotary_base=None)
+    assert flat == ModelConfig(layer=LayerOptions(n_heads=3, rotary_base=None))
+    assert dataclasses.replace(flat, n_heads=6).layer == LayerOptions(n_heads=6, rotary_base=None)
+
+
 def test_values_outside_their_range_are_refused_by_name():
     for name, value, problem in (
-        ('rotary_base', 'modle', "must be a float or 'model' or None"),
+        ('rotary_base', 'modle', "must be a float or None or 'model'"),
         ('rotary_base', 0.5, 'must be above 1'),
-        ('output_gate', 'relu', 'must be one of model, silu, sigmoid'),
+        ('output_gate_form', 'relu', 'must be one of silu, sigmoid'),
         ('convolution', 1, 'must be at least 2'),
         ('qk_norm', None, "must be a bool \\(True or False\\) or 'model'"),
     ):

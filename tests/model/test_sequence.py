@@ -100,7 +100,9 @@ def test_four_devices_share_a_window(attention):
 
 AXES = {'fsdp': (8, dict(sequence=4, fsdp=2)), 'data': (4, dict(sequence=2)), 'alone': (4, dict(sequence=4))}
 OWN_OPTIONS = (
-    Delta(gate=True, rotary_base=None, convolution=4, output_gate='sigmoid', n_heads=2, head_dim=12),
+    Delta(
+        gate=True, rotary_base=None, convolution=4, output_gate=True, output_gate_form='sigmoid', n_heads=2, head_dim=12
+    ),
     Softmax(rotary_base=None, key_offset=0.5, qk_norm=True, n_kv_heads=1),
 )
 WIDE = (

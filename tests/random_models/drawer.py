@@ -272,7 +272,8 @@ def draw_mechanism(draw: Draw, name: str | None = None) -> Attention:
     name = name or draw.one(*DRAWERS)
     options = _draw_options(draw) if draw.often(0.5) else {}
     if draw.often(0.2):
-        options['output_gate'] = draw.one(None, 'silu', 'sigmoid')
+        form = draw.one(None, 'silu', 'sigmoid')
+        options |= {'output_gate': False} if form is None else {'output_gate': True, 'output_gate_form': form}
     return mechanisms()[name](**options, **DRAWERS[name](draw))
 
 

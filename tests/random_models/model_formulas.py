@@ -118,7 +118,7 @@ class Formulas:
     def _option(self, mechanism: Any, name: str) -> Any:
         """Returns the mechanism's option, which is the model's unless it is set."""
         own = getattr(mechanism, name)
-        return getattr(self.config, name) if own == 'model' else own
+        return getattr(self.config.layer, name) if own == 'model' else own
 
     def _attend(self, mechanism: Any, weights: Tree, x: np.ndarray, window: Window) -> np.ndarray:
         option = lambda name: self._option(mechanism, name)  # noqa: E731
@@ -138,7 +138,8 @@ class Formulas:
         v = v.reshape(batch, length, values, value_size)
         k = offset_keys(k, option('key_offset'), window.starts)
         if option('qk_norm'):
-            q, k = (self._norm_vectors(weights[name], y) for name, y in (('q_norm', q), ('k_norm', k)))
+            span = option('qk_norm_span')
+            q, k = (self._norm_vectors(weights[name], y, span) for name, y in (('q_norm', q), ('k_norm', k)))
         heads = max(queries, values)
         q, k = repeat(q, heads // queries), repeat(k, values // keys)
         if option('rotary_base') is not None:
@@ -155,22 +156,19 @@ class Formulas:
         if option('output_norm'):
             o = rms_norm(o, weights['output_norm'], self.config.norm_epsilon)
         o = o.reshape(batch, length, -1)
-        form = mechanism.output_gate
-        if form == 'model':
-            form = self.config.output_gate_form if self.config.output_gate else None
-        if form is not None:
+        if option('output_gate'):
             seen = max(1, round(option('output_gate_inputs') * self.config.d_model))
             matrices = weights['output_gate']
             if option('output_gate_rank') is None:
                 logits = multiply(x[..., :seen], matrices)
             else:
                 logits = multiply(multiply(x[..., :seen], matrices['down']), matrices['up'])
-            o = o * GATES[form](logits)
+            o = o * GATES[option('output_gate_form')](logits)
         return multiply(o, weights['attention_out'])
 
-    def _norm_vectors(self, weights: Tree, y: np.ndarray) -> np.ndarray:
+    def _norm_vectors(self, weights: Tree, y: np.ndarray, span: str) -> np.ndarray:
         """Normalizes each head, or the whole projection."""
-        if self.config.qk_norm_span == 'head':
+        if span == 'head':
             return rms_norm(y, weights, self.config.norm_epsilon)
         return rms_norm(y.reshape(*y.shape[:2], -1), weights, self.config.norm_epsilon).reshape(y.shape)
 

@@ -213,14 +213,14 @@ def test_a_failure_shrinks_to_what_it_needs():
 
     def fails(case: Case) -> bool:
         gated = any(getattr(one, 'gate', False) for one in case.model.layers)
-        return gated and case.length > 4 and case.model.key_offset > 0
+        return gated and case.length > 4 and case.model.layer.key_offset > 0
 
     small = shrink(case, fails)
     assert fails(small)
     assert small.model.n_layers == 1
     assert small.model.layers == (dataclasses.replace(Polynomial(degree=4, gate=True)),)
     assert (small.length, small.rows, small.devices, small.eod, small.microbatches) == (5, 1, None, None, 1)
-    assert not small.model.output_gate
+    assert not small.model.layer.output_gate
     assert small.model.feed_forward is None
     text = describe(small)
     assert text.startswith('Case(model=ModelConfig(')

@@ -235,7 +235,7 @@ def test_the_shipped_configurations_equal_the_papers(name):
     for mechanism in ('softmax', 'polynomial'):
         experiment = load([shipped.experiment(name), f'configs/attention/{mechanism}.gin'])
         model, train = experiment.model, experiment.train
-        assert (model.n_layers, model.n_heads, model.head_dim, model.d_model) == (2, 8, 16, 128)
+        assert (model.n_layers, model.layer.n_heads, model.layer.head_dim, model.d_model) == (2, 8, 16, 128)
         assert train.batch_size == 64
         task = experiment.data.task
         assert task.gin_name == name

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from lm.attention import DEFAULT, Attention
+from lm.attention.options import LayerOptions
 from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
 from lm.interop.hyperparameters import Hyperparameters
@@ -118,16 +119,18 @@ class Decoder(Family):
             vocab_size=config.integer('vocab_size'),
             n_layers=config.integer('num_hidden_layers'),
             d_model=config.integer('hidden_size'),
-            n_heads=heads,
-            n_kv_heads=config.find_integer('num_key_value_heads') or heads,
-            head_dim=self.head_dim(config),
+            layer=LayerOptions(
+                n_heads=heads,
+                n_kv_heads=config.find_integer('num_key_value_heads') or heads,
+                head_dim=self.head_dim(config),
+                rotary_scaling=rotary.scaling,
+            ),
             hidden_dim=config.integer('intermediate_size'),
             attention=find_pattern([self.attention(config, layer) for layer in count_layers(config)]),
             norm='rms',
             norm_epsilon=config.number('rms_norm_eps', self.epsilon),
             activation=self.ACTIVATIONS[self.find_activation(config)],
             sinusoids=False,
-            rotary_scaling=rotary.scaling,
             tied=self.is_tied(config),
         )
         return dataclasses.replace(model, **further)

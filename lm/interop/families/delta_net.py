@@ -8,7 +8,7 @@ from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 
 class DeltaNet(RecurrentDecoder):
@@ -39,10 +39,10 @@ class DeltaNet(RecurrentDecoder):
     def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
         return {'mechanism_in.weight': theirs.take('attn.b_proj.weight')}
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
+    def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         found = super().describe_layer(options, model)
         del found['num_kv_heads']
         return found | {'allow_neg_eigval': getattr(model.layers[0], 'negative', False)}
 
-    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
         return {'attn.b_proj.weight': ours['mechanism_in.weight']}

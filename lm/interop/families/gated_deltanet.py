@@ -9,7 +9,7 @@ from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder, cut_rows
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 
 class GatedDeltaNet(RecurrentDecoder):
@@ -49,7 +49,7 @@ class GatedDeltaNet(RecurrentDecoder):
             'attention.gate.log_rate': theirs.take('attn.A_log'),
         }
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
+    def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         heads, dims, gate = options.heads, options.dims, options.gate
         return {
             'num_heads': heads.queries,
@@ -61,7 +61,7 @@ class GatedDeltaNet(RecurrentDecoder):
             'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
         }
 
-    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
         return {
             **cut_rows(ours['mechanism_in.weight'], ['b_proj', 'a_proj'], options.dims.n_kv_heads),
             'attn.dt_bias': ours['attention.gate.bias'],

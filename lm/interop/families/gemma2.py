@@ -55,7 +55,7 @@ class Gemma2(Gemma):
         shared = super().describe(model)
         return shared | {
             'hidden_activation': 'gelu_pytorch_tanh',
-            'query_pre_attn_scalar': model.head_dim if scale is None else round(scale**-2),
+            'query_pre_attn_scalar': model.layer.head_dim if scale is None else round(scale**-2),
             'attn_logit_softcapping': cap if self.has_score_cap else None,
             'sliding_window': shared['sliding_window'] or 4096,  # read even where no layer has one
             'final_logit_softcapping': model.logit_cap,

@@ -7,7 +7,7 @@ from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import LayerTensors
 from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
 from lm.interop.hyperparameters import Hyperparameters
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 
 class Gla(RecurrentDecoder):
@@ -36,7 +36,7 @@ class Gla(RecurrentDecoder):
             'attention.gate.logits.bias': theirs.take('attn.gk_proj.1.bias').reshape(sizes.keys, sizes.key_size),
         }
 
-    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
         return {
             'attn.gk_proj.0.weight': ours['mechanism_in.weight'],
             'attn.gk_proj.1.weight': ours['attention.gate.logits.weight'],

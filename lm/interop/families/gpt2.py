@@ -3,6 +3,7 @@
 import pathlib
 from typing import ClassVar
 
+from lm.attention.options import LayerOptions
 from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -36,8 +37,7 @@ class Gpt2(Family):
             vocab_size=config.integer('vocab_size'),
             n_layers=config.integer('n_layer'),
             d_model=width,
-            n_heads=heads,
-            head_dim=width // heads,
+            layer=LayerOptions(n_heads=heads, head_dim=width // heads, rotary_base=None),
             hidden_dim=config.find_integer('n_inner') or 4 * width,
             activation=self.ACTIVATIONS[config.text('activation_function', 'gelu_new')],
             norm_epsilon=config.number('layer_norm_epsilon', 1e-5),
@@ -45,7 +45,6 @@ class Gpt2(Family):
             biases=True,
             embedding_scale=1.0,
             sinusoids=False,
-            rotary_base=None,
             learned_positions=config.integer('n_positions'),
             tied=config.flag('tie_word_embeddings', True),
         )

@@ -11,7 +11,7 @@ from lm.interop.families.gated_deltanet import GatedDeltaNet
 from lm.interop.families.recurrent_decoder import HeadSizes, cut_rows
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 GATE_BIAS = 'attn.g_proj.1.bias'
 """Their output gate has a bias. Ours has none: an export writes zeros, and another bias is left over in an import."""
@@ -61,7 +61,7 @@ class Kda(GatedDeltaNet):
             'attention.gate.log_rate': theirs.take('attn.A_log'),
         }
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
+    def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         found = super().describe_layer(options, model)
         return {name: value for name, value in found.items() if name not in ('use_gate', 'output_gate_activation')}
 
@@ -73,7 +73,7 @@ class Kda(GatedDeltaNet):
             GATE_BIAS: np.zeros(len(up), np.float32),
         }
 
-    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
         return {
             **cut_rows(ours['mechanism_in.weight'], ['b_proj', 'f_proj.0'], options.dims.n_kv_heads),
             'attn.f_proj.1.weight': ours['attention.gate.logits.weight'],

@@ -108,7 +108,8 @@ class KimiLinear(Decoder):
                 'n_kv_heads': None,
                 'head_dim': sizes.integer('linear_head_dim'),
                 'convolution': sizes.integer('linear_conv_kernel_dim'),
-                'output_gate': 'sigmoid',
+                'output_gate': True,
+                'output_gate_form': 'sigmoid',
                 'output_gate_rank': sizes.integer('linear_head_dim'),
                 'norm_epsilon': config.number('rms_norm_eps', self.epsilon),
             }

@@ -15,7 +15,7 @@ from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 LINEAR = 'linear_attention'
 """The type of layers of Gated DeltaNet."""
@@ -71,7 +71,7 @@ class Qwen3Next(Decoder):
 
     def attention(self, config: Hyperparameters, layer: int) -> Attention:
         kind = self.layer_types(config)[layer]
-        options: dict[str, object] = {'qk_norm': True, 'output_gate': 'sigmoid'}
+        options: dict[str, object] = {'qk_norm': True, 'output_gate': True, 'output_gate_form': 'sigmoid'}
         if kind == LINEAR:
             sizes = self.delta | config
             options = {
@@ -83,7 +83,8 @@ class Qwen3Next(Decoder):
                 'value_dim': sizes.integer('linear_value_head_dim'),
                 'convolution': sizes.integer('linear_conv_kernel_dim'),
                 'rotary_base': None,
-                'output_gate': 'silu',
+                'output_gate': True,
+                'output_gate_form': 'silu',
                 'norm_epsilon': config.number('rms_norm_eps', self.epsilon),
             }
         return dataclasses.replace(find_layer_type(kind)(), **options)
@@ -190,7 +191,7 @@ class Qwen3Next(Decoder):
             'self_attn.o_proj.weight': ours['attention_out.weight'],
         }
 
-    def _delta_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+    def _delta_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
         heads, width = options.heads.keys, ours['qkv.weight'].shape[1]
         queries, keys, _ = options.qkv_sizes
         pieces = [*np.split(ours['qkv.weight'], [queries, queries + keys]), ours['output_gate.weight']]
@@ -229,7 +230,7 @@ def order_turned(size: int, fraction: float) -> np.ndarray:
     return np.concatenate([first[: turned // 2], rest[:middle], first[turned // 2 :], rest[middle:]])
 
 
-def _describe_heads(options: LayerOptions) -> dict[str, object]:
+def _describe_heads(options: ResolvedLayer) -> dict[str, object]:
     """Returns the entries of layers with softmax."""
     heads = options.heads
     return {
@@ -239,7 +240,7 @@ def _describe_heads(options: LayerOptions) -> dict[str, object]:
     }
 
 
-def _describe_delta(options: LayerOptions) -> dict[str, object]:
+def _describe_delta(options: ResolvedLayer) -> dict[str, object]:
     """Returns the entries of layers of Gated DeltaNet."""
     return {
         'linear_num_key_heads': options.heads.keys,

@@ -12,7 +12,7 @@ from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import Decoder, LayerTensors, cut
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 PROJECTIONS, CONVOLUTIONS = [f'attn.{x}_proj' for x in 'qkv'], [f'attn.{x}_conv1d' for x in 'qkv']
 """Their maps of queries, keys and values, and the convolutions of these."""
@@ -148,7 +148,7 @@ class RecurrentDecoder(Decoder):
             **self.fixed,
         }
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
+    def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         """Returns the entries on the heads and on the mechanism."""
         heads, dims = options.heads.queries, options.dims
         return {
@@ -177,7 +177,7 @@ class RecurrentDecoder(Decoder):
         """Undoes `gate_tensors`."""
         return {'attn.g_proj.weight': ours['output_gate.weight']}
 
-    def factors_back(self, ours: Tensors, options: LayerOptions) -> Tensors:
+    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
         """Undoes `factor_tensors`."""
         return {}
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from lm.interop.families.recurrent_decoder import RecurrentDecoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 
 
 class RetNet(RecurrentDecoder):
@@ -37,5 +37,5 @@ class RetNet(RecurrentDecoder):
     def options(self, config: Hyperparameters) -> dict[str, object]:
         return super().options(config) | {'rotary_base': self.rotary_base}
 
-    def describe_layer(self, options: LayerOptions, model: ModelConfig) -> dict[str, object]:
+    def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         return super().describe_layer(options, model) | {'num_kv_heads': options.heads.queries}

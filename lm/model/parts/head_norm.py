@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 from lm.model.parts.maker import Maker
 
 
@@ -17,15 +17,15 @@ def make_key_norm(maker: Maker) -> nnx.RMSNorm | None:
 
 def _make(maker: Maker, heads: int) -> nnx.RMSNorm | None:
     own = maker.options
-    if own.qk_norm == 'projection':
+    if own.norm_span == 'projection':
         return maker.rms_norm(heads * own.dims.head_dim, 'all_heads')
     return maker.rms_norm(own.dims.head_dim, 'head') if own.qk_norm else None
 
 
-def normalize_heads(norm: nnx.RMSNorm | None, x_BxLxNxC: jax.Array, own: LayerOptions) -> jax.Array:
+def normalize_heads(norm: nnx.RMSNorm | None, x_BxLxNxC: jax.Array, own: ResolvedLayer) -> jax.Array:
     """Applies such a norm, if there is one."""
     if norm is None:
         return x_BxLxNxC
-    if own.qk_norm == 'head':
+    if own.norm_span == 'head':
         return norm(x_BxLxNxC)
     return norm(x_BxLxNxC.reshape(*x_BxLxNxC.shape[:2], -1)).reshape(x_BxLxNxC.shape)

@@ -9,7 +9,7 @@ from lm.attention import Attention
 from lm.model.config import ModelConfig
 from lm.model.dense import Dense
 from lm.model.feed_forward import FeedForward, FeedForwardShape
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 from lm.parameters import NORMS, declare, rms_norm
 
 
@@ -24,7 +24,7 @@ class Maker:
     dtype: DTypeLike
 
     @property
-    def options(self) -> LayerOptions:
+    def options(self) -> ResolvedLayer:
         return self.config.resolve(self.attention)
 
     @property

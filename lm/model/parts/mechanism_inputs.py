@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.model.dense import Dense
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 from lm.model.parts.maker import Maker
 
 
@@ -15,7 +15,7 @@ def make_mechanism_inputs(maker: Maker) -> Dense | None:
 
 
 @jax.named_scope('qkv')
-def compute_mechanism_inputs(matrix: Dense | None, normed_BxLxD: jax.Array, own: LayerOptions) -> dict[str, jax.Array]:
+def compute_mechanism_inputs(matrix: Dense | None, normed_BxLxD: jax.Array, own: ResolvedLayer) -> dict[str, jax.Array]:
     """Returns the inputs by name."""
     if matrix is None:
         return {}

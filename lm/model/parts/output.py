@@ -3,9 +3,9 @@
 import jax
 from flax import nnx
 
-from lm.attention.base import GATES
+from lm.attention.options import GATES
 from lm.model.dense import Dense, LowRank
-from lm.model.options import LayerOptions
+from lm.model.options import ResolvedLayer
 from lm.model.parts.maker import Maker
 
 
@@ -30,7 +30,7 @@ def make_output(maker: Maker) -> Dense:
 
 
 def gate_output(
-    gate: Dense | LowRank | None, y_BxLxN: jax.Array, normed_BxLxD: jax.Array, own: LayerOptions
+    gate: Dense | LowRank | None, y_BxLxN: jax.Array, normed_BxLxD: jax.Array, own: ResolvedLayer
 ) -> jax.Array:
     """Returns what attention gives, times the gate of the layer's normalized input, if there is a gate."""
     if gate is None or own.gate is None:

@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument('--save', required=True, help='a file for the results, JSON')
     options = parser.parse_args()
     model = candidates(['softmax'], [options.gin_file], [])[0].experiment.model
-    shape = Shape(model.n_layers, model.d_model, model.n_heads, model.head_dim, model.glu_dim, model.vocab_size)
+    heads = model.dims
+    shape = Shape(model.n_layers, model.d_model, heads.n_heads, heads.head_dim, model.glu_dim, model.vocab_size)
     offered = [
         dataclasses.replace(column, microbatch_tokens=options.microbatch_tokens)
         for column in list_columns(options.gin_file, shape)
