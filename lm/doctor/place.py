@@ -18,8 +18,8 @@ from lm.compilation.cache import check_owner
 from lm.data.store import TokenStore
 from lm.doctor.finding import Examination, Finding, doubt, fine, wrong
 from lm.files import is_remote, open_path, reaching
+from lm.lease import is_held, read_silence
 from lm.own_folder import own_folder
-from lm.runs.lock import is_occupied, read_silence
 from lm.runs.records import is_run
 from lm.runs.run_dir import RunDir
 from lm.text import format_duration
@@ -111,8 +111,8 @@ def check_run(place: epath.Path) -> Iterator[Finding]:
         if not is_run(place):
             return
     run = RunDir(place, found=True)
-    silence, occupied = read_silence(run.path), is_occupied(run.path)
-    if occupied:
+    silence, is_busy = read_silence(run.path), is_held(run.path)
+    if is_busy:
         yield fine('run', 'a training is at work in it; a second one will be refused')
     elif silence is not None:
         yield doubt(
