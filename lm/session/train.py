@@ -103,9 +103,9 @@ def open_session(
     with contextlib.ExitStack() as stack:
         folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
         programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
-        watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
         # All errors are found before any file is written: only then does the corrected command work.
         experiment = settle_texts(experiment, run, request.branch_from)
+        watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
         plan = make_plan(experiment, Target.of_devices(jax.devices()))
         mesh = plan.mesh.arrange(jax.devices())
         stack.enter_context(jax.set_mesh(mesh))

@@ -1,7 +1,7 @@
 """Prints the cycles of the TPU kernels on one generation or several, without a TPU. It needs libtpu.
 
-python -m scripts.kernels.cycles --topology v5e,v6e --save tests/data/kernels.json
-python -m scripts.kernels.cycles --topology v5e --parts 2 "polysketch r=32 block=1024"
+`python -m scripts.kernels.cycles --topology v5e,v6e --save tests/data/kernels.json` writes the cycles that
+tests compare.
 """
 
 import argparse

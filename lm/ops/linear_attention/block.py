@@ -350,8 +350,8 @@ def fold(
 ) -> Sums:
     """Computes the sums over these keys, from index `start` on, without keys outside the bounds.
 
-    `parameters` are those of the keys. `log_factors_BxKxS`: the logs of the factors by which the keys have decayed in
-    the sums; None: no decay.
+    `parameters` are the parameters of the keys' map. `log_factors_BxKxS`: the logs of the factors by which the keys
+    have decayed in the sums; None: no decay.
     """
     y, one, factors = shape.map_keys(parameters, cast(jax.Array, tokens.k_BxKxExS)), None, None
     if bounds is not None:

@@ -288,7 +288,7 @@ class Backward:
 
         def compute(tokens, cotangents, sums):
             def call(arrays, parameters):
-                return walk.read(_replace(tokens, arrays), sums, start, parameters)
+                return walk.read(_put_arrays(tokens, arrays), sums, start, parameters)
 
             arrays = {name: array for name, array in _take(tokens).items() if name in self.read}
             pull = jax.vjp(call, arrays, walk.parameters)[1]
@@ -340,7 +340,7 @@ class Backward:
 
         def compute(keys, last, dsums):
             def call(arrays, parameters):
-                tokens, log_factors = _replace(keys, arrays), None
+                tokens, log_factors = _put_arrays(keys, arrays), None
                 if tokens.decay is not None:
                     log_factors = decays.between(last, decays.entries(tokens.decay, 1))
                 return fold(plan.shape, tokens, parameters, walk.bounds, start, log_factors)
@@ -438,7 +438,7 @@ def _take(tokens: BlockTokens) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _replace(tokens: BlockTokens, arrays: dict[str, jax.Array]) -> BlockTokens:
+def _put_arrays(tokens: BlockTokens, arrays: dict[str, jax.Array]) -> BlockTokens:
     """Replaces what `_take` returns."""
     replaced = tokens._replace(**arrays)
     return replaced if tokens.decay is None else replaced._replace(decay=tokens.decay._replace(total=arrays['decay']))

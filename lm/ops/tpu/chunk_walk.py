@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.residuals import save_residual
-from lm.ops.tpu.chunks import ChunkPlan, ChunkTokens, Tokens
+from lm.ops.tpu.chunks import ChunkPlan, Tokens, WalkTokens
 from lm.ops.tpu.order import Turns, side_by_side
 
 Held = TypeVar('Held')
@@ -98,13 +98,13 @@ def run_walk(
 
 
 @custom_vjp(0, 1)
-def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: ChunkTokens, before_NxDxE: jax.Array):
+def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkTokens, before_NxDxE: jax.Array):
     """Returns outputs, and the states after the last token [N, D, E]."""
     o_MxDxL, after_NxDxE, _ = _run_forward(walk, plan, False, tokens, before_NxDxE)
     return o_MxDxL, after_NxDxE
 
 
-def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: ChunkTokens, before_NxDxE: jax.Array):
+def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkTokens, before_NxDxE: jax.Array):
     o, after, states = _run_forward(walk, plan, True, tokens, before_NxDxE)
     return (save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
 
@@ -116,7 +116,7 @@ def _walk_backward(walk: ChunkWalk, plan: ChunkPlan, residuals, cotangents):
 _walk.defvjp(_walk_forward, _walk_backward)
 
 
-def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: ChunkTokens, before_NxDxE) -> WalkOutputs:
+def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: WalkTokens, before_NxDxE) -> WalkOutputs:
     v = tokens.v_NxDxL
     n, size, length = v.shape
     results = WalkOutputs(
@@ -146,7 +146,7 @@ def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: ChunkToke
 def _forward_kernel(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: ChunkTokens,
+    tokens: WalkTokens,
     before: jax.Ref,
     results: WalkOutputs[jax.Ref],
     state: jax.Ref,
@@ -165,11 +165,11 @@ def _forward_kernel(
 def _run_backward(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: ChunkTokens,
+    tokens: WalkTokens,
     states_NxTxDxE: jax.Array,
     do_MxDxL: jax.Array,
     dafter_NxDxE: jax.Array,
-) -> tuple[ChunkTokens, jax.Array]:
+) -> tuple[WalkTokens, jax.Array]:
     """Returns the gradients of the tokens' arrays and of the states before the first token."""
     inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
     results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (tokens, dafter_NxDxE))
@@ -195,11 +195,11 @@ def _run_backward(
 def _backward_kernel(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: ChunkTokens,
+    tokens: WalkTokens,
     states: jax.Ref,
     do: jax.Ref,
     dafter: jax.Ref,
-    results: tuple[ChunkTokens, jax.Ref],
+    results: tuple[WalkTokens, jax.Ref],
     dstate: jax.Ref,
 ) -> None:
     dtokens, dbefore = results

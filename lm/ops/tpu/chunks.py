@@ -16,7 +16,7 @@ MOST_HEADS = 12
 13.4 with four, 10.5 with twelve."""
 
 
-class ChunkTokens(Protocol):
+class WalkTokens(Protocol):
     """Arrays of L tokens, feature by token, of N key heads of all sequences; `q_MxExL` has G queries of each."""
 
     @property
@@ -29,7 +29,7 @@ class ChunkTokens(Protocol):
     def v_NxDxL(self) -> jax.Array: ...
 
 
-Tokens = TypeVar('Tokens', bound=ChunkTokens)
+Tokens = TypeVar('Tokens', bound=WalkTokens)
 
 
 def count_heads(total: int, most: int) -> int:

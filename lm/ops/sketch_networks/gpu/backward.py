@@ -48,8 +48,8 @@ def input_gradients(
 ) -> tuple[Inputs, ByLevel[jax.Array], ByLevel[jax.Array]]:
     """Returns the gradients of the inputs, and what `weight_gradients` takes of each level.
 
-    That is the standardized vectors that enter it, [N, S, V, M] and [N, 2, V, r], and the gradients of what leaves it,
-    [N, 2, V, r] each.
+    It takes the standardized vectors that enter a level, [N, S, V, M] and [N, 2, V, r]. It also takes the gradients of
+    what leaves the level, [N, 2, V, r] each.
 
     Args:
         plan: V is a multiple of its warpgroups times TILE.
