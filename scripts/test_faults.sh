@@ -12,8 +12,9 @@
 # a restart to its first step. Then it lists what failed. The exit code is 1 if anything failed.
 #
 #   --folder DIR     keep the runs there, and use them the next time
-#   --attacks        random draws have five more kinds of faults: wrong chips and copies, strangers' files, absurd
-#                    numbers, the death of a process whose host keeps the state in memory
+#   --attacks        random draws have ten more kinds of faults: wrong chips and copies, strangers' files, absurd
+#                    numbers, the death of a process whose host keeps the state in memory, a changed digit, planted
+#                    folders, pipes, secrets, and work that hangs
 #   --restarts N     runs that are killed or stopped after every step or two, until N restarts were made
 #   --jobs N         draws at the same time; default: 2
 #   --results FILE   append the result of each draw, and skip draws that the file has: 1,000 draws in parts

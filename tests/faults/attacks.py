@@ -1,8 +1,11 @@
-"""More faults of random draws: wrong chips, strangers' files, absurd numbers, and states in memory."""
+"""More faults of random draws: wrong chips, strangers' files, absurd numbers, states in memory, plants of other users,
+secrets, and work that hangs between two steps."""
 
 import json
+import os
 import pathlib
 import re
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -98,6 +101,97 @@ def absurd_number(d: Draw) -> Session:
     return session
 
 
+def changed_digit(d: Draw) -> Session:
+    """Somebody changes a digit of a line that a checkpoint has sealed: it is named, and the run goes on."""
+    session = d.stop()
+    path, steps = d.path / 'metrics.jsonl', saved(d.path)
+    if not steps or steps[-1] == STEPS:
+        return session
+    intact = path.read_bytes()
+    sealed = [line for line in intact.splitlines(keepends=True) if json.loads(line)['step'] <= steps[0]]
+    which = d.draw.randrange(len(sealed))
+    place = sum(map(len, sealed[:which])) + re.search(rb'"loss": \d', sealed[which]).end() - 1
+    digit = d.draw.choice([n for n in b'0123456789' if n != intact[place]])
+    path.write_bytes(intact[:place] + bytes([digit]) + intact[place + 1 :])
+    again = d.start()
+    need(again.end() == 0, again.output())
+    need('has changed since the checkpoint of step' in again.output(), again.output())
+    later = path.read_bytes()
+    path.write_bytes(intact[: place + 1] + later[place + 1 :])
+    return again
+
+
+def planted_folder(d: Draw) -> Session:
+    """Another user plants a link, a file or a pipe where the run's folder in memory would be: nothing behind it is
+    touched, and nothing waits for it."""
+    session = d.stop()
+    if saved(d.path)[-1:] == [STEPS]:
+        return session
+    victim = d.path.parent / 'victim'
+    victim.mkdir(exist_ok=True)
+    (victim / '0.0').write_text('precious')
+    folder = SharedMemory(d.path, '').folder
+    need(not os.path.lexists(folder), f'{folder} is there before')
+    what = d.draw.choice(['link', 'dangling', 'file', 'pipe'])
+    if what == 'file':
+        folder.write_text('precious')
+    elif what == 'pipe':
+        os.mkfifo(folder)
+    else:
+        folder.symlink_to(victim if what == 'link' else victim / 'none')
+    try:
+        again = d.start(**d.draw.choice([KEPT, {}]))
+        code = again.end()
+        need(code == 0 and 'Traceback' not in again.output(), f'{again.codes()} with a {what}:\n{again.output()}')
+        need((victim / '0.0').read_text() == 'precious', f'a {what} was followed')
+        need(os.path.lexists(folder) and (what != 'file' or folder.read_text() == 'precious'), f'the {what} is gone')
+    finally:
+        folder.unlink(missing_ok=True)
+        shutil.rmtree(victim)
+    return again
+
+
+def pipe_in_place(d: Draw) -> Session:
+    """A pipe lies in the place of a file of the run: 44 at once."""
+    session = d.stop()
+    if not saved(d.path) or saved(d.path)[-1] == STEPS:
+        return session
+    path = d.path / d.draw.choice(['config.gin', 'run.json', 'metrics.jsonl'])
+    aside = d.path.parent / 'aside'
+    path.rename(aside)
+    os.mkfifo(path)
+
+    def put_back() -> None:
+        path.unlink()
+        aside.rename(path)
+
+    return d.refused(44, path.name, put_back)
+
+
+def planted_secret(d: Draw) -> Session:
+    """The address of a webhook is a secret: no file of the run has it."""
+    secret = f'PLANTED{d.draw.randrange(10**12):012}'
+    flags = ('--set', 'train.trackers=[@webhook()]', '--gin_param', f"webhook.url = 'http://127.0.0.1:9/{secret}'")
+    session = d.start(*flags)
+    code = session.end()
+    need(code == 0, f'{session.codes()}:\n{session.output()}')
+    found = [path.name for path, content in contents(d.path).items() if secret.encode() in content]
+    need(not found and secret not in session.output(), f'the secret is in {found or "the output"}')
+    return session
+
+
+def hanging_phase(d: Draw) -> Session:
+    """A replay, an evaluation or a save never ends: 42, with the stacks."""
+    phase = d.draw.choice(['replay', 'evaluation', 'checkpoint'])
+    changes = {'train__hang_minutes': 0.1} | ({'train__replay_every': 2} if phase == 'replay' else {})
+    session = d.start(launcher=('hang', phase), **changes)
+    session.end(300)
+    codes = set(session.codes())
+    need(codes <= {0} or codes <= {42}, f'{session.codes()}:\n{session.output()}')
+    need(codes == {0} or 'most recent call first' in session.output(), session.output())
+    return session
+
+
 def contents(run: pathlib.Path) -> dict[pathlib.Path, bytes]:
     return {path: path.read_bytes() for path in sorted(run.rglob('*')) if path.is_file()}
 
@@ -129,4 +223,9 @@ ATTACKS: dict[str, Callable[[Draw], Session]] = {
     "stranger's file": planted_file,
     'absurd number': absurd_number,
     'state in memory': kept_in_memory,
+    'changed digit': changed_digit,
+    'planted folder': planted_folder,
+    'pipe in place': pipe_in_place,
+    'planted secret': planted_secret,
+    'hanging phase': hanging_phase,
 }

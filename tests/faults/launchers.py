@@ -6,6 +6,7 @@ limit BYTES          no file may become longer, as on a full disk.
 poison BATCH…        the steps of these batches are not finite.
 record FILE          appends 'step checksum' of each batch that is read.
 without MODULE…      these modules cannot be imported.
+hang PHASE           the replay, the evaluation or the save number 2 never ends, and the watchdog is impatient.
 slow SECONDS         each step, and each batch of an evaluation, takes at least so long.
 """
 
@@ -137,7 +138,34 @@ def spoil(number: str) -> None:
     lm.session.train.compare_copies = compare
 
 
-LAUNCHERS = {function.__name__: function for function in (limit, miscompute, poison, record, spoil, without, slow)}
+def hang(phase: str) -> None:
+    import itertools
+    import threading
+
+    from lm.checkpoint.checkpointer import Checkpointer
+    from lm.evaluation.perplexity import Evaluator
+    from lm.pod import watchdog
+    from lm.training.replay import Replay
+
+    owner, name = {
+        'evaluation': (Evaluator, 'sum_scores'),
+        'checkpoint': (Checkpointer, 'save'),
+        'replay': (Replay, 'check'),
+    }[phase]
+    plain, calls = getattr(owner, name), itertools.count()
+    watchdog.PATIENCE = 1
+
+    def stuck(*arguments, **options):
+        if next(calls):
+            threading.Event().wait()
+        return plain(*arguments, **options)
+
+    setattr(owner, name, stuck)
+
+
+LAUNCHERS = {
+    function.__name__: function for function in (hang, limit, miscompute, poison, record, spoil, without, slow)
+}
 
 
 def main(program: list[str]) -> int:
