@@ -282,14 +282,19 @@ def _inode(folder: os.PathLike | str) -> int | None:
         return None
 
 
+def _read(path: str) -> str:
+    """Returns the text of a file of the kernel; '' where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ''
+
+
 def _start_of(pid: int) -> str | None:
     """Returns when a process started, in ticks since the boot, which distinguishes processes of one number. None: there
-    is no /proc."""
-    try:
-        state, *rest = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
-    except OSError:
-        return None
-    return None if state in 'ZX' else rest[18]
+    is no such process, or no /proc."""
+    fields = _read(f'/proc/{pid}/stat').rpartition(')')[2].split()
+    return fields[19] if fields and fields[0] not in 'ZX' else None
 
 
 def _pid_namespace() -> str:
@@ -300,10 +305,7 @@ def _pid_namespace() -> str:
 
 
 def _boot() -> str:
-    try:
-        return Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-    except OSError:
-        return ''
+    return _read('/proc/sys/kernel/random/boot_id').strip()
 
 
 def _seconds_since_boot() -> float:
