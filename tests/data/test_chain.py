@@ -86,23 +86,6 @@ def test_a_part_that_is_damaged_between_two_machines_is_made_again(kind, config,
     assert (path / 'chain.jsonl').read_bytes() == (tmp_path / 'one' / 'chain.jsonl').read_bytes()
 
 
-@pytest.mark.parametrize('kind', DAMAGES)
-def test_a_file_that_is_damaged_before_the_store_is_written_is_made_again(kind, config, tmp_path, monkeypatch):
-    prepare(config, str(tmp_path / 'one'))
-    path, assemble, calls = tmp_path / 'two', stages._assemble, []
-
-    def disturb(*arguments):
-        if not calls:
-            damage(path / 'parts', kind)
-        calls.append(kind)
-        return assemble(*arguments)
-
-    monkeypatch.setattr(stages, '_assemble', disturb)
-    prepare(config, str(path))
-    assert len(calls) == 2
-    assert read_splits(path) == read_splits(tmp_path / 'one')
-
-
 def test_storage_that_damages_each_time_ends_with_the_file(config, tmp_path, monkeypatch):
     path, assemble = tmp_path / 'store', stages._assemble
 
