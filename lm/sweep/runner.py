@@ -76,7 +76,7 @@ class Runner:
             LmError: not all points succeeded.
         """
         self.sweep.write_results()
-        with self._signals():
+        with self._signals(), self._leases():
             while self.running or (self.has_more() and not self.signals):
                 self.look()
                 if not self.signals:
@@ -90,6 +90,15 @@ class Runner:
             sweep_file.make_results_table(rows)
         )
         self.conclude(rows)
+
+    @contextlib.contextmanager
+    def _leases(self) -> Iterator[None]:
+        """A block whose end gives back the leases of points that still run, whose trainings hold leases, too."""
+        try:
+            yield
+        finally:
+            for job in self.running:
+                job.held.close()
 
     def has_more(self) -> bool:
         """Tells whether points are still to come."""

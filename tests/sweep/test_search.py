@@ -79,8 +79,15 @@ def test_a_search_of_24_trials_that_is_killed_ten_times_proposes_the_same(search
     assert search('whole', '--trials', '24', *flags) == 0
     for name, code in (('trial-0003', 42), ('trial-0009', 42)):
         (tmp_path / 'notes' / f'{name}.{code}').touch()
-    sleeps, limit, kills = itertools.count(), [1], 0
+    sleeps, limit, kills, started = itertools.count(), [1], 0, []
     sleep = runner_module.time.sleep
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, 'Popen', Recorded)
 
     def sleep_or_die(seconds):
         if next(sleeps) == limit[0]:
@@ -94,6 +101,8 @@ def test_a_search_of_24_trials_that_is_killed_ten_times_proposes_the_same(search
             code = search('killed', '--trials', '24', *flags)
         except Killed:
             kills += 1
+            for process in started:  # the system would end it
+                process.wait()
             limit[0] = next(sleeps) + (1 if kills < 10 else 10**6)
             if kills == 5:
                 (tmp_path / 'killed' / 'sweep.json').unlink()  # nothing but the run directories counts
