@@ -1,7 +1,6 @@
 """Prints the cycles of the TPU kernels on one generation or several, without a TPU. It needs libtpu.
 
-`python -m scripts.kernels.cycles --topology v5e,v6e --save tests/data/kernels.json` writes the cycles that
-tests compare.
+python -m scripts.kernels.cycles --topology v5e,v6e --save tests/data/kernels.json
 """
 
 import argparse
