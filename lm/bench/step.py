@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from lm.bench import results, timing
 from lm.bench.candidates import Candidate, change_context, describe_settings, read_candidates, with_model
+from lm.bench.forecast import forecast_steps
 from lm.bench.options import StepOptions
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
@@ -156,7 +157,12 @@ class TimedStep:
 
 
 def bench_step(options: StepOptions, job: JobAddress) -> None:
-    """Times the steps, prints a table, and writes and draws what the options ask for."""
+    """Times the steps, prints a table, and writes and draws what the options ask for.
+
+    With a topology, nothing runs: the steps are compiled for it, and their times are forecast.
+    """
+    if options.topology:
+        return forecast_steps(options)
     output = results.Output(options.save, options.out)
     initialize_distributed(MeshConfig(), job)
     is_cpu = jax.default_backend() == 'cpu'

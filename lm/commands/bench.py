@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,15 +35,17 @@ class BenchPart:
 
     Attributes:
         options: a dataclass, whose fields are the flags.
-        make_call: (flags, the options that they make) → the call that does the work.
-        has_job: several processes may share the work.
+        work: module:function of the options, which does the work.
+        has_job: several processes may share the work; the function then takes the address of the job, too.
+        check: raises ConfigError for flags that do not go together.
     """
 
     help: str
     example: str
     options: type[BenchOptions]
-    make_call: Callable[[argparse.Namespace, Any], Call]
+    work: str
     has_job: bool = False
+    check: Callable[[argparse.Namespace, Any], None] = lambda arguments, options: None
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,11 @@ def make_call(arguments: argparse.Namespace) -> Call:
         return functools.partial(print_help, arguments.parser)
     part = PARTS[arguments.part]
     given = find_given(arguments, *(field.name for field in dataclasses.fields(part.options)))
-    return part.make_call(arguments, part.options(**given))
+    options = part.options(**given)
+    part.check(arguments, options)
+    module, _, name = part.work.partition(':')
+    job = (job_address(arguments),) if part.has_job else ()
+    return functools.partial(getattr(importlib.import_module(module), name), options, *job)
 
 
 def print_help(parser: argparse.ArgumentParser) -> int:
@@ -73,51 +80,18 @@ def print_help(parser: argparse.ArgumentParser) -> int:
     return 2
 
 
-def _call_attention(arguments: argparse.Namespace, options: AttentionOptions) -> Call:
-    from lm.bench.attention import bench_attention
-
-    return functools.partial(bench_attention, options)
-
-
-def _call_step(arguments: argparse.Namespace, options: StepOptions) -> Call:
+def _check_step(arguments: argparse.Namespace, options: StepOptions) -> None:
     if options.topology:
         why = 'is of steps that run; with --topology the step is compiled alone'
         refuse(arguments, ('steps', 'repeats', 'coordinator_address', 'process_count', 'process_id'), why)
-        from lm.bench.forecast import forecast_steps
-
-        return functools.partial(forecast_steps, options)
-    from lm.bench.step import bench_step
-
-    return functools.partial(bench_step, options, job_address(arguments))
 
 
-def _call_precision(arguments: argparse.Namespace, options: ComparedOptions) -> Call:
-    from lm.bench.precision import bench_precision
-
-    return functools.partial(bench_precision, options, job_address(arguments))
-
-
-def _call_chips(arguments: argparse.Namespace, options: ChipOptions) -> Call:
-    from lm.bench.chips import bench_chips
-
-    return functools.partial(bench_chips, options, job_address(arguments))
-
-
-def _call_data(arguments: argparse.Namespace, options: DataOptions) -> Call:
+def _check_data(arguments: argparse.Namespace, options: DataOptions) -> None:
     if options.path is not None:
         refuse(arguments, ('tokens',), 'is of the store that is made; leave this or --path out')
         if options.text is None:
             why = 'is of a text; add --text, or leave --path out'
             refuse(arguments, ('megabytes', 'document_bytes', 'vocab_size'), why)
-    from lm.bench.data import bench_data
-
-    return functools.partial(bench_data, options)
-
-
-def _call_checkpoint(arguments: argparse.Namespace, options: CheckpointOptions) -> Call:
-    from lm.bench.checkpoint import bench_checkpoint
-
-    return functools.partial(bench_checkpoint, options)
 
 
 PARTS = {
@@ -125,40 +99,42 @@ PARTS = {
         'one layer of each mechanism at several context lengths: latency and memory',
         'lm bench attention --mechanisms polysketch,gated_linear,softmax --contexts 1024,8192 --out figures',
         AttentionOptions,
-        _call_attention,
+        'lm.bench.attention:bench_attention',
     ),
     'step': BenchPart(
         'whole training steps per second at constant tokens per step, over context lengths',
         'lm bench step --mechanisms softmax,polysketch --contexts 512,2048 --save step.json',
         StepOptions,
-        _call_step,
+        'lm.bench.step:bench_step',
         has_job=True,
+        check=_check_step,
     ),
     'precision': BenchPart(
         'whether the kernels of this machine compute what XLA alone computes: loss and gradients of a small model',
         'lm bench precision --mechanisms softmax,configs/attention/polysketch.gin',
         ComparedOptions,
-        _call_precision,
+        'lm.bench.precision:bench_precision',
         has_job=True,
     ),
     'chips': BenchPart(
         'a burn-in that looks for chips that compute wrongly: their units, memory and links, and the training step',
         'lm bench chips --minutes 30 --gin_file configs/models/small.gin',
         ChipOptions,
-        _call_chips,
+        'lm.bench.chips:bench_chips',
         has_job=True,
     ),
     'data': BenchPart(
         'how fast lm prepare tokenises, beside SentencePiece alone, and how fast batches are read',
         'lm bench data --text book.txt',
         DataOptions,
-        _call_data,
+        'lm.bench.data:bench_data',
+        check=_check_data,
     ),
     'checkpoint': BenchPart(
         'how long saving and restoring the training state takes, and how much host memory',
         'lm bench checkpoint --gin_file configs/models/small.gin',
         CheckpointOptions,
-        _call_checkpoint,
+        'lm.bench.checkpoint:bench_checkpoint',
     ),
 }
 
