@@ -111,11 +111,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
-def _elementwise(functions: dict[str, Callable[..., Any]]) -> None:
-    for name, function in functions.items():
-        RULES[name] = lambda _, *arrays, function=function: function(*arrays)
-
-
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Divides; integers towards zero."""
     return a / b if a.dtype.kind == 'f' else (np.sign(a) * np.sign(b) * (abs(a) // abs(b))).astype(a.dtype)
@@ -134,58 +129,30 @@ def _invert_erf(x: np.ndarray) -> np.ndarray:
     return np.vectorize(lambda each: NORMAL.inv_cdf((each + 1) / 2) / math.sqrt(2), otypes=[float])(inner)
 
 
-_elementwise(
-    {
-        'abs': np.abs,
-        'add': np.add,
-        'add_any': np.add,
-        'and': np.bitwise_and,
-        'atan2': np.arctan2,
-        'ceil': np.ceil,
-        'clamp': lambda low, x, high: np.minimum(np.maximum(x, low), high),
-        'cos': np.cos,
-        'cosh': np.cosh,
-        'div': _divide,
-        'eq': np.equal,
-        'erf': np.vectorize(math.erf, otypes=[float]),
-        'erf_inv': _invert_erf,
-        'exp': np.exp,
-        'exp2': np.exp2,
-        'expm1': np.expm1,
-        'floor': np.floor,
-        'ge': np.greater_equal,
-        'gt': np.greater,
-        'is_finite': np.isfinite,
-        'le': np.less_equal,
-        'log': np.log,
-        'log1p': np.log1p,
-        'logistic': _logistic,
-        'lt': np.less,
-        'max': np.maximum,
-        'min': np.minimum,
-        'mul': np.multiply,
-        'ne': np.not_equal,
-        'neg': np.negative,
-        'nextafter': np.nextafter,
-        'not': np.bitwise_not,
-        'or': np.bitwise_or,
-        'pow': np.power,
-        'rem': np.fmod,
-        'rsqrt': lambda x: 1 / np.sqrt(x),
-        'shift_left': np.left_shift,
-        'shift_right_arithmetic': np.right_shift,
-        'shift_right_logical': lambda a, b: (a.view(f'u{a.itemsize}') >> b.view(f'u{b.itemsize}')).view(a.dtype),
-        'sign': np.sign,
-        'sin': np.sin,
-        'sinh': np.sinh,
-        'sqrt': np.sqrt,
-        'square': np.square,
-        'sub': np.subtract,
-        'tan': np.tan,
-        'tanh': np.tanh,
-        'xor': np.bitwise_xor,
-    }
-)
+ALIKE = (
+    'abs', 'add', 'ceil', 'cos', 'cosh', 'exp', 'exp2', 'expm1', 'floor', 'log', 'log1p', 'nextafter', 'sign', 'sin',
+    'sinh', 'sqrt', 'square', 'tan', 'tanh',
+)  # fmt: skip
+"""Primitives that NumPy computes entry by entry, under the same name."""
+RENAMED: dict[str, Callable[..., Any]] = {
+    'add_any': np.add, 'and': np.bitwise_and, 'atan2': np.arctan2, 'eq': np.equal, 'ge': np.greater_equal,
+    'gt': np.greater, 'is_finite': np.isfinite, 'le': np.less_equal, 'lt': np.less, 'max': np.maximum,
+    'min': np.minimum, 'mul': np.multiply, 'ne': np.not_equal, 'neg': np.negative, 'not': np.bitwise_not,
+    'or': np.bitwise_or, 'pow': np.power, 'rem': np.fmod, 'shift_left': np.left_shift,
+    'shift_right_arithmetic': np.right_shift, 'sub': np.subtract, 'xor': np.bitwise_xor,
+}  # fmt: skip
+"""Primitive → the function of NumPy, where its name is another one."""
+COMPOSED: dict[str, Callable[..., Any]] = {
+    'clamp': lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    'div': _divide,
+    'erf': np.vectorize(math.erf, otypes=[float]),
+    'erf_inv': _invert_erf,
+    'logistic': _logistic,
+    'rsqrt': lambda x: 1 / np.sqrt(x),
+    'shift_right_logical': lambda a, b: (a.view(f'u{a.itemsize}') >> b.view(f'u{b.itemsize}')).view(a.dtype),
+}
+for _name, _function in ({name: getattr(np, name) for name in ALIKE} | RENAMED | COMPOSED).items():
+    RULES[_name] = lambda _, *arrays, function=_function: function(*arrays)
 
 
 @rule('copy', 'copy_p', 'name', 'reduce_precision', 'sharding_constraint', 'reshard', 'pvary', 'stop_gradient')
