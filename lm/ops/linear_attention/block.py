@@ -79,21 +79,21 @@ class Shape:
         """True where features are compared inside the block."""
         return self.options.causal and (self.options.local is None or self.options.window is not None)
 
-    def map_keys(self, parameters: Any, k_BxKxExS: jax.Array) -> jax.Array:
+    def map_keys(self, parameters: object, k_BxKxExS: jax.Array) -> jax.Array:
         """Computes features [B, K, F, S]."""
         if self.options.feature_map is None:
             return k_BxKxExS.astype(self.dtype)
         y_BxSxKxF = self.options.compute_features(parameters, k_BxKxExS.transpose(0, 3, 1, 2), False)
         return y_BxSxKxF.astype(self.dtype).transpose(0, 2, 3, 1)
 
-    def map_queries(self, parameters: Any, q_BxKxExGxT: jax.Array) -> jax.Array:
+    def map_queries(self, parameters: object, q_BxKxExGxT: jax.Array) -> jax.Array:
         """Computes features [B, K, F, G, T]."""
         if self.options.feature_map is None:
             return q_BxKxExGxT.astype(self.dtype)
         x_BxTxHxF = self.options.compute_features(parameters, ungroup(q_BxKxExGxT), True)
         return group(x_BxTxHxF.astype(self.dtype), q_BxKxExGxT.shape[1])
 
-    def find_log_factors(self, parameters: Any, q_BxKxExGxT: jax.Array) -> jax.Array | None:
+    def find_log_factors(self, parameters: object, q_BxKxExGxT: jax.Array) -> jax.Array | None:
         """Computes the logs of the factors that approximate weights lack, [B, K, G, T]; None where they lack none."""
         log_BxTxH = self.options.find_log_factor(parameters, ungroup(q_BxKxExGxT))
         if log_BxTxH is None:
@@ -343,15 +343,15 @@ def read_sums(tile: _Tile, x: jax.Array, sums: Sums) -> tuple[jax.Array, jax.Arr
 def fold(
     shape: Shape,
     tokens: BlockTokens,
-    parameters: Any,
+    parameters: object,
     bounds: Bounds | None = None,
     start: jax.Array | int = 0,
     log_factors_BxKxS: jax.Array | None = None,
 ) -> Sums:
     """Computes the sums over these keys, from index `start` on, without keys outside the bounds.
 
-    `parameters` are the parameters of the keys' map. `log_factors_BxKxS`: the logs of the factors by which the keys
-    have decayed in the sums; None: no decay.
+    `parameters` are the keys'. `log_factors_BxKxS` are the logs of the factors by which the keys have decayed in the
+    sums; None: no decay.
     """
     y, one, factors = shape.map_keys(parameters, cast(jax.Array, tokens.k_BxKxExS)), None, None
     if bounds is not None:
@@ -376,7 +376,7 @@ def last_entry(decay: Decay, bounds: Bounds | None, start: jax.Array | int) -> D
 
 
 def advance(
-    shape: Shape, sums: Sums, tokens: BlockTokens, parameters: Any, bounds: Bounds | None, start: jax.Array | int
+    shape: Shape, sums: Sums, tokens: BlockTokens, parameters: object, bounds: Bounds | None, start: jax.Array | int
 ) -> Sums:
     """Computes the sums after a block from the sums before it, decayed up to the `last_entry`."""
     log_factors_BxKxS = None

@@ -9,7 +9,7 @@ The backward pass differentiates this as it stands: the same exchanges, in the o
 
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def _add(a: Tree, b: Tree) -> Tree:
     return jax.tree.map(jnp.add, a, b)
 
 
-def sum_before(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> State:
+def sum_before(options: Options, parameters: object, keys: Keys, bounds: Bounds | None) -> State:
     """Computes the sums over the keys of all parts before this one.
 
     `keys` are the keys of this part; only keys inside the bounds count.
@@ -78,7 +78,9 @@ def sum_before(options: Options, parameters: Any, keys: Keys, bounds: Bounds | N
     return carry_sums(sums, log_factor_BxK)
 
 
-def _sum_part(options: Options, parameters: Any, keys: Keys, bounds: Bounds | None) -> tuple[State, jax.Array | None]:
+def _sum_part(
+    options: Options, parameters: object, keys: Keys, bounds: Bounds | None
+) -> tuple[State, jax.Array | None]:
     """Computes the arguments of `carry_sums`.
 
     Blocks are added with their factors up to the end of the part. None depends on the sums before it, so that the

@@ -99,7 +99,7 @@ class Options:
         """Tokens per block of exact weights; None where there are no such blocks."""
         return (self.block or LOCAL_BLOCK) if self.local is not None and self.window is None else None
 
-    def compute_features(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
+    def compute_features(self, parameters: object, x: jax.Array, queries: bool) -> jax.Array:
         """Maps [..., T, heads, E] to features [..., T, heads, F]."""
         return x if self.feature_map is None else self.feature_map(parameters, x, queries)
 
@@ -108,7 +108,7 @@ class Options:
         """True where features of queries lack factors (`RescaledMap`)."""
         return isinstance(self.feature_map, RescaledMap) and self.feature_map.rescale
 
-    def find_log_factor(self, parameters: Any, q: jax.Array) -> jax.Array | None:
+    def find_log_factor(self, parameters: object, q: jax.Array) -> jax.Array | None:
         """Computes the logs of the factors that weights of queries lack, [B, T, heads]; None where they lack none, or
         where all weights lack them."""
         if not isinstance(self.local, ExpKernel) or not self.lacks_factors:

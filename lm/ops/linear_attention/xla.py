@@ -132,7 +132,7 @@ def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
     return LinearResult(*function(call.parameters, bounds, tokens, decay))
 
 
-def add_keys(options: Options, parameters: Any, keys: Keys, state: State, bounds: Bounds | None = None) -> State:
+def add_keys(options: Options, parameters: object, keys: Keys, state: State, bounds: Bounds | None = None) -> State:
     """Folds these keys into the state, without keys outside the bounds."""
     shape = Shape(options, tile=0, reads=False, dtype=keys.v_BxSxKxD.dtype)
     decay = None if keys.log_decay_BxSxK is None else decays.accumulate(keys.log_decay_BxSxK)
@@ -141,7 +141,7 @@ def add_keys(options: Options, parameters: Any, keys: Keys, state: State, bounds
     return join(advance(shape, sums, BlockTokens(v, k_BxKxExS=k, decay=decay), parameters, bounds, 0))
 
 
-def count_features(options: Options, parameters: Any, k_BxLxKxE: jax.Array) -> int:
+def count_features(options: Options, parameters: object, k_BxLxKxE: jax.Array) -> int:
     """Returns F."""
     batch, _, heads, size = k_BxLxKxE.shape
     one = jax.ShapeDtypeStruct((batch, 1, heads, size), k_BxLxKxE.dtype)
@@ -189,10 +189,6 @@ class BlockWalk:
         keys = {name: _cut(getattr(tokens, name), start, seen) for name in KEYS}
         return BlockTokens(**queries, **keys, decay=_cut(tokens.decay, start, seen + 1))
 
-    def cut_keys(self, start: jax.Array | int, size: int) -> BlockTokens:
-        """Cuts the keys that a block folds."""
-        return _cut_keys(self.tokens, start, size)
-
     def read(
         self, tokens: BlockTokens, sums: Sums | None, start: jax.Array | int, parameters: Sides[Any] | None = None
     ) -> tuple[jax.Array, jax.Array]:
@@ -206,7 +202,7 @@ class BlockWalk:
         def compute(sums, keys):
             return advance(self.plan.shape, sums, keys, self.parameters.keys, self.bounds, start)
 
-        return call_in_branch(start, compute, sums, self.cut_keys(start, size))
+        return call_in_branch(start, compute, sums, _cut_keys(self.tokens, start, size))
 
     def advance_beside(self, tokens: BlockTokens, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
         """Computes the sums after a block where its features serve its queries too; else None."""
@@ -288,7 +284,7 @@ class Backward:
 
         def compute(tokens, cotangents, sums):
             def call(arrays, parameters):
-                return walk.read(_put_arrays(tokens, arrays), sums, start, parameters)
+                return walk.read(_set_arrays(tokens, arrays), sums, start, parameters)
 
             arrays = {name: array for name, array in _take(tokens).items() if name in self.read}
             pull = jax.vjp(call, arrays, walk.parameters)[1]
@@ -314,10 +310,6 @@ class Backward:
 
         return call_in_branch(start, compute, walk.cut(start, size), self.cotangents(start, size))
 
-    def step_reads(self, start: jax.Array | int, size: int, sums: Sums | None) -> Sums | None:
-        """Adds the gradient of the sums over all keys through the reads of a block's queries."""
-        return _sum(sums, self.differentiate_read(start, size))
-
     def step_backwards(self, start: jax.Array | int, size: int, carry):
         """Adds the gradients of a block's keys, and computes gradients of the sums before it from the sums after it.
 
@@ -335,12 +327,12 @@ class Backward:
         """Adds the gradients of the keys that a block folds into the sums."""
         walk, plan = self.walk, self.plan
         dkeys, dparameters, dsums = carry
-        keys = walk.cut_keys(start, size)
+        keys = _cut_keys(walk.tokens, start, size)
         last = None if keys.decay is None else last_entry(keys.decay, walk.bounds, start)
 
         def compute(keys, last, dsums):
             def call(arrays, parameters):
-                tokens, log_factors = _put_arrays(keys, arrays), None
+                tokens, log_factors = _set_arrays(keys, arrays), None
                 if tokens.decay is not None:
                     log_factors = decays.between(last, decays.entries(tokens.decay, 1))
                 return fold(plan.shape, tokens, parameters, walk.bounds, start, log_factors)
@@ -371,7 +363,7 @@ def _attend_backward(plan: BlockPlan, residuals, cotangents: tuple[jax.Array, St
         dlast_BxK = cast(jax.Array, sum((d * x).sum(tuple(range(2, x.ndim))) for d, x in products))
         dkeys['decay'] = _add(dkeys['decay'], dlast_BxK[..., None], end)
     if not causal:
-        dsums = plan.walk(backward.step_reads, dsums)
+        dsums = plan.walk(lambda start, size, d: _sum(d, backward.differentiate_read(start, size)), cast(Sums, dsums))
     dkey_parameters = dparameters.keys
     if plan.folds or plan.before:
         dkeys, dkey_parameters, dsums = plan.walk(
@@ -438,7 +430,7 @@ def _take(tokens: BlockTokens) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _put_arrays(tokens: BlockTokens, arrays: dict[str, jax.Array]) -> BlockTokens:
+def _set_arrays(tokens: BlockTokens, arrays: dict[str, jax.Array]) -> BlockTokens:
     """Replaces what `_take` returns."""
     replaced = tokens._replace(**arrays)
     return replaced if tokens.decay is None else replaced._replace(decay=tokens.decay._replace(total=arrays['decay']))
