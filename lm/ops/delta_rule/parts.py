@@ -8,7 +8,7 @@ it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def compute_part(walk: Callable[[DeltaCall], DeltaResult], call: DeltaCall) -> j
     o, state = walk(extended)
     own, through = jnp.split(o, [size], axis=-1)
     change = cast(jax.Array, state) - extended.first_state_BxKxExD
-    before = _carry(PartChange(*jnp.split(change, [size], axis=-1)))
+    before = _carry(*jnp.split(change, [size], axis=-1))
     through = through.reshape(*lead, -1, key_size)
     return own + dot('blkge,bked->blkgd', through, before).reshape(own.shape).astype(call.v_BxLxKxD.dtype)
 
@@ -51,22 +51,13 @@ def unsupported(call: DeltaCall) -> None:
     """Everything is supported."""
 
 
-class PartChange(NamedTuple):
-    """The two terms of a part's change to the state: it adds R, and P - I times the state."""
+def _carry(added_BxKxExD: jax.Array, change_BxKxExE: jax.Array) -> jax.Array:
+    """Returns the state after all parts before this one. A part adds R to the state, and P - I times the state."""
 
-    added_BxKxExD: jax.Array
-    change_BxKxExE: jax.Array
+    def compose(earlier, later):
+        (added, change), (more, later_change) = earlier, later
+        both = dot('bkef,bkfd->bked', later_change, jnp.concatenate(earlier, axis=-1))
+        through_added, through_change = jnp.split(both, [added.shape[-1]], axis=-1)
+        return added + through_added + more, change + through_change + later_change
 
-
-def _carry(part: PartChange) -> jax.Array:
-    """Returns the state after all parts before this one."""
-
-    def compose(earlier: PartChange, later: PartChange) -> PartChange:
-        both = dot('bkef,bkfd->bked', later.change_BxKxExE, jnp.concatenate(earlier, axis=-1))
-        added, change = jnp.split(both, [earlier.added_BxKxExD.shape[-1]], axis=-1)
-        return PartChange(
-            earlier.added_BxKxExD + added + later.added_BxKxExD,
-            earlier.change_BxKxExE + change + later.change_BxKxExE,
-        )
-
-    return sequence.carried(part, compose).added_BxKxExD
+    return sequence.carried((added_BxKxExD, change_BxKxExE), compose)[0]

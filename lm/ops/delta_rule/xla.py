@@ -122,22 +122,6 @@ def _walk_backward(residuals, cotangents):
 _walk.defvjp(_walk_forward, _walk_backward)
 
 
-class ChunkFactors(NamedTuple):
-    """Products of the factors a in chunks.
-
-    Attributes:
-        within_BxKxNxCxC: from token j (the last axis) to a later token i; 0 elsewhere.
-        since_start_BxKxNxCx1: from the start to each token.
-        until_end_BxKxNxCx1: from each token to the end.
-        whole_BxKxN: from the start to the end.
-    """
-
-    within_BxKxNxCxC: jax.Array
-    since_start_BxKxNxCx1: jax.Array
-    until_end_BxKxNxCx1: jax.Array
-    whole_BxKxN: jax.Array
-
-
 class PairWeights(NamedTuple):
     """The weights of a chunk's pairs, and the products of factors that its operands take.
 
@@ -156,26 +140,6 @@ class PairWeights(NamedTuple):
     whole_BxKxNxE: jax.Array
 
 
-class ChunkSides(NamedTuple):
-    """The operands that a chunk multiplies with the state before it and with its tokens' additions.
-
-    Attributes:
-        q_BxKxGxCxE: queries times the factors since the start.
-        k_BxKxCxE: keys times the factors until the end.
-        u_BxKxCxD: the tokens' additions if the state were 0.
-        w_BxKxCxE: its product with the state is subtracted from the additions.
-        weights_BxKxGxCxC: the weights of the tokens' additions for the queries.
-        whole_BxKxE: the factors of the whole chunk; without the last axis where channels share a factor.
-    """
-
-    q_BxKxGxCxE: jax.Array
-    k_BxKxCxE: jax.Array
-    u_BxKxCxD: jax.Array
-    w_BxKxCxE: jax.Array
-    weights_BxKxGxCxC: jax.Array
-    whole_BxKxE: jax.Array
-
-
 def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
     q, k, v, beta, *_ = tokens
@@ -187,16 +151,17 @@ def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.A
     solved = system.solve(pairs.system_BxKxNxCxC, given)
     q, k = q * pairs.since_start_BxKxNxCxE[:, :, :, None], k * pairs.until_end_BxKxNxCxE
 
-    def step(state, chunk: ChunkSides):
-        new_BxKxCxD = chunk.u_BxKxCxD - dot('bkce,bked->bkcd', chunk.w_BxKxCxE, state)
-        o = dot('bkgce,bked->bkgcd', chunk.q_BxKxGxCxE, state)
-        o += dot('bkgij,bkjd->bkgid', chunk.weights_BxKxGxCxC, new_BxKxCxD)
-        whole = jnp.expand_dims(chunk.whole_BxKxE, range(chunk.whole_BxKxE.ndim, 4))
-        state = whole * state + dot('bkce,bkcd->bked', chunk.k_BxKxCxE, new_BxKxCxD)
+    def step(state, chunk):
+        """A token's addition is u if the state were 0; w times the state is subtracted from it."""
+        new_BxKxCxD = chunk['u'] - dot('bkce,bked->bkcd', chunk['w'], state)
+        o = dot('bkgce,bked->bkgcd', chunk['q_since'], state)
+        o += dot('bkgij,bkjd->bkgid', chunk['weights'], new_BxKxCxD)
+        whole = jnp.expand_dims(chunk['whole'], range(chunk['whole'].ndim, 4))
+        state = whole * state + dot('bkce,bkcd->bked', chunk['k_until'], new_BxKxCxD)
         return state, o.astype(dtype)
 
-    weights, whole = pairs.weights_BxKxNxGxCxC, pairs.whole_BxKxNxE
-    chunks = ChunkSides(q, k, solved[..., :size], solved[..., size:], weights, whole)
+    chunks = {'q_since': q, 'k_until': k, 'u': solved[..., :size], 'w': solved[..., size:]}
+    chunks |= {'weights': pairs.weights_BxKxNxGxCxC, 'whole': pairs.whole_BxKxNxE}
     state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), chunks))
     return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)
 
@@ -211,22 +176,19 @@ def _weigh_by_channel(tokens: Tokens) -> PairWeights:
 
 def _weigh_by_head(tokens: Tokens) -> PairWeights:
     q, k = tokens.q_BxKxNxGxCxE, tokens.k_BxKxNxCxE
-    within, *factors = _multiply_factors(tokens)
-    system = tokens.beta_BxKxNxC[..., None] * dot('bknie,bknje->bknij', k, k) * jnp.tril(within, -1)
-    weights = dot('bkngie,bknje->bkngij', q, k) * within[:, :, :, None]
-    return PairWeights(system, weights, *factors)
-
-
-def _multiply_factors(tokens: Tokens) -> ChunkFactors:
     *lead, length = tokens.beta_BxKxNxC.shape
     lower = jnp.tril(jnp.ones((length, length), jnp.float32))
     if tokens.log_decay_BxKxNxC is None:
-        ones = jnp.ones((*lead, length, 1), jnp.float32)
-        return ChunkFactors(jnp.broadcast_to(lower, (*lead, length, length)), ones, ones, ones[..., 0, 0])
-    decay = decays.accumulate(tokens.log_decay_BxKxNxC.reshape(-1, length)[..., None])
-    decay = jax.tree.map(lambda x: x.reshape(*lead, length + 1), decay)
-    first, each, last = (decays.entries(decay, *of) for of in ((0, 1), (1,), (length,)))
-    later, earlier = jax.tree.map(lambda x: x[..., :, None], each), jax.tree.map(lambda x: x[..., None, :], each)
-    within = jnp.exp(jnp.where(lower > 0, decays.between(later, earlier), -jnp.inf))
-    start, end = (jnp.exp(decays.between(*pair))[..., None] for pair in ((each, first), (last, each)))
-    return ChunkFactors(within, start, end, jnp.exp(decays.between(last, first))[..., 0])
+        start = end = jnp.ones((*lead, length, 1), jnp.float32)
+        within, whole = jnp.broadcast_to(lower, (*lead, length, length)), start[..., 0, 0]
+    else:
+        decay = decays.accumulate(tokens.log_decay_BxKxNxC.reshape(-1, length)[..., None])
+        decay = jax.tree.map(lambda x: x.reshape(*lead, length + 1), decay)
+        first, each, last = (decays.entries(decay, *of) for of in ((0, 1), (1,), (length,)))
+        later, earlier = jax.tree.map(lambda x: x[..., :, None], each), jax.tree.map(lambda x: x[..., None, :], each)
+        within = jnp.exp(jnp.where(lower > 0, decays.between(later, earlier), -jnp.inf))
+        start, end = (jnp.exp(decays.between(*pair))[..., None] for pair in ((each, first), (last, each)))
+        whole = jnp.exp(decays.between(last, first))[..., 0]
+    system = tokens.beta_BxKxNxC[..., None] * dot('bknie,bknje->bknij', k, k) * jnp.tril(within, -1)
+    weights = dot('bkngie,bknje->bkngij', q, k) * within[:, :, :, None]
+    return PairWeights(system, weights, start, end, whole)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.residuals import save_residual
-from lm.ops.tpu.chunks import ChunkPlan, Tokens, WalkTokens
+from lm.ops.tpu.chunks import ChunkPlan, WalkedTokens
 from lm.ops.tpu.order import Turns, side_by_side
 
 Held = TypeVar('Held')
@@ -38,7 +38,7 @@ class WalkOutputs(NamedTuple, Generic[Held]):
     states_NxTxDxE: Held | None
 
 
-class ChunkReferences(NamedTuple, Generic[Tokens]):
+class ChunkReferences(NamedTuple):
     """The arrays of the backward kernel in VMEM.
 
     Attributes:
@@ -49,15 +49,15 @@ class ChunkReferences(NamedTuple, Generic[Tokens]):
         dstate: the gradient of the states after the chunk; it becomes the gradient of the states before the chunk.
     """
 
-    tokens: Tokens
+    tokens: WalkedTokens
     states: jax.Ref
     do: jax.Ref
-    gradients: Tokens
+    gradients: WalkedTokens
     dstate: jax.Ref
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkWalk(Generic[Plan, Tokens]):
+class ChunkWalk(Generic[Plan]):
     """The parts in which walks differ.
 
     Attributes:
@@ -68,14 +68,14 @@ class ChunkWalk(Generic[Plan, Tokens]):
     """
 
     name: str
-    compute: Callable[[Plan, Tokens, jax.Ref, WalkOutputs[jax.Ref]], Iterable[Turns]]
-    differentiate: Callable[[Plan, ChunkReferences[Tokens]], Iterable[Turns]]
+    compute: Callable[[Plan, WalkedTokens, jax.Ref, WalkOutputs[jax.Ref]], Iterable[Turns]]
+    differentiate: Callable[[Plan, ChunkReferences], Iterable[Turns]]
     forward_rows: Callable[[Plan], int]
     backward_rows: Callable[[Plan], int]
 
 
 def run_walk(
-    walk: ChunkWalk[Plan, Tokens], plan: Plan, tokens: Tokens, state_BxKxExD: jax.Array, rows: tuple[int, int]
+    walk: ChunkWalk[Plan], plan: Plan, tokens: WalkedTokens, state_BxKxExD: jax.Array, rows: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
     """Computes outputs [N G, D, L], and the states after the last token, [B, K, E, D] float32.
 
@@ -98,13 +98,13 @@ def run_walk(
 
 
 @custom_vjp(0, 1)
-def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkTokens, before_NxDxE: jax.Array):
+def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkedTokens, before_NxDxE: jax.Array):
     """Returns outputs, and the states after the last token [N, D, E]."""
     o_MxDxL, after_NxDxE, _ = _run_forward(walk, plan, False, tokens, before_NxDxE)
     return o_MxDxL, after_NxDxE
 
 
-def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkTokens, before_NxDxE: jax.Array):
+def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkedTokens, before_NxDxE: jax.Array):
     o, after, states = _run_forward(walk, plan, True, tokens, before_NxDxE)
     return (save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
 
@@ -116,7 +116,7 @@ def _walk_backward(walk: ChunkWalk, plan: ChunkPlan, residuals, cotangents):
 _walk.defvjp(_walk_forward, _walk_backward)
 
 
-def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: WalkTokens, before_NxDxE) -> WalkOutputs:
+def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: WalkedTokens, before_NxDxE) -> WalkOutputs:
     v = tokens.v_NxDxL
     n, size, length = v.shape
     results = WalkOutputs(
@@ -146,7 +146,7 @@ def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: WalkToken
 def _forward_kernel(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: WalkTokens,
+    tokens: WalkedTokens,
     before: jax.Ref,
     results: WalkOutputs[jax.Ref],
     state: jax.Ref,
@@ -165,11 +165,11 @@ def _forward_kernel(
 def _run_backward(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: WalkTokens,
+    tokens: WalkedTokens,
     states_NxTxDxE: jax.Array,
     do_MxDxL: jax.Array,
     dafter_NxDxE: jax.Array,
-) -> tuple[WalkTokens, jax.Array]:
+) -> tuple[WalkedTokens, jax.Array]:
     """Returns the gradients of the tokens' arrays and of the states before the first token."""
     inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
     results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (tokens, dafter_NxDxE))
@@ -195,11 +195,11 @@ def _run_backward(
 def _backward_kernel(
     walk: ChunkWalk,
     plan: ChunkPlan,
-    tokens: WalkTokens,
+    tokens: WalkedTokens,
     states: jax.Ref,
     do: jax.Ref,
     dafter: jax.Ref,
-    results: tuple[WalkTokens, jax.Ref],
+    results: tuple[WalkedTokens, jax.Ref],
     dstate: jax.Ref,
 ) -> None:
     dtokens, dbefore = results

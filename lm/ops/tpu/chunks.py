@@ -1,13 +1,14 @@
 """How kernels that walk over a sequence chunk by chunk cut their arrays."""
 
 import dataclasses
-from typing import Protocol, TypeVar
+from typing import NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.tpu import LANES
+from lm.ops.tpu.decay import LogSums
 
 CHUNK = LANES
 """Tokens per chunk."""
@@ -16,20 +17,29 @@ MOST_HEADS = 12
 13.4 with four, 10.5 with twelve."""
 
 
-class WalkTokens(Protocol):
-    """Arrays of L tokens, feature by token, of N key heads of all sequences; `q_MxExL` has G queries of each."""
+class WalkedTokens(NamedTuple):
+    """Arrays of L tokens that lie feature by token: N key heads of all sequences, G queries of each.
 
-    @property
-    def q_MxExL(self) -> jax.Array: ...
+    Attributes:
+        q_MxExL: queries of N G heads.
+        k_NxExL: keys.
+        v_NxDxL: values.
+        beta_Nx1xL: β of the delta rule, float32; None for linear attention.
+        log_NxRxL: the logs of the factors of key channels, R = E; or the running sums of a head's log factors in each
+            chunk, R = 1. float32.
+        rest_Nx1xL: the rest that the rounding of running sums has left; None in bfloat16, and without running sums.
+    """
 
-    @property
-    def k_NxExL(self) -> jax.Array: ...
+    q_MxExL: jax.Array
+    k_NxExL: jax.Array
+    v_NxDxL: jax.Array
+    beta_Nx1xL: jax.Array | None
+    log_NxRxL: jax.Array
+    rest_Nx1xL: jax.Array | None = None
 
-    @property
-    def v_NxDxL(self) -> jax.Array: ...
-
-
-Tokens = TypeVar('Tokens', bound=WalkTokens)
+    def sums(self, head: int) -> LogSums:
+        """Returns the running sums of a head as rows, inside a kernel."""
+        return LogSums(self.log_NxRxL[head], None if self.rest_Nx1xL is None else self.rest_Nx1xL[head])
 
 
 def count_heads(total: int, most: int) -> int:
@@ -77,7 +87,7 @@ class ChunkPlan:
         states_MxDxPxE = states_MxDxE.reshape(packs, rows, self.pack, width // self.pack)
         return states_MxDxPxE.swapaxes(1, 2).reshape(-1, rows, width // self.pack)
 
-    def specify_tokens(self, tokens: Tokens, backwards: bool = False) -> Tokens:
+    def specify_tokens(self, tokens: WalkedTokens, backwards: bool = False) -> WalkedTokens:
         """Returns the spec of a chunk of each array."""
 
         def specify(x: jax.Array) -> pl.BlockSpec:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from lm.attention import HeadDims
 from lm.ops.delta_rule import DeltaCall, compute
 from lm.ops.delta_rule.parts import extend
-from lm.ops.delta_rule.tpu.plan import DeltaSizes, make_plan
+from lm.ops.delta_rule.tpu.plan import make_plan
 from lm.ops.tpu.chunks import CHUNK
 from scripts.kernels.cases.base import Case, KernelCall, Steps
 
@@ -33,7 +33,7 @@ def delta_call(dims: HeadDims, length: int, channels: bool = False) -> KernelCal
     call = jax.eval_shape(make_call, q, k, k, gate, **decay)
 
     def steps(call: DeltaCall) -> Steps:
-        tokens = make_plan(DeltaSizes.of_call(call)).heads * call.groups * CHUNK
+        tokens = make_plan(call).heads * call.groups * CHUNK
         return {(name, f'delta_rule_{name}'): tokens for name in ('forward', 'backward')}
 
     # A part of a window also computes its effect on the state. This effect has one column per number of a key.

@@ -9,7 +9,7 @@ from flax import nnx
 from lm.attention import HeadDims, mechanisms
 from lm.attention.linear import LinearAttention
 from lm.ops.linear_attention import LinearCall, Options, compute
-from lm.ops.linear_attention.tpu.channels import plan as channel_plan
+from lm.ops.linear_attention.tpu.channels import attention as channels
 from lm.ops.linear_attention.tpu.plan import Sizes, make_plan
 from lm.ops.tpu.chunk_sizes import ChunkSizes
 from lm.ops.tpu.chunks import CHUNK
@@ -53,7 +53,7 @@ def channel_call(dims: HeadDims, length: int) -> KernelCall:
     log_decay = jax.ShapeDtypeStruct(k.shape, jnp.float32)
     make_call = functools.partial(LinearCall, options=Options(normalize=False))
     call = jax.eval_shape(make_call, q, k, k, channel_log_decay_BxLxKxE=log_decay)
-    plan = channel_plan.make_plan(ChunkSizes.measure(call))
+    plan = channels.make_plan(ChunkSizes.measure(call))
     tokens = plan.heads * plan.groups * CHUNK
     steps: Steps = {(kernel, f'channel_attention_{kernel}'): tokens for kernel in ('forward', 'backward')}
     return KernelCall(function, (call,), steps, part_steps=steps)

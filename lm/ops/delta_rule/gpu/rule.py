@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from lm.ops import decay as decays
 from lm.ops import platform
+from lm.ops.delta_rule.gpu.sides import WalkSides
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
@@ -35,26 +36,6 @@ class ChunkTokens(NamedTuple):
     v_NxTxCxD: jax.Array
     beta_NxTxC: jax.Array
     log_decay_NxTxC: jax.Array | None
-
-
-class Prepared(NamedTuple):
-    """The operands of the states and the outputs: bfloat16, except `whole`.
-
-    Attributes:
-        new_NxTxCxD: U: the values that the chunk would add at its keys if the state before it were 0.
-        seen_NxTxCxE: -W: its product with the state is what the chunk adds because of the state.
-        k_NxTxCxE: keys times the factors until the chunk's end.
-        whole_NxT: the factor of the whole chunk, float32.
-        q_NxGxTxCxE: queries times the factors since the chunk's start.
-        weights_NxGxTxCxC: the weights of the tokens' additions for the queries.
-    """
-
-    new_NxTxCxD: jax.Array
-    seen_NxTxCxE: jax.Array
-    k_NxTxCxE: jax.Array
-    whole_NxT: jax.Array
-    q_NxGxTxCxE: jax.Array
-    weights_NxGxTxCxC: jax.Array
 
 
 def delta_rule(call: DeltaCall) -> DeltaResult:
@@ -115,14 +96,19 @@ def _compute(call: DeltaCall) -> DeltaResult:
     return DeltaResult(o, state.reshape(batch, kv_heads, wide_key, wide_value)[:, :, :key_size, :value_size])
 
 
-def prepare(tokens: ChunkTokens) -> Prepared:
-    """Computes the operands that depend on no state, for all chunks side by side."""
+def prepare(tokens: ChunkTokens) -> tuple[WalkSides, jax.Array, jax.Array]:
+    """Computes the operands that depend on no state, for all chunks side by side.
+
+    Returns:
+        (the arrays of the walk, queries times the factors since the chunk's start, the weights of the tokens' additions
+        for the queries).
+    """
     q, k, v, beta, log_decay = tokens
     dtype, earlier = v.dtype, jnp.tri(CHUNK, dtype=bool)
     t = jnp.zeros_like(beta)
     if log_decay is not None:
         t = decays.in_tile(log_decay)
-    solved = cast(Solved, _solve(SystemInputs(k, beta, t, v)))
+    new, seen = cast(tuple[jax.Array, jax.Array], _solve(k, beta, t, v))
     since, until = jnp.exp(t), jnp.exp(t[..., -1:] - t)
     weights = dot('ngtie,ntje->ngtij', q, k)
     if log_decay is None:
@@ -130,14 +116,8 @@ def prepare(tokens: ChunkTokens) -> Prepared:
     else:
         weights *= jnp.exp(jnp.where(earlier, _between(t), -jnp.inf))[:, None]
     k, q = k.astype(jnp.float32), q.astype(jnp.float32)
-    return Prepared(
-        solved.new_NxTxCxD,
-        solved.seen_NxTxCxE,
-        (k * until[..., None]).astype(dtype),
-        since[..., -1],
-        (q * since[:, None, ..., None]).astype(dtype),
-        weights.astype(dtype),
-    )
+    sides = WalkSides(seen, (k * until[..., None]).astype(dtype), new, since[..., -1])
+    return sides, (q * since[:, None, ..., None]).astype(dtype), weights.astype(dtype)
 
 
 def _between(t_NxTxC: jax.Array) -> jax.Array:
@@ -145,36 +125,24 @@ def _between(t_NxTxC: jax.Array) -> jax.Array:
     return t_NxTxC[..., :, None] - t_NxTxC[..., None, :]
 
 
-class SystemInputs(NamedTuple):
-    """The inputs of the triangular systems; `t` holds the running sums of a chunk's log factors, float32."""
-
-    k_NxTxCxE: jax.Array
-    beta_NxTxC: jax.Array
-    t_NxTxC: jax.Array
-    v_NxTxCxD: jax.Array
-
-
-class Solved(NamedTuple):
-    """U and -W."""
-
-    new_NxTxCxD: jax.Array
-    seen_NxTxCxE: jax.Array
-
-
 @jax.custom_vjp
-def _solve(inputs: SystemInputs) -> Solved:
+def _solve(
+    k_NxTxCxE: jax.Array, beta_NxTxC: jax.Array, t_NxTxC: jax.Array, v_NxTxCxD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns U and -W; t holds the running sums of a chunk's log factors, float32."""
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.delta_rule.gpu.systems import solve
 
-    return Solved(*solve(*inputs))
+    new, seen = solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD)
+    return new, seen
 
 
-def _solve_forward(inputs: SystemInputs):
-    solved = _solve(inputs)
+def _solve_forward(*inputs):
+    solved = _solve(*inputs)
     return solved, (inputs, solved)
 
 
-def _solve_backward(residuals: tuple[SystemInputs, Solved], cotangents: Solved):
+def _solve_backward(residuals, cotangents: tuple[jax.Array, jax.Array]):
     from lm.ops.delta_rule.gpu.systems import solve_transposed
 
     (k, beta, t, v), (new, seen) = residuals
@@ -183,7 +151,7 @@ def _solve_backward(residuals: tuple[SystemInputs, Solved], cotangents: Solved):
     dsystem = -dot('ntid,ntjd->ntij', dvalues, new) - dot('ntid,ntjd->ntij', dkeys, seen)
     dk, dbeta, dt = jax.vjp(_make_system, k, beta, t)[1](dsystem)
     more = jax.vjp(_make_right_sides, k, beta, t, v)[1]((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))
-    return (SystemInputs(dk + more[0], dbeta + more[1], dt + more[2], more[3]),)
+    return dk + more[0], dbeta + more[1], dt + more[2], more[3]
 
 
 _solve.defvjp(_solve_forward, _solve_backward)
@@ -210,13 +178,13 @@ def _rule(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def _forward(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes outputs, the state after all chunks, and the states before each chunk."""
-    from lm.ops.delta_rule.gpu.states import WalkSides, walk_states
+    from lm.ops.delta_rule.gpu.states import walk_states
 
-    p = prepare(tokens)
-    walked = walk_states(WalkSides(p.seen_NxTxCxE, p.k_NxTxCxE, p.new_NxTxCxD, p.whole_NxT), state)
-    o = dot('ngtce,nted->ngtcd', p.q_NxGxTxCxE, walked.before_NxTxExD)
-    o += dot('ngtij,ntjd->ngtid', p.weights_NxGxTxCxC, walked.new_NxTxCxD)
-    return o.astype(tokens.v_NxTxCxD.dtype), walked.after_NxExD, walked.before_NxTxExD
+    sides, q, weights = prepare(tokens)
+    before, new, after = walk_states(sides, state)
+    o = dot('ngtce,nted->ngtcd', q, before)
+    o += dot('ngtij,ntjd->ngtid', weights, new)
+    return o.astype(tokens.v_NxTxCxD.dtype), after, before
 
 
 def _rule_forward(tokens: ChunkTokens, state: jax.Array):
@@ -226,26 +194,26 @@ def _rule_forward(tokens: ChunkTokens, state: jax.Array):
 
 @jax.jit
 def _rule_backward(residuals: tuple[ChunkTokens, jax.Array], cotangents: tuple[jax.Array, jax.Array]):
-    from lm.ops.delta_rule.gpu.states import WalkSides, walk_states
+    from lm.ops.delta_rule.gpu.states import walk_states
 
     tokens, before = residuals
     do, dafter = cotangents
-    p, pull = jax.vjp(prepare, tokens)
+    (sides, q, weights), pull = jax.vjp(prepare, tokens)
     dtype, do = do.dtype, do.astype(before.dtype)
-    new = (p.new_NxTxCxD + dot('ntce,nted->ntcd', p.seen_NxTxCxE, before)).astype(dtype)
-    dnew = dot('ngtij,ngtid->ntjd', p.weights_NxGxTxCxC, do).astype(dtype)
-    dstate = dot('ngtce,ngtcd->nted', p.q_NxGxTxCxE, do).astype(dtype)
-    sides = WalkSides(p.k_NxTxCxE, p.seen_NxTxCxE, dnew, p.whole_NxT, dstate)
-    dlater, dnew, dfirst = walk_states(sides, dafter, backwards=True)
-    dprepared = Prepared(
-        dnew,
+    new = (sides.c_NxTxCxD + dot('ntce,nted->ntcd', sides.a_NxTxCxE, before)).astype(dtype)
+    dnew = dot('ngtij,ngtid->ntjd', weights, do).astype(dtype)
+    dstate = dot('ngtce,ngtcd->nted', q, do).astype(dtype)
+    turned = WalkSides(sides.b_NxTxCxE, sides.a_NxTxCxE, dnew, sides.w, dstate)
+    dlater, dnew, dfirst = walk_states(turned, dafter, backwards=True)
+    dsides = WalkSides(
         dot('ntcd,nted->ntce', dnew, before).astype(dtype),
         dot('ntcd,nted->ntce', new, dlater).astype(dtype),
+        dnew,
         dot('nted,nted->nt', before, dlater),
-        dot('ngtcd,nted->ngtce', do, before).astype(dtype),
-        dot('ngtid,ntjd->ngtij', do, new).astype(dtype),
     )
-    return *pull(dprepared), dfirst
+    dq = dot('ngtcd,nted->ngtce', do, before).astype(dtype)
+    dweights = dot('ngtid,ntjd->ngtij', do, new).astype(dtype)
+    return *pull((dsides, dq, dweights)), dfirst
 
 
 _rule.defvjp(_rule_forward, _rule_backward)

@@ -7,13 +7,13 @@ tokens, E key size, D value size. Keys and values are in *parts* of TILE numbers
 block of its own, which holds the rows of S part by part of the key.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lm.ops.delta_rule.gpu.sides import WalkSides
 from lm.ops.gpu import (
     TILE,
     load_matrix,
@@ -31,51 +31,35 @@ from lm.ops.gpu import (
 CHUNK = TILE
 
 
-class WalkSides(NamedTuple):
-    """The arrays of the formula; bfloat16, but w float32, [N, T] or [N, T, E]. d: None for 0.
+def walk_states(
+    sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Walks from the first S, float32, through all chunks; S is in registers.
 
-    Inside of the kernel they are references, or lists of references to the parts of keys.
-    """
+    With `backwards` it walks from the last chunk to the first, and "before" means after.
 
-    a_NxTxCxE: Any
-    b_NxTxCxE: Any
-    c_NxTxCxD: Any
-    w: Any
-    d_NxTxExD: Any = None
-
-
-class WalkedStates(NamedTuple):
-    """S before each chunk and the n, bfloat16, and S after all chunks, float32; references inside of the kernel."""
-
-    before_NxTxExD: Any
-    new_NxTxCxD: Any
-    after_NxExD: Any
-
-
-def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = False) -> WalkedStates:
-    """Walks from the first S, float32, through all chunks.
-
-    With `backwards` it walks from the last chunk to the first, and "before" means after. S is in registers.
+    Returns:
+        (S before each chunk, the n, S after all chunks), the first two in bfloat16, the last in float32.
     """
     n, chunks, _, value_size = sides.c_NxTxCxD.shape
     key_size, by_row = sides.a_NxTxCxE.shape[3], sides.w.ndim == 3
     parts = range(key_size // TILE)
 
-    def delta_rule_states(sides, start, results, before_smem, new_smem):
+    def delta_rule_states(sides, start, before, new, after, before_smem, new_smem):
         head, columns = lax.axis_index('head'), slice_tile(lax.axis_index('part'))
 
-        def step(number, tiles: WalkSides, states: tuple):
+        def step(number, tiles: WalkSides, states: tuple[jax.Array, ...]):
             wait_for_copies()
             for state, smem in zip(states, before_smem, strict=True):
                 smem[...] = state.astype(smem.dtype)
             plgpu.commit_smem()
             for part, smem in zip(parts, before_smem, strict=True):
                 rows = slice_tile(number * len(parts) + part)
-                plgpu.copy_smem_to_gmem(smem, results.before_NxTxExD.at[head, rows, columns])
+                plgpu.copy_smem_to_gmem(smem, before.at[head, rows, columns])
             (seen_CxD,) = sum_products(list(zip(tiles.a_NxTxCxE, before_smem, strict=True)))
             new_smem[...] = (load_matrix(tiles.c_NxTxCxD).astype(jnp.float32) + seen_CxD).astype(new_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(new_smem, results.new_NxTxCxD.at[head, slice_tile(number), columns])
+            plgpu.copy_smem_to_gmem(new_smem, new.at[head, slice_tile(number), columns])
 
             def advance(part: int) -> jax.Array:
                 factors = repeat_per_row(load_rows(tiles.w[part]), TILE) if by_row else tiles.w[0]
@@ -90,23 +74,19 @@ def walk_states(sides: WalkSides, start_NxExD: jax.Array, *, backwards: bool = F
         first = tuple(load_matrix(start.at[head, slice_tile(part), columns]) for part in parts)
         last = walk(sources, 0, 0, chunks, step, first, backwards)
         for part, state in zip(parts, last, strict=True):
-            to = results.after_NxExD.at[head, slice_tile(part), columns]
+            to = after.at[head, slice_tile(part), columns]
             write(state, to, matrix(TILE, TILE, dtype=jnp.float32))
 
-    tile, after = matrix(TILE, TILE), jax.ShapeDtypeStruct(start_NxExD.shape, jnp.float32)
-    before, new = (jax.ShapeDtypeStruct((n, chunks * rows, value_size), jnp.bfloat16) for rows in (key_size, TILE))
-    (results,) = plgpu.kernel(
+    tile = matrix(TILE, TILE)
+    states, news = (jax.ShapeDtypeStruct((n, chunks * rows, value_size), jnp.bfloat16) for rows in (key_size, TILE))
+    before, new, after = plgpu.kernel(
         delta_rule_states,
-        out_type=(WalkedStates(before, new, after),),
+        out_type=(states, news, jax.ShapeDtypeStruct(start_NxExD.shape, jnp.float32)),
         grid=(n, value_size // TILE),
         grid_names=('head', 'part'),
         scratch_types=[[tile] * len(parts), tile],
     )(_flatten_chunks(sides), start_NxExD)
-    return WalkedStates(
-        results.before_NxTxExD.reshape(n, chunks, key_size, value_size),
-        results.new_NxTxCxD.reshape(sides.c_NxTxCxD.shape),
-        results.after_NxExD,
-    )
+    return before.reshape(n, chunks, key_size, value_size), new.reshape(sides.c_NxTxCxD.shape), after
 
 
 def _flatten_chunks(sides: WalkSides) -> WalkSides:
@@ -133,7 +113,7 @@ def _flatten_chunks(sides: WalkSides) -> WalkSides:
     )
 
 
-def _slice_sources(sides: WalkSides, parts: range, head: Any, columns: Any) -> WalkSides:
+def _slice_sources(sides: WalkSides, parts: range, head: jax.Array, columns: pl.Slice) -> WalkSides:
     """Returns what one thread block walks over, inside of the kernel; arrays with keys are lists of their parts."""
     d = sides.d_NxTxExD
     return WalkSides(

@@ -10,8 +10,9 @@ N key heads of all sequences, T chunks of CHUNK tokens, E key size, D value size
 numbers.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,46 +34,20 @@ from lm.ops.gpu import (
     wait_for_copies,
 )
 
+Ref = Any
+"""A reference to an array in memory, inside a kernel."""
 FIRST = 8
 """Powers of a larger block's A reach 10^18 where all keys are one."""
-
-
-class ChunkMemory(NamedTuple):
-    """Shared memory of a chunk.
-
-    Attributes:
-        k_CxE: the parts of keys.
-        factors: the parts of each other array that the inverse is multiplied with.
-        ready: the barrier of both.
-        beta_C: float32.
-        t_C: the sums of the logs of the chunk's tokens, float32.
-        tokens_ready: the barrier of both.
-        high: where an operand's first bfloat16 part is placed.
-        low: where its second part is placed.
-        out: where a part of each of the two results is placed.
-        register: scratch of `multiply` for operands, where the kernel is interpreted; else an empty list.
-    """
-
-    k_CxE: list
-    factors: list[list]
-    ready: Any
-    beta_C: Any
-    t_C: Any
-    tokens_ready: Any
-    high: Any
-    low: Any
-    out: list
-    register: list
 
 
 def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     """Computes X diag(β) V and -X diag(β exp(t)) K, bfloat16 [N, T, C, D] and [N, T, C, E]; β and t are float32."""
 
-    def pair(x, memory: ChunkMemory):
-        beta, (v_CxD,) = load_columns(memory.beta_C), memory.factors
-        factors = beta, -beta * jnp.exp(load_columns(memory.t_C))
-        values, keys = (split(x * repeat_per_column(factor, TILE)) for factor in factors)
-        return [Factors(values, v_CxD), Factors(keys, memory.k_CxE)]
+    def pair(x, *, k_CxE, factors, beta_C, t_C, **_):
+        beta = load_columns(beta_C)
+        scales = beta, -beta * jnp.exp(load_columns(t_C))
+        values, keys = (split(x * repeat_per_column(scale, TILE)) for scale in scales)
+        return [(values, factors[0]), (keys, k_CxE)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
 
@@ -80,66 +55,64 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
 def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE) -> list[jax.Array]:
     """Computes Xᵀ times the gradients of both solutions, in their shapes; arguments as in `solve`."""
 
-    def pair(x, memory: ChunkMemory):
-        high, low = memory.high, memory.low
-        release()
-        high[...], low[...] = split(x)
-        plgpu.commit_smem()
-        inverse = [x.transpose((1, 0)) for x in (high, low)]
-        return [Factors(inverse, d) for d in memory.factors]
+    def pair(x, *, factors, high, low, **_):
+        inverse = turn(x, high, low)
+        return [(inverse, d) for d in factors]
 
     return _call('gradients', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [dnew_NxTxCxD, dseen_NxTxCxE])
 
 
-class Factors(NamedTuple):
-    """The two factors of a result.
+def turn(x: jax.Array, high: Ref, low: Ref) -> list[Ref]:
+    """Places the two bfloat16 numbers of X in shared memory, and returns Xᵀ."""
+    release()
+    high[...], low[...] = split(x)
+    plgpu.commit_smem()
+    return [part.transpose((1, 0)) for part in (high, low)]
 
-    Attributes:
-        inverse: the two bfloat16 numbers of X, or of Xᵀ, or of X with factors per column.
-        parts: the parts of the other matrix, in shared memory.
+
+def send_products(
+    results: list[tuple[Sequence[Ref], list[Ref]]], staging: list[Ref], out: list[Ref], register: list[Ref]
+) -> None:
+    """Sends each result to its matrix in memory, one part of each of them at the same time.
+
+    Args:
+        results: the factors of each result. The first are the two bfloat16 numbers of X, or of Xᵀ, or of X with
+            factors per column; the second are the parts of the other matrix, in shared memory.
+        staging: where a part of each result is placed.
+        out: the matrices.
+        register: scratch of `multiply`.
     """
-
-    inverse: list
-    parts: list
-
-
-def send_products(results: list[Factors], staging: list, out: list, register: list) -> None:
-    """Sends each result to its matrix in memory, one part of each of them at the same time."""
-    for part in range(max(len(result.parts) for result in results)):
+    for part in range(max(len(parts) for _, parts in results)):
         wait_for_copies()
         release()
-        wide = [number for number, result in enumerate(results) if part < len(result.parts)]
-        pairs = [[(x, results[number].parts[part]) for x in results[number].inverse] for number in wide]
+        wide = [number for number, (_, parts) in enumerate(results) if part < len(parts)]
+        pairs = [[(x, results[number][1][part]) for x in results[number][0]] for number in wide]
         for number, value in zip(wide, sum_products(*pairs, scratch=register), strict=True):
             send(value, staging[number], out[number].at[:, slice_tile(part)])
 
 
 def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and the memory, and returns the `Factors` of each result."""
+    """Runs the kernel: `pair` takes the inverse and what is in shared memory, and returns what `send_products` takes.
+
+    There are the parts of keys `k_CxE` and of each of the other `factors`, which arrive at `ready`; and `beta_C` and
+    `t_C`, float32, which arrive at `tokens_ready`. `high` and `low` are for the two bfloat16 parts of an operand.
+    """
     n, chunks = k.shape[:2]
     interpreted = platform.target_platform() != 'gpu'
 
-    def body(k, beta, t, factors, out, memory: ChunkMemory):
+    def body(k, beta, t, factors, out, /, *, ready, tokens_ready, staging, register, **tokens):
         chunk, head = lax.axis_index('chunk'), lax.axis_index('head')
-        for source, parts in zip((k, *factors), (memory.k_CxE, *memory.factors), strict=True):
+        for source, parts in zip((k, *factors), (tokens['k_CxE'], *tokens['factors']), strict=True):
             for part, to in enumerate(parts):
-                plgpu.copy_gmem_to_smem(source.at[head, chunk, :, slice_tile(part)], to, memory.ready)
-        for source, to in ((beta, memory.beta_C), (t, memory.t_C)):
-            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, memory.tokens_ready)
-        plgpu.barrier_wait(memory.ready)
-        plgpu.barrier_wait(memory.tokens_ready)
+                plgpu.copy_gmem_to_smem(source.at[head, chunk, :, slice_tile(part)], to, ready)
+        for source, to in ((beta, tokens['beta_C']), (t, tokens['t_C'])):
+            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, tokens_ready)
+        plgpu.barrier_wait(ready)
+        plgpu.barrier_wait(tokens_ready)
 
-        def multiply(a, b):
-            """Computes a · b of float32 [C, C] in registers."""
-            release()
-            memory.high[...], memory.low[...] = split(b)
-            plgpu.commit_smem()
-            a_high, a_low = split(a)
-            pairs = [(a_high, memory.high), (a_high, memory.low), (a_low, memory.high)]
-            return sum_products(pairs, scratch=memory.register)[0]
-
-        x = invert(_make_system(memory), multiply)
-        send_products(pair(x, memory), memory.out, [to.at[head, chunk] for to in out], memory.register)
+        a = _make_system(tokens['k_CxE'], tokens['beta_C'], tokens['t_C'])
+        x = invert(a, functools.partial(multiply_split, tokens['high'], tokens['low'], register))
+        send_products(pair(x, **tokens), staging, [to.at[head, chunk] for to in out], register)
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'delta_rule_{name}'
@@ -151,20 +124,18 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
         grid=(chunks, n),
         grid_names=('chunk', 'head'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=[
-            ChunkMemory(
-                parts[0],
-                parts[1:],
-                plgpu.Barrier(num_arrivals=sum(map(len, parts))),
-                tokens,
-                tokens,
-                plgpu.Barrier(num_arrivals=2),
-                tile,
-                tile,
-                [tile, tile],
-                [tile] if interpreted else [],
-            )
-        ],
+        scratch_types={
+            'k_CxE': parts[0],
+            'factors': parts[1:],
+            'ready': plgpu.Barrier(num_arrivals=sum(map(len, parts))),
+            'beta_C': tokens,
+            't_C': tokens,
+            'tokens_ready': plgpu.Barrier(num_arrivals=2),
+            'high': tile,
+            'low': tile,
+            'staging': [tile, tile],
+            'register': [tile] if interpreted else [],
+        },
     )(k, beta, t, factors)
     return results
 
@@ -175,12 +146,21 @@ def split(x: jax.Array) -> list[jax.Array]:
     return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
 
 
-def _make_system(memory: ChunkMemory) -> jax.Array:
+def multiply_split(high: Ref, low: Ref, register: list[Ref], a: jax.Array, b: jax.Array) -> jax.Array:
+    """Computes a · b of float32 [C, C] in registers; the two bfloat16 numbers of b are placed in shared memory."""
+    release()
+    high[...], low[...] = split(b)
+    plgpu.commit_smem()
+    a_high, a_low = split(a)
+    return sum_products([(a_high, high), (a_high, low), (a_low, high)], scratch=register)[0]
+
+
+def _make_system(k_CxE: list[Ref], beta_C: Ref, t_C: Ref) -> jax.Array:
     """Makes A, float32 in registers."""
-    t_rows = repeat_per_row(load_rows(memory.t_C), TILE)
-    (products,) = sum_products([(k, k.transpose((1, 0))) for k in memory.k_CxE])
-    products *= repeat_per_row(load_rows(memory.beta_C), TILE)
-    later = t_rows - repeat_per_column(load_columns(memory.t_C), TILE)
+    t_rows = repeat_per_row(load_rows(t_C), TILE)
+    (products,) = sum_products([(k, k.transpose((1, 0))) for k in k_CxE])
+    products *= repeat_per_row(load_rows(beta_C), TILE)
+    later = t_rows - repeat_per_column(load_columns(t_C), TILE)
     row, column = number_entries()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
 

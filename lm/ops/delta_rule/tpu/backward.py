@@ -13,20 +13,21 @@ Other letters are explained in the forward kernel.
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lm.ops.delta_rule.tpu import channels
 from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors, sum_rows
-from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
+from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import SUBLANES, dot
 from lm.ops.tpu.chunk_walk import ChunkReferences
 from lm.ops.tpu.order import Turns, stagger
 
 
-def differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens]) -> Iterable[Turns]:
+def differentiate(plan: DeltaPlan, refs: ChunkReferences) -> Iterable[Turns]:
     """Returns the work on each head, or pack of heads: the gradients of a chunk."""
     if plan.channels:
         packs = (channels.differentiate_heads(plan, refs, heads) for heads in plan.packs)
@@ -34,13 +35,13 @@ def differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens]) -> Iterab
     return (_differentiate(plan, refs, n) for n in range(plan.heads))
 
 
-def _differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens], n: int) -> Turns:
+def _differentiate(plan: DeltaPlan, refs: ChunkReferences, n: int) -> Turns:
     """Computes the gradients of key head n and its queries."""
     q, k, v, beta, *_ = refs.tokens
-    dq, dk, dv, dbeta, dc, drest = cast(Any, refs.gradients)
+    dq, dk, dv, dbeta, dc, drest = refs.gradients
     do, dstate = refs.do, refs.dstate
     keys = Vectors(k[n], plan.key_length)
-    chunk = Chunk(keys.x, v[n], beta[n], refs.tokens.sums(n), refs.states[n, 0])
+    chunk = Chunk(keys.x, v[n], cast(jax.Array, beta)[n], refs.tokens.sums(n), refs.states[n, 0])
     dtype = chunk.dtype
     queries = range(n * plan.groups, (n + 1) * plan.groups)
     vectors = [Vectors(q[m], plan.query_length) for m in queries]
@@ -67,7 +68,7 @@ def _differentiate(plan: DeltaPlan, refs: ChunkReferences[DeltaTokens], n: int) 
     yield
     # Through M: the gradients of β and of both sides of ⟨k_j, k_i⟩.
     of_system = dsystem * chunk.products
-    dbeta[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
+    cast(jax.Ref, dbeta)[n] = sum_rows(dgiven * chunk.difference) + sum_rows(of_system)
     dproducts = (dsystem * chunk.strictly * chunk.beta).astype(dtype)
     of_pairs = of_system * chunk.beta
     dc_1xC = -sum_rows(ddifference * chunk.read)

@@ -23,7 +23,12 @@ from lm.ops.tpu.channel_pairs import (
     fold_rows,
     unpack,
 )
+from lm.ops.tpu.chunk_walk import ChunkReferences, WalkOutputs
+from lm.ops.tpu.chunks import WalkedTokens
 from lm.ops.tpu.order import Turns, together
+
+Ref = Any
+"""A reference to an array in VMEM, inside a kernel."""
 
 
 class SolvedHead(NamedTuple):
@@ -84,7 +89,7 @@ class PackedQueries(NamedTuple):
     side: Side
 
 
-def _pack_queries(plan: DeltaPlan, chunk: ChannelChunk, q: Any, heads: range) -> list[PackedQueries]:
+def _pack_queries(plan: DeltaPlan, chunk: ChannelChunk, q: Ref, heads: range) -> list[PackedQueries]:
     packed = []
     for g in range(plan.groups):
         numbers = [n * plan.groups + g for n in heads]
@@ -93,9 +98,10 @@ def _pack_queries(plan: DeltaPlan, chunk: ChannelChunk, q: Any, heads: range) ->
     return packed
 
 
-def compute_heads(plan: DeltaPlan, tokens: Any, state: Any, results: Any, heads: range) -> Turns:
+def compute_heads(plan: DeltaPlan, tokens: WalkedTokens, state: Ref, results: WalkOutputs, heads: range) -> Turns:
     """Computes outputs of a pack of key heads, and states after the chunk; arguments as in the forward kernel."""
-    q, k, v, beta, logs, _ = tokens
+    q, k, v, _, logs, _ = tokens
+    beta = cast(jax.Array, tokens.beta_Nx1xL)
     at = heads.start // plan.pack
     keys = [Vectors(k[n], plan.key_length).x for n in heads]
     chunk = ChannelChunk(keys, [logs[n] for n in heads], state[at])
@@ -114,10 +120,11 @@ def compute_heads(plan: DeltaPlan, tokens: Any, state: Any, results: Any, heads:
     state[at] = chunk.whole * state[at] + chunk.merge(dot(new, chunk.k_until, (1, 0)) for new in news)
 
 
-def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
+def differentiate_heads(plan: DeltaPlan, refs: ChunkReferences, heads: range) -> Turns:
     """Computes the gradients of a pack of key heads and their queries; arguments as in the backward kernel."""
-    q, k, v, beta, logs, _ = refs.tokens
-    dq, dk, dv, dbeta, dlogs, _ = cast(Any, refs.gradients)
+    q, k, v, _, logs, _ = refs.tokens
+    beta = cast(jax.Array, refs.tokens.beta_Nx1xL)
+    dq, dk, dv, dbeta, dlogs, _ = refs.gradients
     do, at = refs.do, heads.start // plan.pack
     keys = [Vectors(k[n], plan.key_length) for n in heads]
     chunk = ChannelChunk([each.x for each in keys], [logs[n] for n in heads], refs.states[at, 0])
@@ -147,7 +154,7 @@ def differentiate_heads(plan: DeltaPlan, refs: Any, heads: range) -> Turns:
         ddifference = beta[n] * dgiven
         dv[n] = ddifference.astype(dtype)
         dreads.append((-ddifference).astype(dtype))
-        dbeta[n] = sum_rows(dgiven * each.difference) + sum_rows(dsystem * each.products)
+        cast(jax.Ref, dbeta)[n] = sum_rows(dgiven * each.difference) + sum_rows(dsystem * each.products)
         dproducts.append(dsystem * beta[n])
     yield
     dk_since = chunk.merge(dot(dread, chunk.state, (0, 0)) for dread in dreads)

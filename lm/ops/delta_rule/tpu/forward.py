@@ -5,22 +5,25 @@ N key heads of all sequences, G queries of each, T tokens of a grid step, E key 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
+
+import jax
 
 from lm.ops.delta_rule.tpu import channels
 from lm.ops.delta_rule.tpu.chunk import Chunk, Vectors
-from lm.ops.delta_rule.tpu.plan import DeltaPlan, DeltaTokens
+from lm.ops.delta_rule.tpu.plan import DeltaPlan
 from lm.ops.tpu import dot
 from lm.ops.tpu.chunk_walk import WalkOutputs
+from lm.ops.tpu.chunks import WalkedTokens
 from lm.ops.tpu.order import Turns
 
 
-def compute(plan: DeltaPlan, tokens: DeltaTokens, state: Any, results: WalkOutputs) -> Iterator[Turns]:
+def compute(plan: DeltaPlan, tokens: WalkedTokens, state: Any, results: WalkOutputs) -> Iterator[Turns]:
     """Yields the work on each head, or pack of heads: outputs of a chunk, and the state after it."""
     q, k, v, beta, *_ = tokens
 
     def compute_head(n: int) -> Turns:
-        chunk = Chunk(Vectors(k[n], plan.key_length).x, v[n], beta[n], tokens.sums(n), state[n])
+        chunk = Chunk(Vectors(k[n], plan.key_length).x, v[n], cast(jax.Array, beta)[n], tokens.sums(n), state[n])
         if results.states_NxTxDxE is not None:
             results.states_NxTxDxE[n, 0] = chunk.state
         queries = range(n * plan.groups, (n + 1) * plan.groups)

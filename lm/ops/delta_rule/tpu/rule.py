@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.delta_rule.tpu.backward import differentiate
 from lm.ops.delta_rule.tpu.forward import compute
-from lm.ops.delta_rule.tpu.plan import DeltaSizes, DeltaTokens, estimate_vmem, make_plan
+from lm.ops.delta_rule.tpu.plan import estimate_vmem, make_plan
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.tpu import by_head, by_token
-from lm.ops.tpu.chunk_sizes import refuse
+from lm.ops.tpu.chunk_sizes import ChunkSizes, refuse
 from lm.ops.tpu.chunk_walk import ChunkWalk, run_walk
-from lm.ops.tpu.chunks import CHUNK
+from lm.ops.tpu.chunks import CHUNK, WalkedTokens
 from lm.ops.tpu.decay import LogSums, arrange_log_decay, block_sums
 
 WALK = ChunkWalk(
@@ -43,12 +43,11 @@ def unsupported(call: DeltaCall) -> str | None:
     """Returns why the kernels cannot compute this call, or None."""
     if platform.target_platform() != 'tpu':
         return 'needs a TPU'
-    return refuse(call, estimate_vmem(DeltaSizes.of_call(call)))
+    return refuse(call, estimate_vmem(call))
 
 
 def _compute(call: DeltaCall) -> DeltaResult:
-    heads, sizes = call.k_BxLxKxE.shape[2], DeltaSizes.of_call(call)
-    plan = make_plan(sizes)
+    heads, sizes, plan = call.k_BxLxKxE.shape[2], ChunkSizes.measure(call), make_plan(call)
     padded = plan.steps * CHUNK
     # Zero tokens after the last one do not change the state.
     q, k, v = (by_token(a, padded, a.shape[2]) for a in (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
@@ -58,6 +57,6 @@ def _compute(call: DeltaCall) -> DeltaResult:
         c = by_token(cast(jax.Array, call.all_log_decay_BxLxKxE), padded, heads)
     elif call.log_decay_BxLxK is not None:
         c, rest = cast(LogSums, block_sums(arrange_log_decay(call.log_decay_BxLxK, padded, heads), CHUNK, v.dtype))
-    tokens, rows = DeltaTokens(q, k, v, beta, c, rest), (sizes.key_rows, sizes.value_rows)
+    tokens, rows = WalkedTokens(q, k, v, beta, c, rest), (sizes.key_rows, sizes.value_rows)
     o_MxDxL, state = run_walk(WALK, plan, tokens, call.first_state_BxKxExD, rows)
     return DeltaResult(by_head(o_MxDxL, call.q_BxLxHxE, call.v_BxLxKxD.shape[-1]), state)

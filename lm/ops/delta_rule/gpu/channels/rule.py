@@ -13,7 +13,7 @@ D the size of a value; both are in parts of 64 numbers.
 """
 
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +21,22 @@ import jax.numpy as jnp
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.delta_rule.gpu.rule import fill_parts, refuse_wide_heads
+from lm.ops.delta_rule.gpu.sides import WalkSides
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
 from lm.ops.dots import dot
 from lm.ops.gpu import channel_pairs
-from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan, add_terms
+from lm.ops.linear_attention.gpu.channels.plan import (
+    CHUNK,
+    ChannelArrays,
+    ChannelPlan,
+    KernelTokens,
+    add_terms,
+    split_logs,
+)
 from lm.ops.residuals import save_residual
 
-
-class DeltaChannelTokens(NamedTuple):
-    """The tokens of a call; sizes are padded to multiples of CHUNK."""
-
-    q_NxLxGE: jax.Array
-    k_NxLxE: jax.Array
-    v_NxLxD: jax.Array
-    beta_NxL: jax.Array
-    log_NxLxE: jax.Array
-
-
-class ChannelSides(NamedTuple):
-    """Operands that depend on no state.
-
-    Attributes:
-        new_NxTxCxD: U: what the chunk would add at its keys if the state before it were 0; bfloat16.
-        seen_NxTxCxE: -W: its product with the state is what the chunk adds because of the state; bfloat16.
-        k_NxTxCxE: keys times the factors until the chunk's end; bfloat16.
-        whole_NxTxE: the factors of the whole chunk, float32.
-    """
-
-    new_NxTxCxD: jax.Array
-    seen_NxTxCxE: jax.Array
-    k_NxTxCxE: jax.Array
-    whole_NxTxE: jax.Array
+Tokens = ChannelArrays[jax.Array, jax.Array]
 
 
 def delta_rule(call: DeltaCall) -> DeltaResult:
@@ -94,10 +78,10 @@ def _compute(call: DeltaCall) -> DeltaResult:
     logs = jnp.maximum(cast(jax.Array, call.all_log_decay_BxLxKxE), channel_pairs.LEAST)
     beta = arrange(call.beta_BxLxK.astype(jnp.float32))[..., 0]
     q, k, v = map(arrange, (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD))
-    tokens = DeltaChannelTokens(q, k, v, beta, arrange(logs))
+    tokens = ChannelArrays(q, k, v, arrange(logs))
     missing = ((0, 0), (0, 0), (0, wide_key - key_size), (0, wide_value - value_size))
     state = jnp.pad(call.first_state_BxKxExD, missing).reshape(-1, wide_key, wide_value)
-    o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, state))
+    o, state = cast(tuple[jax.Array, jax.Array], _rule(plan, tokens, beta, state))
     o = o.reshape(batch, kv_heads, -1, groups, wide_value).swapaxes(1, 2)
     o = o.reshape(batch, -1, heads, wide_value)[:, :length, :, :value_size]
     return DeltaResult(o, state.reshape(batch, kv_heads, wide_key, wide_value)[:, :, :key_size, :value_size])
@@ -108,22 +92,17 @@ def _cut(x_NxLxE: jax.Array) -> jax.Array:
     return x_NxLxE.reshape(len(x_NxLxE), -1, CHUNK, x_NxLxE.shape[-1])
 
 
-def _solve(plan: ChannelPlan, tokens: DeltaChannelTokens) -> ChannelSides:
+def _solve(plan: ChannelPlan, tokens: Tokens, beta_NxL: jax.Array) -> WalkSides:
+    """Computes the arrays of the walk, which depend on no state."""
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.delta_rule.gpu.channels.systems import solve
 
-    new, seen = solve(_make_system(tokens), tokens.v_NxLxD, plan.interpreted)
-    log_NxTxCxE = _cut(tokens.log_NxLxE)
+    new, seen = solve(split_logs(tokens), beta_NxL, tokens.v, plan.interpreted)
+    log_NxTxCxE = _cut(tokens.logs)
     later = jnp.pad(log_NxTxCxE[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
     until = jnp.exp(jax.lax.cumsum(later, axis=2, reverse=True))
-    faded = (_cut(tokens.k_NxLxE).astype(jnp.float32) * until).astype(new.dtype)
-    return ChannelSides(_cut(new), _cut(seen), faded, jnp.exp(log_NxTxCxE.sum(axis=2)))
-
-
-def _make_system(tokens: DeltaChannelTokens):
-    from lm.ops.delta_rule.gpu.channels.systems import ChannelSystem
-
-    return ChannelSystem(tokens.k_NxLxE, channel_pairs.split_logs(tokens.log_NxLxE), tokens.beta_NxL)
+    faded = (_cut(tokens.k).astype(jnp.float32) * until).astype(new.dtype)
+    return WalkSides(_cut(seen), faded, _cut(new), jnp.exp(log_NxTxCxE.sum(axis=2)))
 
 
 def _make_right_sides(k, beta, log, v) -> tuple[jax.Array, jax.Array]:
@@ -153,62 +132,61 @@ def _add_state_gradients(plan: ChannelPlan, terms: jax.Array, shape: tuple[int, 
 
 
 @custom_vjp(0)
-def _rule(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs [N, L, G D], and the state after all chunks."""
-    return _forward(plan, tokens, state)[:2]
+def _rule(plan: ChannelPlan, tokens: Tokens, beta: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs [N, L, G D], and the state after all chunks. Tokens are [N, L, …], and β is float32 [N, L]."""
+    return _forward(plan, tokens, beta, state)[:2]
 
 
 # It is compiled as one function, which all layers share.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _forward(
+    plan: ChannelPlan, tokens: Tokens, beta: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes outputs, the state after all chunks, and the states before each chunk."""
-    from lm.ops.delta_rule.gpu.states import WalkSides, walk_states
+    from lm.ops.delta_rule.gpu.states import walk_states
     from lm.ops.linear_attention.gpu.channels.forward import compute
 
-    sides = _solve(plan, tokens)
-    walked = walk_states(WalkSides(sides.seen_NxTxCxE, sides.k_NxTxCxE, sides.new_NxTxCxD, sides.whole_NxTxE), state)
-    arrays = _make_arrays(tokens, walked.new_NxTxCxD)
-    o = add_terms(compute(plan, arrays, _cut_states(plan, walked.before_NxTxExD)))
-    return o.astype(tokens.v_NxLxD.dtype), walked.after_NxExD, walked.before_NxTxExD
+    before, new, after = walk_states(_solve(plan, tokens, beta), state)
+    o = add_terms(compute(plan, _replace_values(tokens, new), _cut_states(plan, before)))
+    return o.astype(tokens.v.dtype), after, before
 
 
-def _make_arrays(tokens: DeltaChannelTokens, new_NxTxCxD: jax.Array) -> ChannelArrays[jax.Array]:
+def _replace_values(tokens: Tokens, new_NxTxCxD: jax.Array) -> KernelTokens[jax.Array]:
     """Returns the tokens of linear attention, whose values are what the tokens add."""
-    new = new_NxTxCxD.reshape(tokens.v_NxLxD.shape)
-    return ChannelArrays(tokens.q_NxLxGE, tokens.k_NxLxE, new, channel_pairs.split_logs(tokens.log_NxLxE))
+    return split_logs(tokens._replace(v=new_NxTxCxD.reshape(tokens.v.shape)))
 
 
-def _rule_forward(plan: ChannelPlan, tokens: DeltaChannelTokens, state: jax.Array):
-    o, after, before = _forward(plan, tokens, state)
-    return (save_residual(o), after), (tokens, save_residual(before))
+def _rule_forward(plan: ChannelPlan, tokens: Tokens, beta: jax.Array, state: jax.Array):
+    o, after, before = _forward(plan, tokens, beta, state)
+    return (save_residual(o), after), (tokens, beta, save_residual(before))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _rule_backward(
-    plan: ChannelPlan, residuals: tuple[DeltaChannelTokens, jax.Array], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[DeltaChannelTokens, jax.Array]:
-    from lm.ops.delta_rule.gpu.channels.reads import ReadSources, differentiate_reads
-    from lm.ops.delta_rule.gpu.states import WalkSides, walk_states
-    from lm.ops.linear_attention.gpu.channels.backward import GradientSources, differentiate
+    plan: ChannelPlan, residuals: tuple[Tokens, jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Tokens, jax.Array, jax.Array]:
+    from lm.ops.delta_rule.gpu.channels.reads import differentiate_reads
+    from lm.ops.delta_rule.gpu.states import walk_states
+    from lm.ops.linear_attention.gpu.channels.backward import differentiate
 
-    (tokens, before), (do, dafter) = residuals, cotangents
-    sides, dtype = _solve(plan, tokens), do.dtype
-    new = (sides.new_NxTxCxD + dot('ntce,nted->ntcd', sides.seen_NxTxCxE, before)).astype(dtype)
-    arrays = _make_arrays(tokens, new)
-    reads = differentiate_reads(plan, ReadSources(arrays.q, arrays.k, arrays.logs, do))
-    dnew = _cut(_add_groups(plan, reads.dnew).astype(dtype))
-    dstate = _add_state_gradients(plan, reads.dstate, before.shape)
-    walked = WalkSides(sides.k_NxTxCxE, sides.seen_NxTxCxE, dnew, sides.whole_NxTxE, dstate)
-    dlater, dnew, dfirst = walk_states(walked, dafter, backwards=True)
+    (tokens, beta, before), (do, dafter) = residuals, cotangents
+    sides, dtype = _solve(plan, tokens, beta), do.dtype
+    new = (sides.c_NxTxCxD + dot('ntce,nted->ntcd', sides.a_NxTxCxE, before)).astype(dtype)
+    arrays = _replace_values(tokens, new)
+    dnew, dstate = differentiate_reads(plan, q=arrays.q, k=arrays.k, logs=arrays.logs, do=do)
+    dnew = _cut(_add_groups(plan, dnew).astype(dtype))
+    dstate = _add_state_gradients(plan, dstate, before.shape)
+    turned = WalkSides(sides.b_NxTxCxE, sides.a_NxTxCxE, dnew, sides.w, dstate)
+    dlater, dnew, dfirst = walk_states(turned, dafter, backwards=True)
     # The state after a chunk belongs to a key head, so one of its queries alone gives gradients through it.
-    states = _cut_states(plan, before), _cut_states(plan, dlater, only_first=True)
-    found = differentiate(plan, GradientSources(arrays, do, *states))
+    dlater = _cut_states(plan, dlater, only_first=True)
+    found = differentiate(plan, arrays, do=do, before=_cut_states(plan, before), dafter=dlater)
     dseen = dot('ntcd,nted->ntce', dnew, before).astype(dtype)
-    of_systems = _differentiate_systems(plan, tokens, sides, dnew.reshape(tokens.v_NxLxD.shape), dseen)
-    dk = _add_groups(plan, found.dk).astype(jnp.float32) + of_systems.k_NxLxE
-    dlog = _add_groups(plan, found.dlog) + of_systems.log_NxLxE
-    dv, dbeta = of_systems.v_NxLxD.astype(dtype), of_systems.beta_NxL
-    return DeltaChannelTokens(add_terms(found.dq).astype(dtype), dk.astype(dtype), dv, dbeta, dlog), dfirst
+    of_systems, dbeta = _differentiate_systems(plan, tokens, beta, sides, dnew.reshape(tokens.v.shape), dseen)
+    dk = _add_groups(plan, found.k).astype(jnp.float32) + of_systems.k
+    dlog = _add_groups(plan, found.logs) + of_systems.logs
+    dtokens = ChannelArrays(add_terms(found.q).astype(dtype), dk.astype(dtype), of_systems.v.astype(dtype), dlog)
+    return dtokens, dbeta, dfirst
 
 
 def _add_groups(plan: ChannelPlan, terms: jax.Array) -> jax.Array:
@@ -219,35 +197,27 @@ def _add_groups(plan: ChannelPlan, terms: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], plan.heads, -1).astype(jnp.float32).sum(axis=2).astype(x.dtype)
 
 
-class SystemTokenGradients(NamedTuple):
-    """The gradients that the systems give to the tokens, float32."""
-
-    k_NxLxE: jax.Array
-    v_NxLxD: jax.Array
-    beta_NxL: jax.Array
-    log_NxLxE: jax.Array
-
-
 def _differentiate_systems(
-    plan: ChannelPlan, tokens: DeltaChannelTokens, sides: ChannelSides, dnew_NxLxD: jax.Array, dseen: jax.Array
-) -> SystemTokenGradients:
-    from lm.ops.delta_rule.gpu.channels.systems import SystemGradientSources, differentiate_systems, solve_transposed
+    plan: ChannelPlan, tokens: Tokens, beta: jax.Array, sides: WalkSides, dnew_NxLxD: jax.Array, dseen: jax.Array
+) -> tuple[ChannelArrays[jax.Array, jax.Array], jax.Array]:
+    """Computes the gradients that the systems give to tokens and to β, float32; queries have none."""
+    from lm.ops.delta_rule.gpu.channels.systems import differentiate_systems, solve_transposed
 
-    system, dtype = _make_system(tokens), tokens.k_NxLxE.dtype
-    k, beta = tokens.k_NxLxE.astype(jnp.float32), tokens.beta_NxL[..., None]
+    system, dtype = split_logs(tokens), tokens.k.dtype
+    k, wide_beta = tokens.k.astype(jnp.float32), beta[..., None]
     # X (…) = U: the gradient of (…) is Xᵀ dU, and the gradient of A is -Xᵀ dU Uᵀ.
-    dvalues, dkeys = solve_transposed(system, dnew_NxLxD, dseen.reshape(k.shape), plan.interpreted)
-    dsystem = dot('ntid,ntjd->ntij', _cut(dvalues), sides.new_NxTxCxD)
-    dsystem += dot('ntie,ntje->ntij', _cut(dkeys), sides.seen_NxTxCxE)
+    dvalues, dkeys = solve_transposed(system, beta, dnew_NxLxD, dseen.reshape(k.shape), plan.interpreted)
+    dsystem = dot('ntid,ntjd->ntij', _cut(dvalues), sides.c_NxTxCxD)
+    dsystem += dot('ntie,ntje->ntij', _cut(dkeys), sides.a_NxTxCxE)
     dsystem = (-dsystem).astype(dtype).reshape(*k.shape[:2], CHUNK)
-    sources = SystemGradientSources((k * beta).astype(dtype), tokens.k_NxLxE, system.logs, dsystem)
-    found = differentiate_systems(sources, plan.interpreted)
-    sides_of = (tokens.k_NxLxE, tokens.beta_NxL, tokens.log_NxLxE, tokens.v_NxLxD)
-    more = jax.vjp(_make_right_sides, *sides_of)[1]((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))
+    scaled = (k * wide_beta).astype(dtype)
+    dscaled, more_dk, more_dlog = differentiate_systems(system, scaled, dsystem, plan.interpreted)
+    pull = jax.vjp(_make_right_sides, tokens.k, beta, tokens.logs, tokens.v)[1]
+    more = pull((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))
     dk, dbeta, dlog, dv = (x.astype(jnp.float32) for x in more)
-    dscaled = found.dscaled.astype(jnp.float32)
-    dk += dscaled * beta + found.dk.astype(jnp.float32)
-    return SystemTokenGradients(dk, dv, dbeta + (dscaled * k).sum(axis=-1), dlog + found.dlog)
+    dscaled = dscaled.astype(jnp.float32)
+    dk += dscaled * wide_beta + more_dk.astype(jnp.float32)
+    return ChannelArrays(jnp.float32(0.0), dk, dv, dlog + more_dlog), dbeta + (dscaled * k).sum(axis=-1)
 
 
 _rule.defvjp(_rule_forward, _rule_backward)

@@ -7,15 +7,15 @@ of all sequences, L tokens in chunks of C, E key size, D value size. C is TILE, 
 numbers.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.delta_rule.gpu.systems import Factors, invert, send_products, split
+from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, split, turn
 from lm.ops.gpu import (
     TILE,
     load_columns,
@@ -26,7 +26,6 @@ from lm.ops.gpu import (
     repeat_per_row,
     send,
     slice_tile,
-    sum_products,
     wait_for_copies,
     zeros,
 )
@@ -40,212 +39,156 @@ from lm.ops.gpu.channel_pairs import (
     make_factors,
     weigh_earlier,
 )
+from lm.ops.linear_attention.gpu.channels.plan import KernelTokens
 
 
-class ChannelSystem(NamedTuple):
-    """The arrays that make A: keys bfloat16 [N, L, E], logs [N, L, E] each, β float32 [N, L]."""
+def solve(
+    system: KernelTokens[jax.Array], beta_NxL: jax.Array, v_NxLxD: jax.Array, interpreted: bool
+) -> list[jax.Array]:
+    """Computes X diag(β) V and -X diag(β) (K exp(G)), bfloat16 [N, L, D] and [N, L, E].
 
-    k: Any
-    logs: LogParts
-    beta: Any
-
-
-class KeyPart(NamedTuple):
-    """A part of a chunk's keys, and of their logs, in shared memory."""
-
-    k: Any
-    logs: LogParts
-
-
-class SystemMemory(NamedTuple):
-    """Shared memory of a chunk.
-
-    Attributes:
-        keys: the parts of the keys and their logs.
-        factors: the parts of each other array that the inverse is multiplied with.
-        ready: the barrier of these.
-        beta: β, float32.
-        beta_ready: the barrier of β.
-        pairs: memory of the products.
-        high: where an operand's first bfloat16 part is placed.
-        low: where its second part is placed.
-        out: where a part of each of the two results is placed.
+    A is made of the keys and the logs of `system`, and of β, float32.
     """
 
-    keys: list[KeyPart]
-    factors: list[list]
-    ready: Any
-    beta: Any
-    beta_ready: Any
-    pairs: PairMemory
-    high: Any
-    low: Any
-    out: list
-
-
-def solve(system: ChannelSystem, v_NxLxD: jax.Array, interpreted: bool) -> list[jax.Array]:
-    """Computes X diag(β) V and -X diag(β) (K exp(G)), bfloat16 [N, L, D] and [N, L, E]."""
-
-    def pair(x: jax.Array, memory: SystemMemory) -> list[Factors]:
-        for k, logs in memory.keys:
-            since = make_factors(Selections().since(), logs, memory.pairs.register)
+    def pair(x: jax.Array, *, keys, factors, beta, pairs: PairMemory, **_):
+        for k, logs in keys:
+            since = make_factors(Selections().since(), logs, pairs.register)
             release()
             k[...] = fade(k, since)
         plgpu.commit_smem()
-        beta = load_columns(memory.beta)
-        values, keys = (split(x * repeat_per_column(factor, TILE)) for factor in (beta, -beta))
-        return [Factors(values, memory.factors[0]), Factors(keys, [k for k, _ in memory.keys])]
+        scale = load_columns(beta)
+        values, of_keys = (split(x * repeat_per_column(factor, TILE)) for factor in (scale, -scale))
+        return [(values, factors[0]), (of_keys, [k for k, _ in keys])]
 
-    return _call('solutions', pair, system, [v_NxLxD], interpreted)
+    return _call('solutions', pair, system, beta_NxL, [v_NxLxD], interpreted)
 
 
 def solve_transposed(
-    system: ChannelSystem, dnew_NxLxD: jax.Array, dseen_NxLxE: jax.Array, interpreted: bool
+    system: KernelTokens[jax.Array],
+    beta_NxL: jax.Array,
+    dnew_NxLxD: jax.Array,
+    dseen_NxLxE: jax.Array,
+    interpreted: bool,
 ) -> list[jax.Array]:
     """Computes Xᵀ times the gradients of both solutions, in their shapes."""
 
-    def pair(x: jax.Array, memory: SystemMemory) -> list[Factors]:
-        release()
-        memory.high[...], memory.low[...] = split(x)
-        plgpu.commit_smem()
-        inverse = [part.transpose((1, 0)) for part in (memory.high, memory.low)]
-        return [Factors(inverse, d) for d in memory.factors]
+    def pair(x: jax.Array, *, factors, high, low, **_):
+        inverse = turn(x, high, low)
+        return [(inverse, d) for d in factors]
 
-    return _call('gradients', pair, system, [dnew_NxLxD, dseen_NxLxE], interpreted)
+    return _call('gradients', pair, system, beta_NxL, [dnew_NxLxD, dseen_NxLxE], interpreted)
 
 
 def _call(
-    name: str, pair: Callable, system: ChannelSystem, factors: list[jax.Array], interpreted: bool
+    name: str,
+    pair: Callable,
+    system: KernelTokens[jax.Array],
+    beta: jax.Array,
+    factors: list[jax.Array],
+    interpreted: bool,
 ) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and the memory, and returns the `Factors` of each result."""
+    """Runs the kernel: `pair` takes the inverse and what is in shared memory, and returns what `send_products` takes.
+
+    There are the parts of `keys` with their logs and of each of the other `factors`, which arrive at `ready`; and
+    `beta`, float32, which arrives at `beta_ready`. `pairs` is memory of the products, and `high` and `low` are for the
+    two bfloat16 parts of an operand.
+    """
     n, length, key_size = system.k.shape
 
-    def body(system, factors, out, memory: SystemMemory):
+    def body(k, logs, beta, factors, out, /, *, ready, beta_ready, staging, **chunk):
         head, rows = lax.axis_index('head'), slice_tile(lax.axis_index('chunk'))
-        sources = (KeyPart(system.k, system.logs), memory.keys), *zip(factors, memory.factors, strict=True)
-        for source, parts in sources:
+        for source, parts in (((k, logs), chunk['keys']), *zip(factors, chunk['factors'], strict=True)):
             for part, place in enumerate(parts):
                 for x, to in zip(jax.tree.leaves(source), jax.tree.leaves(place), strict=True):
-                    plgpu.copy_gmem_to_smem(x.at[head, rows, slice_tile(part)], to, memory.ready)
-        plgpu.copy_gmem_to_smem(system.beta.at[head, rows], memory.beta, memory.beta_ready)
-        plgpu.barrier_wait(memory.ready)
-        plgpu.barrier_wait(memory.beta_ready)
-
-        def multiply(a, b):
-            """Computes a · b of float32 [C, C] in registers."""
-            release()
-            memory.high[...], memory.low[...] = split(b)
-            plgpu.commit_smem()
-            a_high, a_low = split(a)
-            pairs = [(a_high, memory.high), (a_high, memory.low), (a_low, memory.high)]
-            return sum_products(pairs, scratch=memory.pairs.register)[0]
-
-        x = invert(_make_system(memory), multiply)
-        send_products(pair(x, memory), memory.out, [to.at[head, rows] for to in out], memory.pairs.register)
+                    plgpu.copy_gmem_to_smem(x.at[head, rows, slice_tile(part)], to, ready)
+        plgpu.copy_gmem_to_smem(beta.at[head, rows], chunk['beta'], beta_ready)
+        plgpu.barrier_wait(ready)
+        plgpu.barrier_wait(beta_ready)
+        register = chunk['pairs'].register
+        a = _make_system(chunk['keys'], chunk['beta'], chunk['pairs'])
+        x = invert(a, functools.partial(multiply_split, chunk['high'], chunk['low'], register))
+        send_products(pair(x, **chunk), staging, [to.at[head, rows] for to in out], register)
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = f'channel_delta_{name}'
-    tile, tokens = matrix(TILE, TILE), plgpu.SMEM((TILE,), jnp.float32)
-    keys = [KeyPart(tile, LogParts(tile, tile))] * (key_size // TILE)
+    tile = matrix(TILE, TILE)
+    keys = [(tile, LogParts(tile, tile))] * (key_size // TILE)
     parts = [[tile] * (factor.shape[2] // TILE) for factor in factors]
-    memory = SystemMemory(
-        keys,
-        parts,
-        plgpu.Barrier(num_arrivals=len(jax.tree.leaves((keys, parts)))),
-        tokens,
-        plgpu.Barrier(num_arrivals=1),
-        PairMemory(tile, [tile] if interpreted else []),
-        tile,
-        tile,
-        [tile, tile],
-    )
     (results,) = plgpu.kernel(
         body,
         out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], system.k)],),
         grid=(length // TILE, n),
         grid_names=('chunk', 'head'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=[memory],
-    )(system, factors)
+        scratch_types={
+            'keys': keys,
+            'factors': parts,
+            'ready': plgpu.Barrier(num_arrivals=len(jax.tree.leaves((keys, parts)))),
+            'beta': plgpu.SMEM((TILE,), jnp.float32),
+            'beta_ready': plgpu.Barrier(num_arrivals=1),
+            'pairs': PairMemory(tile, [tile] if interpreted else []),
+            'high': tile,
+            'low': tile,
+            'staging': [tile, tile],
+        },
+    )(system.k, system.logs, beta, factors)
     return results
 
 
-def _make_system(memory: SystemMemory) -> jax.Array:
+def _make_system(keys: list[tuple[Ref, LogParts[Ref]]], beta: Ref, memory: PairMemory) -> jax.Array:
     """Makes A, float32 in registers."""
-    parts = [weigh_earlier(k, k, logs, memory.pairs, zeros(TILE, TILE)) for k, logs in memory.keys]
-    return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(memory.beta), TILE)
+    parts = [weigh_earlier(k, k, logs, memory, zeros(TILE, TILE)) for k, logs in keys]
+    return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(beta), TILE)
 
 
-class SystemGradientSources(NamedTuple):
-    """The gradients of A, and what it was made of, bfloat16.
+def differentiate_systems(
+    system: KernelTokens[jax.Array], scaled: jax.Array, dsystem: jax.Array, interpreted: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of keys and logs through A, whose rows are pairs of keys times β with keys.
 
-    Attributes:
-        scaled: keys times β, [N, L, E].
-        k: keys, [N, L, E].
-        logs: logs of the factors, [N, L, E].
-        dsystem: the gradients of each chunk's A, [N, L, C].
+    Args:
+        system: keys and logs.
+        scaled: keys times β, bfloat16 [N, L, E].
+        dsystem: the gradients of each chunk's A, bfloat16 [N, L, C].
+        interpreted: whether the kernel is interpreted.
+
+    Returns:
+        The gradients that A gives to keys times β, and to keys, bfloat16, and to the logs, float32; [N, L, E].
     """
+    n, length, key_size = system.k.shape
 
-    scaled: Any
-    k: Any
-    logs: LogParts
-    dsystem: Any
-
-
-class SystemGradients(NamedTuple):
-    """The gradients that A gives to keys times β, and to keys, bfloat16, and to the logs, float32; [N, L, E]."""
-
-    dscaled: Any
-    dk: Any
-    dlog: Any
-
-
-class SystemGradientMemory(NamedTuple):
-    """Shared memory of a chunk: the sources, the barrier of their copies, gradients, and results."""
-
-    sources: SystemGradientSources
-    ready: Any
-    scratch: PairGradientMemory
-    out: Any
-
-
-def differentiate_systems(sources: SystemGradientSources, interpreted: bool) -> SystemGradients:
-    """Computes the gradients of keys and logs through A, whose rows are pairs of keys times β with keys."""
-    n, length, key_size = sources.k.shape
-
-    def channel_delta_system_gradients(sources, out, memory: SystemGradientMemory):
-        head, rows = lax.axis_index('head'), slice_tile(lax.axis_index('chunk'))
-        columns, copied, scratch = slice_tile(lax.axis_index('part')), memory.sources, memory.scratch
-        of_keys = (jax.tree.leaves(x._replace(dsystem=None)) for x in (sources, copied))
-        for source, to in zip(*of_keys, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[head, rows, columns], to, memory.ready)
-        plgpu.copy_gmem_to_smem(sources.dsystem.at[head, rows], copied.dsystem, memory.ready)
-        plgpu.barrier_wait(memory.ready)
+    def channel_delta_system_gradients(sources, dsystem, out, *, vectors, dpairs, ready, scratch, staging):
+        head, rows, columns = lax.axis_index('head'), *(slice_tile(lax.axis_index(each)) for each in ('chunk', 'part'))
+        for source, to in zip(jax.tree.leaves(sources), jax.tree.leaves(vectors), strict=True):
+            plgpu.copy_gmem_to_smem(source.at[head, rows, columns], to, ready)
+        plgpu.copy_gmem_to_smem(dsystem.at[head, rows], dpairs, ready)
+        plgpu.barrier_wait(ready)
         nothing = zeros(TILE, TILE)
         scratch.dlog[...] = nothing
-        found = differentiate_pairs(copied.scaled, copied.k, copied.logs, copied.dsystem, scratch, (nothing, nothing))
+        x, k, logs = vectors
+        found = differentiate_pairs(x, k, logs, dpairs, scratch, (nothing, nothing))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.dlog, out.dlog.at[head, rows, columns])
-        for value, to in zip(found, (out.dscaled, out.dk), strict=True):
+        *places, dlog = (to.at[head, rows, columns] for to in out)
+        plgpu.copy_smem_to_gmem(scratch.dlog, dlog)
+        for value, to in zip(found, places, strict=True):
             wait_for_copies()
             release()
-            send(value, memory.out, to.at[head, rows, columns])
+            send(value, staging, to)
         plgpu.wait_smem_to_gmem(0)
 
-    tile, shape = matrix(TILE, TILE), sources.k.shape
-    memory = SystemGradientMemory(
-        SystemGradientSources(tile, tile, LogParts(tile, tile), tile),
-        plgpu.Barrier(num_arrivals=5),
-        PairGradientMemory.allocate(interpreted),
-        tile,
-    )
-    of_keys = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    tile, shape = matrix(TILE, TILE), system.k.shape
     (gradients,) = plgpu.kernel(
         channel_delta_system_gradients,
-        out_type=(SystemGradients(of_keys, of_keys, jax.ShapeDtypeStruct(shape, jnp.float32)),),
+        out_type=(tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.bfloat16, jnp.float32)),),
         grid=(length // TILE, n, key_size // TILE),
         grid_names=('chunk', 'head', 'part'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=[memory],
-    )(sources)
+        scratch_types={
+            'vectors': (tile, tile, LogParts(tile, tile)),
+            'dpairs': tile,
+            'ready': plgpu.Barrier(num_arrivals=5),
+            'scratch': PairGradientMemory.allocate(interpreted),
+            'staging': tile,
+        },
+    )((scaled, system.k, system.logs), dsystem)
     return gradients

@@ -8,7 +8,7 @@ name only.
 """
 
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.gpu import channel_pairs
 from lm.ops.linear_attention.channels import attend_whole
-from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan, add_terms
+from lm.ops.linear_attention.gpu.channels.plan import CHUNK, ChannelArrays, ChannelPlan, add_terms, split_logs
 from lm.ops.linear_attention.types import LinearCall, LinearResult
 from lm.ops.residuals import save_residual
 
+Tokens = ChannelArrays[jax.Array, jax.Array]
 WIDEST = 256
 """Sizes of keys and of values; each 64 numbers of either have thread blocks of their own."""
 
@@ -67,7 +68,7 @@ def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax
         return jnp.pad(x_BxLxKxF, pad).reshape(batch, -1, x_BxLxKxF.shape[2] * size)
 
     logs = jnp.maximum(call.all_log_decay_BxLxKxE, channel_pairs.LEAST)
-    tokens = ChannelTokenArrays(
+    tokens = ChannelArrays(
         arrange(call.q_BxLxHxE, sizes[0]),
         arrange(call.k_BxLxKxE, sizes[0]),
         arrange(call.v_BxLxKxD, sizes[1]),
@@ -83,32 +84,16 @@ def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax
     return o, state[:, :, :size, :value_size]
 
 
-class ChannelTokenArrays(NamedTuple):
-    """The tokens as in `ChannelArrays`, but with whole logs, float32."""
+def _sum_chunks(log_BxLxKE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes sums of logs in each chunk.
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    log: jax.Array
-
-    def split(self) -> ChannelArrays[jax.Array]:
-        """Returns the arrays that kernels take."""
-        return ChannelArrays(self.q, self.k, self.v, channel_pairs.split_logs(self.log))
-
-
-class ChunkSums(NamedTuple):
-    """Sums of logs in each chunk, [B, T, C, K E] and for the whole chunk [B, T, K E]."""
-
-    since: jax.Array
-    until: jax.Array
-    whole: jax.Array
-
-
-def _sum_chunks(log_BxLxKE: jax.Array) -> ChunkSums:
+    Returns:
+        (since its start, until its end, of all of it): twice [B, T, C, K E], and [B, T, K E].
+    """
     chunks = log_BxLxKE.reshape(log_BxLxKE.shape[0], -1, CHUNK, log_BxLxKE.shape[2])
     later = jnp.pad(chunks[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
     since, until = jnp.cumsum(chunks, axis=2), jax.lax.cumsum(later, axis=2, reverse=True)
-    return ChunkSums(since, until, since[:, :, -1])
+    return since, until, since[:, :, -1]
 
 
 def _fade(x_BxLxHE: jax.Array, logs_BxTxCxKE: jax.Array, groups: int, plan: ChannelPlan) -> jax.Array:
@@ -128,43 +113,44 @@ def _repeat_whole(plan: ChannelPlan, whole_BxTxKE: jax.Array) -> jax.Array:
 
 
 @custom_vjp(0)
-def _attend(plan: ChannelPlan, tokens: ChannelTokenArrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _attend(plan: ChannelPlan, tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns outputs [B, L, H D], and the states after all chunks."""
     return _forward(plan, tokens, state)[:2]
 
 
 # It is compiled as one function, which all layers share: lowering the kernels takes seconds.
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(plan: ChannelPlan, tokens: ChannelTokenArrays, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _forward(plan: ChannelPlan, tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes outputs, the states after all chunks, and the states before each chunk."""
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.linear_attention.gpu.channels.forward import compute
-    from lm.ops.linear_attention.gpu.channels.states import WalkedTokens, walk_states
+    from lm.ops.linear_attention.gpu.channels.states import walk_states
 
-    sums = _sum_chunks(tokens.log)
-    walked = WalkedTokens(_fade(tokens.k, sums.until, 1, plan), tokens.v, _repeat_whole(plan, sums.whole))
-    before, after = walk_states(walked, state, plan.slice_keys, plan.slice_values)
-    o = compute(plan, tokens.split(), before)
+    _, until, whole = _sum_chunks(tokens.logs)
+    k, whole = _fade(tokens.k, until, 1, plan), _repeat_whole(plan, whole)
+    before, after = walk_states(state, b=k, c=tokens.v, w=whole, slice_b=plan.slice_keys, slice_c=plan.slice_values)
+    o = compute(plan, split_logs(tokens), before)
     return add_terms(o).astype(tokens.v.dtype), after, before
 
 
-def _attend_forward(plan: ChannelPlan, tokens: ChannelTokenArrays, state: jax.Array):
+def _attend_forward(plan: ChannelPlan, tokens: Tokens, state: jax.Array):
     o, after, before = _forward(plan, tokens, state)
     return (save_residual(o), after), (tokens, save_residual(before))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_backward(
-    plan: ChannelPlan, residuals: tuple[ChannelTokenArrays, jax.Array], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[ChannelTokenArrays, jax.Array]:
-    from lm.ops.linear_attention.gpu.channels.backward import GradientSources, differentiate
-    from lm.ops.linear_attention.gpu.channels.states import WalkedTokens, walk_states
+    plan: ChannelPlan, residuals: tuple[Tokens, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Tokens, jax.Array]:
+    from lm.ops.linear_attention.gpu.channels.backward import differentiate
+    from lm.ops.linear_attention.gpu.channels.states import walk_states
 
     (tokens, before), (do, dstate) = residuals, cotangents
-    sums, groups = _sum_chunks(tokens.log), plan.heads // plan.key_heads
-    walked = WalkedTokens(_fade(tokens.q, sums.since, groups, plan), do, _repeat_whole(plan, sums.whole))
-    dafter, dfirst = walk_states(walked, dstate, plan.slice_queries, plan.slice_outputs, backwards=True)
-    found = differentiate(plan, GradientSources(tokens.split(), do, before, dafter))
+    (since, _, whole), groups = _sum_chunks(tokens.logs), plan.heads // plan.key_heads
+    q, whole = _fade(tokens.q, since, groups, plan), _repeat_whole(plan, whole)
+    slices = {'slice_b': plan.slice_queries, 'slice_c': plan.slice_outputs}
+    dafter, dfirst = walk_states(dstate, b=q, c=do, w=whole, **slices, backwards=True)
+    found = differentiate(plan, split_logs(tokens), do=do, before=before, dafter=dafter)
 
     def add_groups(terms: jax.Array) -> jax.Array:
         x = add_terms(terms)
@@ -173,9 +159,9 @@ def _attend_backward(
         x = x.reshape(*x.shape[:2], plan.key_heads, groups, -1).astype(jnp.float32)
         return x.sum(axis=3).reshape(*x.shape[:2], -1)
 
-    dk, dv, dlog = (add_groups(x) for x in (found.dk, found.dv, found.dlog))
+    dk, dv, dlog = (add_groups(x) for x in (found.k, found.v, found.logs))
     dtype = tokens.q.dtype
-    dtokens = ChannelTokenArrays(add_terms(found.dq).astype(dtype), dk.astype(dtype), dv.astype(dtype), dlog)
+    dtokens = ChannelArrays(add_terms(found.q).astype(dtype), dk.astype(dtype), dv.astype(dtype), dlog)
     return dtokens, dfirst
 
 

@@ -8,8 +8,6 @@ Each level gives gradients to queries, to keys and to its F. Every F is a sum of
 products with the same zeros and ones, transposed. Other letters are explained in the forward kernel.
 """
 
-from typing import Any, Generic, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,102 +29,70 @@ from lm.ops.gpu.channel_pairs import (
     widen,
 )
 from lm.ops.linear_attention.gpu.channels.forward import copy_tokens
-from lm.ops.linear_attention.gpu.channels.plan import A, ChannelArrays, ChannelPlan, describe_terms
+from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, KernelTokens, Ref, describe_terms
 
 
-class GradientSources(NamedTuple, Generic[A]):
-    """The arrays that a chunk's gradients need.
+def differentiate(
+    plan: ChannelPlan, tokens: KernelTokens[jax.Array], *, do: jax.Array, before: jax.Array, dafter: jax.Array
+) -> ChannelArrays[jax.Array, jax.Array]:
+    """Computes the gradients of all tokens.
 
-    Attributes:
+    Args:
+        plan: the plan.
         tokens: tokens.
         do: gradients of outputs, [B, L, H D].
         before: S before each chunk, [N, L, 64].
         dafter: gradients of S after each chunk, [N, L, 64].
+
+    Returns:
+        Terms of the gradients of each query head's tokens: bfloat16, and float32 for the logs. Terms of values are
+        [key parts, B, L, H D], and all others [value parts, B, L, H E].
     """
+    count, length, _ = before.shape
 
-    tokens: ChannelArrays[A]
-    do: A
-    before: A
-    dafter: A
-
-
-class ChannelGradients(NamedTuple, Generic[A]):
-    """Terms of the gradients of each query head's tokens: bfloat16, and float32 for the logs.
-
-    Attributes:
-        dq, dk, dlog: [value parts, B, L, H E].
-        dv: [key parts, B, L, H D].
-    """
-
-    dq: A
-    dk: A
-    dv: A
-    dlog: A
-
-
-class GradientMemory(NamedTuple):
-    """Shared memory of a chunk.
-
-    Attributes:
-        sources: what is copied.
-        ready: the barrier of the copies.
-        scratch: memory of the gradients of pairs.
-        out: where results are placed.
-    """
-
-    sources: GradientSources
-    ready: Any
-    scratch: PairGradientMemory
-    out: Any
-
-
-def differentiate(plan: ChannelPlan, sources: GradientSources[jax.Array]) -> ChannelGradients[jax.Array]:
-    """Computes the gradients of all tokens."""
-    count, length, _ = sources.before.shape
-
-    def channel_gradients(sources, out, memory: GradientMemory):
+    def channel_gradients(tokens, do, before, dafter, out, *, chunk, chunk_do, states, ready, scratch, staging):
         number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
-        copied = memory.sources
-        copy_tokens(plan, sources.tokens, copied.tokens, number, rows, memory.ready)
-        plgpu.copy_gmem_to_smem(plan.slice_outputs(sources.do, number).at[rows], copied.do, memory.ready)
-        plgpu.copy_gmem_to_smem(sources.before.at[number, rows], copied.before, memory.ready)
-        plgpu.copy_gmem_to_smem(sources.dafter.at[number, rows], copied.dafter, memory.ready)
-        plgpu.barrier_wait(memory.ready)
-        send(_differentiate_values(memory), memory.out, plan.slice_output_terms(out.dv, number).at[rows])
-        dq, dk = _differentiate_keys(memory)
+        copy_tokens(plan, tokens, chunk, number, rows, ready)
+        plgpu.copy_gmem_to_smem(plan.slice_outputs(do, number).at[rows], chunk_do, ready)
+        for source, to in zip((before, dafter), states, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[number, rows], to, ready)
+        plgpu.barrier_wait(ready)
+        dv = _differentiate_values(chunk, chunk_do, states[1], scratch)
+        send(dv, staging, plan.slice_output_terms(out.v, number).at[rows])
+        dq, dk = _differentiate_keys(chunk, chunk_do, states, scratch)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.scratch.dlog, plan.slice_key_terms(out.dlog, number).at[rows])
-        for value, to in ((dq, out.dq), (dk, out.dk)):
+        plgpu.copy_smem_to_gmem(scratch.dlog, plan.slice_key_terms(out.logs, number).at[rows])
+        for value, to in ((dq, out.q), (dk, out.k)):
             wait_for_copies()
             release()
-            send(value, memory.out, plan.slice_key_terms(to, number).at[rows])
+            send(value, staging, plan.slice_key_terms(to, number).at[rows])
         plgpu.wait_smem_to_gmem(0)
 
     tile, keys = matrix(TILE, TILE), plan.heads * plan.key_parts * TILE
-    memory = GradientMemory(
-        GradientSources(ChannelArrays(tile, tile, tile, LogParts(tile, tile)), tile, tile, tile),
-        plgpu.Barrier(num_arrivals=8),
-        PairGradientMemory.allocate(plan.interpreted),
-        tile,
-    )
-    of_keys = describe_terms(plan.value_parts, sources.tokens.q, keys, jnp.bfloat16)
-    of_values = describe_terms(plan.key_parts, sources.tokens.q, plan.heads * plan.value_parts * TILE, jnp.bfloat16)
-    of_logs = describe_terms(plan.value_parts, sources.tokens.q, keys, jnp.float32)
+    of_keys = describe_terms(plan.value_parts, tokens.q, keys, jnp.bfloat16)
+    of_values = describe_terms(plan.key_parts, tokens.q, plan.heads * plan.value_parts * TILE, jnp.bfloat16)
+    of_logs = describe_terms(plan.value_parts, tokens.q, keys, jnp.float32)
     (gradients,) = plgpu.kernel(
         channel_gradients,
-        out_type=(ChannelGradients(of_keys, of_keys, of_values, of_logs),),
+        out_type=(ChannelArrays(of_keys, of_keys, of_values, of_logs),),
         grid=(length // TILE, count),
         grid_names=('chunk', 'part'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=[memory],
-    )(sources)
+        scratch_types={
+            'chunk': ChannelArrays(tile, tile, tile, LogParts(tile, tile)),
+            'chunk_do': tile,
+            'states': [tile, tile],
+            'ready': plgpu.Barrier(num_arrivals=8),
+            'scratch': PairGradientMemory.allocate(plan.interpreted),
+            'staging': tile,
+        },
+    )(tokens, do, before, dafter)
     return gradients
 
 
-def _differentiate_values(memory: GradientMemory) -> jax.Array:
+def _differentiate_values(chunk: KernelTokens[Ref], do: Ref, dafter: Ref, scratch: PairGradientMemory) -> jax.Array:
     """Computes dV, float32 [C, 64]."""
-    (q, k, _, logs), do, _, dafter = memory.sources
-    scratch = memory.scratch
+    q, k, _, logs = chunk
     weights = weigh(q, k, logs, scratch.pairs)
     until = make_factors(Selections().until(), logs, scratch.pairs.register)
     release()
@@ -135,13 +101,14 @@ def _differentiate_values(memory: GradientMemory) -> jax.Array:
     return sum_products([(scratch.weights.transpose((1, 0)), do), (scratch.pairs.keys, dafter)])[0]
 
 
-def _differentiate_keys(memory: GradientMemory) -> tuple[jax.Array, jax.Array]:
-    """Computes dQ and dK, and places the gradients of the logs in `memory.scratch.dlog`.
+def _differentiate_keys(
+    chunk: KernelTokens[Ref], do: Ref, states: list[Ref], scratch: PairGradientMemory
+) -> tuple[jax.Array, jax.Array]:
+    """Computes dQ and dK, and places the gradients of the logs in `scratch.dlog`.
 
-    Once it is read, dO gives its place to dP.
+    `states` are S before the chunk, and the gradient of S after it. Once it is read, dO gives its place to dP.
     """
-    (q, k, v, logs), do, before, dafter = memory.sources
-    scratch, register = memory.scratch, memory.scratch.pairs.register
+    (q, k, v, logs), (before, dafter), register = chunk, states, scratch.pairs.register
     select, turned = Selections(), Selections(transposed=True)
     # Through S', and through the queries' reads of S.
     halves = place_halves(widen(before) * widen(dafter), scratch)

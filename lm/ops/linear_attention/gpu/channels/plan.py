@@ -8,36 +8,44 @@ Arrays of tokens have the order in which layers have them, [B, L, H · parts · 
 """
 
 import dataclasses
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from lm.ops.gpu import TILE, slice_tile
+from lm.ops.gpu import TILE, channel_pairs, slice_tile
 from lm.ops.gpu.channel_pairs import LogParts
+from lm.ops.linear_attention.gpu.plan import A, Ref
 
 CHUNK = TILE
-Ref = Any
-"""A reference to an array in memory, inside a kernel."""
-A = TypeVar('A')
-"""jax.Array, or inside a kernel `Ref`."""
+Logs = TypeVar('Logs')
 
 
-class ChannelArrays(NamedTuple, Generic[A]):
-    """The tokens of a call; sizes are padded to parts, and the length to chunks.
+class ChannelArrays(NamedTuple, Generic[A, Logs]):
+    """The tokens of a call, or their gradients; sizes are padded to parts, and the length to chunks.
 
     Attributes:
         q: queries, bfloat16 [B, L, H E].
         k: keys, bfloat16 [B, L, K E].
         v: values, bfloat16 [B, L, K D].
-        logs: logs of the factors, [B, L, K E] each.
+        logs: logs of the factors, [B, L, K E] float32; in kernels `LogParts` of such arrays.
     """
 
     q: A
     k: A
     v: A
-    logs: LogParts[A]
+    logs: Logs
+
+
+KernelTokens = ChannelArrays[A, LogParts[A]]
+"""The tokens of a call as kernels take them."""
+
+
+def split_logs(tokens: ChannelArrays[jax.Array, jax.Array]) -> KernelTokens[jax.Array]:
+    """Returns the arrays that kernels take."""
+    return ChannelArrays(tokens.q, tokens.k, tokens.v, channel_pairs.split_logs(tokens.logs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,55 +71,55 @@ class ChannelPlan:
         """The pairs of parts of a sequence's heads."""
         return self.heads * self.key_parts * self.value_parts
 
-    def slice_queries(self, array: Ref, number: Any) -> Ref:
+    def slice_queries(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, H E] as a matrix, [L, 64]; `number` is among N."""
         at = self._find(number)
         return _slice(array.at[at.batch], at.head * self.key_parts + at.key_part)
 
-    def slice_keys(self, array: Ref, number: Any) -> Ref:
+    def slice_keys(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, K E]."""
         at = self._find(number)
         return _slice(array.at[at.batch], self._find_key_head(at) * self.key_parts + at.key_part)
 
-    def slice_values(self, array: Ref, number: Any) -> Ref:
+    def slice_values(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, K D]."""
         at = self._find(number)
         return _slice(array.at[at.batch], self._find_key_head(at) * self.value_parts + at.value_part)
 
-    def slice_outputs(self, array: Ref, number: Any) -> Ref:
+    def slice_outputs(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, H D]."""
         at = self._find(number)
         return _slice(array.at[at.batch], at.head * self.value_parts + at.value_part)
 
-    def slice_key_terms(self, array: Ref, number: Any) -> Ref:
+    def slice_key_terms(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array whose sum over its first axis is wanted, [value parts, B, L, H E]."""
         return self.slice_queries(array.at[self._find(number).value_part], number)
 
-    def slice_output_terms(self, array: Ref, number: Any) -> Ref:
+    def slice_output_terms(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array whose sum over its first axis is wanted, [key parts, B, L, H D]."""
         return self.slice_outputs(array.at[self._find(number).key_part], number)
 
-    def _find_key_head(self, at: '_Place') -> Any:
+    def _find_key_head(self, at: '_Place') -> jax.Array:
         return lax.div(at.head, self.heads // self.key_heads)
 
-    def _find(self, number: Any) -> '_Place':
+    def _find(self, number: jax.Array) -> '_Place':
         rest, value_part = lax.div(number, self.value_parts), lax.rem(number, self.value_parts)
         rest, key_part = lax.div(rest, self.key_parts), lax.rem(rest, self.key_parts)
         return _Place(lax.div(rest, self.heads), lax.rem(rest, self.heads), key_part, value_part)
 
 
 class _Place(NamedTuple):
-    batch: Any
-    head: Any
-    key_part: Any
-    value_part: Any
+    batch: jax.Array
+    head: jax.Array
+    key_part: jax.Array
+    value_part: jax.Array
 
 
-def _slice(array: Ref, column: Any) -> Ref:
+def _slice(array: Ref, column: jax.Array) -> Ref:
     return array.at[:, slice_tile(column)]
 
 
-def describe_terms(count: int, array: jax.Array, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def describe_terms(count: int, array: jax.Array, size: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Returns the type of `count` terms of a sum; `array` has their batch and length."""
     return jax.ShapeDtypeStruct((count, *array.shape[:2], size), dtype)
 

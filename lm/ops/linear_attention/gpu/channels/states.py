@@ -8,7 +8,6 @@ registers. Letters are explained in `plan`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,53 +26,59 @@ from lm.ops.gpu import (
     walk,
     write,
 )
+from lm.ops.linear_attention.gpu.channels.plan import Ref
 
-
-class WalkedTokens(NamedTuple):
-    """The arrays of the formula: b and c bfloat16, as `slice_b` and `slice_c` take them, and w float32 [N, T C]."""
-
-    b: Any
-    c: Any
-    w: Any
-
-
-class WalkedChunks(NamedTuple):
-    """S before each chunk, bfloat16 [N, T C, 64], and S after all chunks, float32 [N, 64, 64]."""
-
-    before: Any
-    after: Any
+Slice = Callable[[Ref, jax.Array], Ref]
 
 
 def walk_states(
-    tokens: WalkedTokens, start: jax.Array, slice_b: Callable, slice_c: Callable, *, backwards: bool = False
-) -> WalkedChunks:
-    """Walks from the first S, float32 [N, 64, 64], through all chunks.
+    start: jax.Array,
+    *,
+    b: jax.Array,
+    c: jax.Array,
+    w: jax.Array,
+    slice_b: Slice,
+    slice_c: Slice,
+    backwards: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Walks through all chunks.
 
-    With `backwards` it walks from the last chunk to the first, and "before" means after. `slice_b` and `slice_c` are
-    methods of a plan.
+    Args:
+        start: the first S, float32 [N, 64, 64].
+        b: bfloat16.
+        c: bfloat16.
+        w: float32 [N, T C].
+        slice_b: the method of a plan that finds the part of a thread block in b.
+        slice_c: the same for c.
+        backwards: walk from the last chunk to the first.
+
+    Returns:
+        (S before each chunk, S after all chunks): bfloat16 [N, T C, 64] and float32 [N, 64, 64]. With `backwards`,
+        "before" means after.
     """
-    count, length = tokens.w.shape
+    count, length = w.shape
 
-    def channel_states(tokens, start, results, placed):
+    def channel_states(b, c, w, start, before, after, placed):
         number = lax.axis_index('part')
 
-        def step(chunk, tiles: WalkedTokens, state):
+        def step(chunk, tiles, state):
+            b_smem, c_smem, w_smem = tiles
             wait_for_copies()
             placed[...] = state.astype(placed.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(placed, results.before.at[number, slice_tile(chunk)])
-            return state * repeat_per_row(load_rows(tiles.w), TILE) + product(tiles.b.transpose((1, 0)), tiles.c)
+            plgpu.copy_smem_to_gmem(placed, before.at[number, slice_tile(chunk)])
+            return state * repeat_per_row(load_rows(w_smem), TILE) + product(b_smem.transpose((1, 0)), c_smem)
 
-        sources = WalkedTokens(slice_b(tokens.b, number), slice_c(tokens.c, number), tokens.w.at[number])
+        sources = slice_b(b, number), slice_c(c, number), w.at[number]
         state = walk(sources, 0, 0, length // TILE, step, load_matrix(start.at[number]), backwards)
-        write(state, results.after.at[number], matrix(TILE, TILE, dtype=jnp.float32))
+        write(state, after.at[number], matrix(TILE, TILE, dtype=jnp.float32))
 
     states = jax.ShapeDtypeStruct((count, length, TILE), jnp.bfloat16)
-    (results,) = plgpu.kernel(
+    before, after = plgpu.kernel(
         channel_states,
-        out_type=(WalkedChunks(states, jax.ShapeDtypeStruct(start.shape, jnp.float32)),),
+        out_type=(states, jax.ShapeDtypeStruct(start.shape, jnp.float32)),
         grid=(count,),
         grid_names=('part',),
         scratch_types=[matrix(TILE, TILE)],
-    )(tokens, start)
-    return results
+    )(b, c, w, start)
+    return before, after

@@ -8,7 +8,7 @@ thread block. Keys and values may have fewer heads than queries. Numbers per tok
 """
 
 import dataclasses
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,17 +16,13 @@ from jax.typing import DTypeLike
 
 from lm.ops.gpu import slice_head
 from lm.ops.linear_attention.feature_maps import ElementwiseMap
+from lm.ops.linear_attention.gpu.plan import A, Ref
 
 CHUNK = 64
 """Features that stand side by side in memory; sums over keys are kept for so many at a time."""
 
 SLOTS = 2
 """Tiles in shared memory: one to come, and one in use. A multiprocessor then has room for two thread blocks."""
-
-Ref = Any
-"""A reference to an array in memory, inside a kernel."""
-A = TypeVar('A')
-"""jax.Array, or inside a kernel `Ref`."""
 
 
 class SideArrays(NamedTuple, Generic[A]):

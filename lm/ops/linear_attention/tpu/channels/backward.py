@@ -9,11 +9,9 @@ Other letters are explained in the forward kernel.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
 
 import jax.numpy as jnp
 
-from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
 from lm.ops.tpu.channel_pairs import (
     ChannelPairs,
@@ -26,15 +24,15 @@ from lm.ops.tpu.chunks import ChunkPlan
 from lm.ops.tpu.order import Turns
 
 
-def differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens]) -> Iterator[Turns]:
+def differentiate(plan: ChunkPlan, refs: ChunkReferences) -> Iterator[Turns]:
     """Yields the work on each pack of heads: the gradients of a chunk."""
     return (_differentiate(plan, refs, heads) for heads in plan.packs)
 
 
-def _differentiate(plan: ChunkPlan, refs: ChunkReferences[ChannelTokens], heads: range) -> Turns:
+def _differentiate(plan: ChunkPlan, refs: ChunkReferences, heads: range) -> Turns:
     """Computes the gradients of a pack of key heads and their queries."""
-    q, k, v, log = refs.tokens
-    dq, dk, dv, dlog = cast(Any, refs.gradients)
+    q, k, v, _, log, _ = refs.tokens
+    dq, dk, dv, _, dlog, _ = refs.gradients
     do, at = refs.do, heads.start // plan.pack
     pairs, state, dstate = (
         ChannelPairs([k[n] for n in heads], [log[n] for n in heads]),

@@ -10,17 +10,16 @@ none is a difference.
 from collections.abc import Iterator
 from typing import Any
 
-from lm.ops.linear_attention.tpu.channels.plan import ChannelTokens
 from lm.ops.tpu import dot
 from lm.ops.tpu.channel_pairs import ChannelPairs
 from lm.ops.tpu.chunk_walk import WalkOutputs
-from lm.ops.tpu.chunks import ChunkPlan
+from lm.ops.tpu.chunks import ChunkPlan, WalkedTokens
 from lm.ops.tpu.order import Turns
 
 
-def compute(plan: ChunkPlan, tokens: ChannelTokens, state: Any, results: WalkOutputs) -> Iterator[Turns]:
+def compute(plan: ChunkPlan, tokens: WalkedTokens, state: Any, results: WalkOutputs) -> Iterator[Turns]:
     """Yields the work on each pack of heads: outputs of a chunk, and the state after it."""
-    q, k, v, log = tokens
+    q, k, v, _, log, _ = tokens
 
     def compute_heads(heads: range) -> Turns:
         pairs, at = ChannelPairs([k[n] for n in heads], [log[n] for n in heads]), heads.start // plan.pack
