@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lm.attention import Attention, formulas
+from lm.attention import Attention
+from lm.attention.formulas.base import FORMULAS
 from lm.config.configurable import list_fields, list_values
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun
-from lm.interop import parts
 from lm.interop.card import CARD
 from lm.interop.names import to_tensors
 from lm.interop.tensors import WeightFiles, is_weights
@@ -30,13 +30,11 @@ BEGIN, END = 'begin_id', 'end_id'
 """The names in the header of the weights of the tokens around a text."""
 CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
-"""The model for transformers: a file beside this one, and its parts with its formulas in one file."""
-FORMULAS, PARTS = (pathlib.Path(next(iter(package.__path__))) for package in (formulas, parts))
+"""The model for transformers: a file beside this one, and all that it imports in one file."""
+ROOT, MODEL = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent / MODEL_SOURCE
 ATTENTION_HEADER = '"""The attention of a model, as its formula reads, for PyTorch. Written by `lm export`."""'
-OWN = r'lm\.attention\.formulas\.|lm\.interop\.parts\.'
-"""The modules whose files an export joins."""
-SHARED = ('tokens', 'base')
-"""The formula files with the shared parts."""
+OWN = r'from (lm(?:\.\w+)+)'
+"""The beginning of a line that imports a module of `lm`."""
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
 """The names of the files that an export has beside its weights."""
 FIELDS = {
@@ -128,16 +126,15 @@ class TransformersFormat(Safetensors):
         for attention in model.pattern:
             _check_latent(attention, model)
             attention.portable(model.resolve(attention).dims)  # it refuses options that have no formula
-        if unknown := {attention.gin_name for attention in model.pattern} - formulated():
+        if unknown := {attention.gin_name for attention in model.pattern} - FORMULAS.keys():
             raise ConfigError(
                 f'model.attention: the model for transformers does not know @{min(unknown)}(); export with --format '
                 'safetensors'
             )
 
     def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
-        model = (PARTS.parent / MODEL_SOURCE).read_text()
         texts = {
-            MODEL_SOURCE: re.sub(rf'({OWN})\w+', f'.{ATTENTION_SOURCE.removesuffix(".py")}', model),
+            MODEL_SOURCE: re.sub(OWN, f'from .{ATTENTION_SOURCE.removesuffix(".py")}', MODEL.read_text()),
             ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
             TRANSFORMERS_CONFIG: json.dumps(describe(run) | {'torch_dtype': dtype}, indent=2) + '\n',
         }
@@ -248,24 +245,30 @@ def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
     return {'base': rotary.base, 'frequencies': frequencies, 'amplitude': amplitude}
 
 
-def formulated() -> set[str]:
-    """Returns the gin names of the mechanisms that have a formula."""
-    return {path.stem for path in FORMULAS.glob('*.py')} - {*SHARED, '__init__'}
-
-
 def attention_source(mechanisms: Collection[str]) -> str:
-    """Returns one module with the formulas of the mechanisms and the shared parts, which imports PyTorch alone."""
-    imports: dict[str, None] = {}
-    texts = []
-    files = [FORMULAS / f'{name}.py' for name in (*SHARED, *sorted(mechanisms))]
-    for path in (*files, *sorted(PARTS.glob('[!_]*.py'))):
-        text = path.read_text()
+    """Returns one module with the formulas of the mechanisms and the parts of the model; it imports PyTorch alone."""
+    texts: dict[str, str] = {}
+    others: dict[str, None] = {}
+
+    def add(module: str) -> None:
+        """Adds a module of `lm` behind the modules that it imports."""
+        text = (ROOT / f'{module.replace(".", "/")}.py').read_text()
         lines = text.splitlines(keepends=True)
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 lines[node.lineno - 1 : node.end_lineno] = [''] * len(lines[node.lineno - 1 : node.end_lineno])
-                if not re.match(f'from ({OWN})', ast.unparse(node)):
-                    imports[ast.unparse(node)] = None
-        texts.append(re.sub(r'\n{4,}', '\n\n\n', ''.join(lines).strip()))
-    head = '\n'.join([ATTENTION_HEADER, '', *imports])
-    return '\n\n\n'.join([head, *texts]) + '\n'
+                others.update({} if add_own(ast.unparse(node)) else {ast.unparse(node): None})
+        texts[module] = re.sub(r'\n{4,}', '\n\n\n', ''.join(lines).strip())
+
+    def add_own(line: str) -> bool:
+        """Adds the module of `lm` from which a line imports; returns False if there is none."""
+        if (found := re.match(OWN, line)) and found[1] not in texts:
+            add(found[1])
+        return bool(found)
+
+    for line in MODEL.read_text().splitlines():
+        add_own(line)
+    for name in sorted(mechanisms):
+        add_own(f'from {FORMULAS[name].__module__}')
+    head = '\n'.join([ATTENTION_HEADER, '', *others])
+    return '\n\n\n'.join([head, *texts.values()]) + '\n'

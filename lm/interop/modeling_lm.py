@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lm.attention.formulas.base import EPSILON
 from lm.attention.formulas.tokens import LayerTokens
 from lm.interop.parts.latent import LmLatentKeys
 from lm.interop.parts.mechanism import LmMechanism
 from lm.interop.parts.units import ACTIVATIONS, LmExperts, activate
+from lm.ops.formulas import EPSILON
 
 NORMS = {'layer': nn.LayerNorm, 'rms': nn.RMSNorm}
 

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 import lm
 from lm.attention import mechanisms
+from lm.attention.formulas.base import FORMULAS
 from lm.attention.hybrid import Hybrid
 from lm.attention.softmax import Softmax
 from lm.cli import main
@@ -33,7 +34,7 @@ from lm.data.tokenizers.sentencepiece import train
 from lm.errors import ConfigError, MismatchError
 from lm.interop.checkpoints import CheckpointFolder
 from lm.interop.export_run import UNFINISHED, exporting
-from lm.interop.formats import FORMATS, FORMULAS, PARTS, attention_source, formulated
+from lm.interop.formats import FORMATS, attention_source
 from lm.interop.import_run import choose_tokenizers, load_given
 from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
@@ -56,12 +57,13 @@ def test_weights_of_every_mechanism_survive_a_round_trip(form):
 def test_formulas_fit_into_one_module():
     """An export joins the files, so no two define the same name."""
     defined = collections.Counter()
-    for path in (*FORMULAS.glob('*.py'), *PARTS.glob('*.py')):
-        for node in ast.parse(path.read_text()).body:
-            names = [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else getattr(node, 'targets', [])
-            defined.update(getattr(target, 'id', None) or target.name for target in names)
+    tree = ast.parse(attention_source(FORMULAS))
+    for node in tree.body:
+        names = [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else getattr(node, 'targets', [])
+        defined.update(getattr(target, 'id', None) or target.name for target in names)
     assert {name for name, count in defined.items() if count > 1} == set()
-    compile(attention_source(formulated()), 'attention_lm.py', 'exec')
+    lines = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {re.split('[ .]', line)[1] for line in lines} - sys.stdlib_module_names == {'torch'}
 
 
 def test_exported_names_belong_to_layers():
@@ -88,7 +90,7 @@ def test_tensors_that_do_not_fit_are_named():
 
 
 def test_every_mechanism_and_option_has_a_formula_for_transformers():
-    assert formulated() == set(mechanisms())
+    assert FORMULAS.keys() == mechanisms().keys()
     for form in MECHANISMS.values():
         for options in ({}, shapes.BLOCK, shapes.HEADS, shapes.GEMMA, shapes.OLMO):
             FORMATS['huggingface'].check(shapes.experiment(form, **options).model)

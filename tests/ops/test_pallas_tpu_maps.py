@@ -13,6 +13,7 @@ from interpreter import interpret_kernels, interpret_plainly
 from test_pallas_tpu import example, make_call
 
 from lm.attention.base import HeadDims
+from lm.attention.formulas.base import FORMULAS
 from lm.attention.llops import Llops
 from lm.attention.maps.random_features import FEATURES, SOFTMAX_FEATURES, Positive, Projection
 from lm.attention.performer import Performer
@@ -134,17 +135,10 @@ def test_series(case):
     assert max(found) <= limit, found
 
 
-def performer64(scale, epsilon, queries, projection, x):
-    """Computes FAVOR+ by its formula; a query is divided by a constant, its largest exponential, and not raised."""
-    exponent = scale**0.5 * jnp.einsum('re,blhe->blhr', projection, x) - scale / 2 * (x**2).sum(-1, keepdims=True)
-    if queries:
-        exponent, epsilon = exponent - jax.lax.stop_gradient(exponent.max(-1, keepdims=True)), 0.0
-    return (jnp.exp(exponent) + epsilon) / projection.shape[0] ** 0.5
-
-
-def llops64(factors, x):
-    products = jnp.einsum('blhe,jrem->jblhrm', x, factors)
-    return jnp.prod(products, axis=0).sum(-2) ** 2
+def formula_of(config, head_dim):
+    """Returns the formula of a mechanism for JAX."""
+    dims = HeadDims(4, 2, head_dim)
+    return FORMULAS[config.gin_name](4, 2, head_dim, **config.portable(dims))
 
 
 @functools.cache
@@ -152,8 +146,10 @@ def performer(n_features=64, head_dim=16, seed=1):
     """Returns a feature map, its parameters for queries and for keys, and the same map in float64."""
     projection = jnp.asarray(np.random.default_rng(seed).standard_normal((n_features, head_dim)), jnp.float32)
     feature_map = Positive(scale=head_dim**-0.5, epsilon=1e-6)
+    formula = formula_of(Performer(n_features=n_features, stabilizer=1e-6), head_dim)
     exact = [
-        lambda p, x, queries=queries: performer64(head_dim**-0.5, 1e-6, queries, p[0], x) for queries in (True, False)
+        lambda p, x, queries=queries: formula.bind(jnp, {'projection': p[0]}).map(x, queries)
+        for queries in (True, False)
     ]
     return feature_map, (Projection(projection),) * 2, exact
 
@@ -165,7 +161,8 @@ def llops(n_features=32, head_dim=16, rank=1, seed=1):
     scale = (n_features * rank) ** (-0.5 / config.degree)
     factors = [jnp.asarray(scale * rng.standard_normal((2, rank, head_dim, n_features)), jnp.float32) for _ in range(2)]
     feature_map = config.sketch()
-    return feature_map, tuple(factors), [llops64, llops64]
+    formula = formula_of(config, head_dim).bind(jnp, {})
+    return feature_map, tuple(factors), [lambda p, x: formula.multiply(x, p)] * 2
 
 
 MAP_CASES = {

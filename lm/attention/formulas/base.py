@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lm.attention.formulas.tokens import SeenKeys, distances
-
-EPSILON = 1e-5
-"""Added to the variance in a mechanism's normalizations."""
+from lm.ops.formulas import softmax, standardize
 
 FORMULAS = {}
 """Gin name → formula. A subclass of `Formula` with a `name` adds itself."""
@@ -33,23 +31,6 @@ def sigmoid(xp, x):
 def softplus(xp, x):
     """Computes log(1 + exp(x))."""
     return xp.logaddexp(x, xp.zeros_like(x))
-
-
-def softmax(xp, x):
-    """Computes exp(x) / Σ exp(x) over the last axis."""
-    exponentials = xp.exp(x - xp.amax(x, -1)[..., None])
-    return exponentials / exponentials.sum(-1)[..., None]
-
-
-def gelu(xp, x):
-    """Computes GELU by its tanh approximation."""
-    return x / 2 * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def standardize(xp, x):
-    """Returns vectors with mean 0 and variance 1."""
-    centred = x - x.mean(-1)[..., None]
-    return centred / xp.sqrt((centred**2).mean(-1)[..., None] + EPSILON)
 
 
 def square_features(x):

@@ -1,6 +1,7 @@
 """The delta rule: DeltaNet, Gated DeltaNet and Kimi delta attention."""
 
 from lm.attention.formulas.base import FormulaArray, OutputNormedFormula, read_state, sigmoid, softplus
+from lm.ops.formulas import forget_and_learn
 
 
 class DeltaFormula(OutputNormedFormula, name='delta'):
@@ -40,11 +41,3 @@ class DeltaFormula(OutputNormedFormula, name='delta'):
         if tokens.memory is not None:
             tokens.memory['state'] = state
         return self.normalize_outputs(xp.concatenate(parts, 1))
-
-
-def forget_and_learn(xp, state_BxKxExV, k_BxKxE, v_BxKxV, beta_BxK, decay_BxKxE):
-    """Returns the state after a token."""
-    state_BxKxExV = decay_BxKxE[..., None] * state_BxKxExV
-    held_BxKxV = xp.einsum('bkev,bke->bkv', state_BxKxExV, k_BxKxE)
-    new_BxKxV = beta_BxK[..., None] * (v_BxKxV - held_BxKxV)
-    return state_BxKxExV + k_BxKxE[..., :, None] * new_BxKxV[..., None, :]

@@ -2,7 +2,8 @@
 
 import math
 
-from lm.attention.formulas.base import Formula, FormulaArray, gelu, sigmoid
+from lm.attention.formulas.base import Formula, FormulaArray, sigmoid
+from lm.ops.formulas import gelu
 
 LIMIT = 35.0
 """The largest exponent of random features that are not rescaled."""

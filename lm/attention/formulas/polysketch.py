@@ -1,14 +1,7 @@
 """Polysketch attention (PolySketchFormer)."""
 
-from lm.attention.formulas.base import (
-    FormulaArray,
-    NormedFormula,
-    gelu,
-    score_scale,
-    scores,
-    square_features,
-    standardize,
-)
+from lm.attention.formulas.base import FormulaArray, NormedFormula, score_scale, scores, square_features
+from lm.ops.formulas import apply_network, join_sketches, standardize
 
 
 class PolysketchFormula(NormedFormula, name='polysketch'):
@@ -60,19 +53,16 @@ class PolysketchFormula(NormedFormula, name='polysketch'):
                     self.arrays[f'{network}.scales.{i}'] = FormulaArray((self.n, 1, width), 1.0)
                     self.arrays[f'{network}.biases.{i}'] = FormulaArray((self.n, 1, width))
 
-    def network(self, name, x_BxLxNxGxM):
-        """Computes a network: LayerNorm, m → hidden, gelu, → r, LayerNorm, → hidden, gelu, → r."""
-        for i in range(2):
-            scale, bias = self.p[f'{name}.scales.{i}'], self.p[f'{name}.biases.{i}']
-            wide = (standardize(self.xp, x_BxLxNxGxM) * scale + bias) @ self.p[f'{name}.kernels.{2 * i}']
-            x_BxLxNxGxM = gelu(self.xp, wide) @ self.p[f'{name}.kernels.{2 * i + 1}']
-        return x_BxLxNxGxM
+    def levels(self, name):
+        """Returns the arrays of a network level by level."""
+        paths = (f'scales.{i} biases.{i} kernels.{2 * i} kernels.{2 * i + 1}'.split() for i in range(2))
+        return [[self.p[f'{name}.{path}'] for path in level] for level in paths]
 
     def join(self, name, left, right):
         """Computes a node of a tree."""
         if self.kind == 'learned':
-            products = self.network(f'{name}.0', left) * self.network(f'{name}.1', right)
-            return self.r**0.5 * self.xp.tanh(self.r**-0.5 * products)
+            sides = enumerate((left, right))
+            return join_sketches(self.xp, *(apply_network(self.xp, self.levels(f'{name}.{i}'), x) for i, x in sides))
         first, second = self.p[name]
         return (left @ first) * (right @ second) * self.r**-0.5
 

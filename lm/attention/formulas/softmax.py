@@ -2,8 +2,9 @@
 
 import math
 
-from lm.attention.formulas.base import Formula, FormulaArray, scores, softmax
+from lm.attention.formulas.base import Formula, FormulaArray, scores
 from lm.attention.formulas.tokens import distances
+from lm.ops.formulas import weigh_by_softmax
 
 
 class SoftmaxFormula(Formula, name='softmax'):
@@ -28,12 +29,5 @@ class SoftmaxFormula(Formula, name='softmax'):
         if self.log_base is not None:
             before = seen.positions_BxM[:, None, -q.shape[1] :, None]
             s = s * xp.log(before + self.log_base) / math.log(self.log_base)
-        if self.cap is not None:
-            s = self.cap * xp.tanh(s / self.cap)
-        if log_decay is not None:
-            s = s + log_decay
-        s = xp.where(hidden, -math.inf, s)
-        if 'sinks' not in self.p:
-            return softmax(xp, s)
-        sinks = xp.broadcast_to(self.p['sinks'][:, None, None], (*s.shape[:-1], 1))
-        return softmax(xp, xp.concatenate([s, sinks], -1))[..., :-1]
+        sinks_Hx1x1 = self.p['sinks'][:, None, None] if 'sinks' in self.p else None
+        return weigh_by_softmax(xp, s, hidden, self.cap, log_decay, sinks_Hx1x1)

@@ -6,6 +6,7 @@ from jax import lax
 
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
+from lm.ops.formulas import forget_and_learn
 
 
 def delta_rule(call: DeltaCall) -> DeltaResult:
@@ -18,9 +19,7 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
 
     def step(state, token):
         q_BxHxE, k_BxKxE, v_BxKxD, beta_BxK, log_decay = token
-        state *= jnp.exp(log_decay)[..., None]
-        new_BxKxD = beta_BxK[..., None] * (v_BxKxD - jnp.einsum('bked,bke->bkd', state, k_BxKxE))
-        state += k_BxKxE[..., :, None] * new_BxKxD[..., None, :]
+        state = forget_and_learn(jnp, state, k_BxKxE, v_BxKxD, beta_BxK, jnp.exp(log_decay))
         return state, jnp.einsum('bhed,bhe->bhd', jnp.repeat(state, call.groups, axis=1), q_BxHxE)
 
     tokens = (call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD, call.beta_BxLxK, log_decay)

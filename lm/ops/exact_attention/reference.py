@@ -6,21 +6,17 @@ from jax import lax
 
 from lm.ops.decay import pairwise
 from lm.ops.exact_attention.types import ExactCall, PolynomialCall, SoftmaxCall
+from lm.ops.formulas import weigh_by_softmax
 from lm.ops.powers import quotient
 
 
 def softmax_attention(call: SoftmaxCall) -> jax.Array:
-    """Weights exp(s_ij) / (exp(sink) + Σ_j' exp(s_ij')), s = scale ⟨q, k⟩, or cap · tanh(scale ⟨q, k⟩ / cap)."""
-    scores_BxKxGxLxM = _scores(call) * call.scale
-    if call.score_cap is not None:
-        scores_BxKxGxLxM = call.score_cap * jnp.tanh(scores_BxKxGxLxM / call.score_cap)
-    scores_BxKxGxLxM = jnp.where(_visible(call), scores_BxKxGxLxM + _log_factors(call), -jnp.inf)
-    if call.sinks_H is None:
-        return _mix(jax.nn.softmax(scores_BxKxGxLxM, axis=-1), call)
-    sinks_KxGx1x1 = call.sinks_H.reshape(*scores_BxKxGxLxM.shape[1:3], 1, 1)
-    sinks_BxKxGxLx1 = jnp.broadcast_to(sinks_KxGx1x1, (*scores_BxKxGxLxM.shape[:-1], 1))
-    weights = jax.nn.softmax(jnp.concatenate([scores_BxKxGxLxM, sinks_BxKxGxLx1], axis=-1), axis=-1)
-    return _mix(weights[..., :-1], call)
+    """Weighs by `weigh_by_softmax` with the score scale ⟨q, k⟩."""
+    scores_BxKxGxLxM, sinks_KxGx1x1 = _scores(call) * call.scale, None
+    if call.sinks_H is not None:
+        sinks_KxGx1x1 = call.sinks_H.reshape(*scores_BxKxGxLxM.shape[1:3], 1, 1)
+    arguments = ~_visible(call), call.score_cap, _log_factors(call), sinks_KxGx1x1
+    return _mix(weigh_by_softmax(jnp, scores_BxKxGxLxM, *arguments), call)
 
 
 def polynomial_attention(call: PolynomialCall) -> jax.Array:

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.rotary.types import EPSILON, RotaryCall, Rotation
+from lm.ops.formulas import standardize
+from lm.ops.rotary.types import RotaryCall, Rotation
 
 
 def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
@@ -12,8 +13,8 @@ def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     q_BxLxHxC, k_BxLxKxC = x_BxLxNxC[:, :, : call.n_heads], x_BxLxNxC[:, :, call.n_heads :]
     if (norms := call.norms) is None:
         return q_BxLxHxC, k_BxLxKxC
-    q_BxLxHxC = _normalize(q_BxLxHxC, norms.q_scale_C, norms.q_bias_C)
-    k_BxLxKxC = _normalize(k_BxLxKxC, norms.k_scale_C, norms.k_bias_C)
+    q_BxLxHxC = standardize(jnp, q_BxLxHxC) * norms.q_scale_C + norms.q_bias_C
+    k_BxLxKxC = standardize(jnp, k_BxLxKxC) * norms.k_scale_C + norms.k_bias_C
     return q_BxLxHxC.astype(call.dtype), k_BxLxKxC.astype(call.dtype)
 
 
@@ -26,8 +27,3 @@ def turn(x_BxLxNxC: jax.Array, rotation: Rotation) -> jax.Array:
     cos, sin = rotation
     a, b = jnp.split(x_BxLxNxC, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def _normalize(x_BxLxNxC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> jax.Array:
-    centred = x_BxLxNxC - x_BxLxNxC.mean(-1, keepdims=True)
-    return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON) * scale_C + bias_C

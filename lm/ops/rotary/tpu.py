@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
-from lm.ops.rotary.types import EPSILON, HeadNorms, RotaryCall, Rotation
+from lm.ops.formulas import EPSILON
+from lm.ops.rotary.types import HeadNorms, RotaryCall, Rotation
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK = 512

@@ -11,9 +11,6 @@ import jax
 
 from lm.ops.platform import Implementation
 
-EPSILON = 1e-5
-"""Added to the variance in the layer normalizations."""
-
 
 class Rotation(NamedTuple):
     """Cosine and sine of the rotary angles of each position, float32."""

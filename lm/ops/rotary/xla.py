@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm.ops.rotary.types import EPSILON, HeadNorms, RotaryCall, Rotation
+from lm.ops.formulas import EPSILON
+from lm.ops.rotary.types import HeadNorms, RotaryCall, Rotation
 
 
 def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Node, SketchCall, Sketched, climb
+from lm.ops.formulas import apply_network, join_sketches
+from lm.ops.sketch_networks.types import NetworkWeights, Node, SketchCall, Sketched, climb
 
 
 def sketch_networks(call: SketchCall) -> Sketched:
@@ -17,18 +18,10 @@ def unsupported(call: SketchCall) -> None:
 
 
 def _join(node: Node, left: jax.Array, right: jax.Array) -> jax.Array:
-    r = node.first.upper_narrow_NxExR.shape[-1]
-    return r**0.5 * jnp.tanh(r**-0.5 * _network(node.first, left) * _network(node.second, right))
+    with jax.default_matmul_precision('highest'):
+        return join_sketches(jnp, _apply(node.first, left), _apply(node.second, right))
 
 
-def _network(network: NetworkWeights, x_BxLxNxGxM: jax.Array) -> jax.Array:
-    for level in network.levels:
-        centred = x_BxLxNxGxM - x_BxLxNxGxM.mean(-1, keepdims=True)
-        standard = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
-        normal = standard * level.scale_Nx1xM + level.bias_Nx1xM
-        x_BxLxNxGxM = _dense(jax.nn.gelu(_dense(normal, level.wide_NxMxE)), level.narrow_NxExR)
-    return x_BxLxNxGxM
-
-
-def _dense(x_BxLxNxGxM: jax.Array, kernel_NxMxE: jax.Array) -> jax.Array:
-    return jnp.einsum('blngm,nme->blnge', x_BxLxNxGxM, kernel_NxMxE, precision='highest')
+def _apply(network: NetworkWeights, x_BxLxNxGxM: jax.Array) -> jax.Array:
+    levels = [(one.scale_Nx1xM, one.bias_Nx1xM, one.wide_NxMxE, one.narrow_NxExR) for one in network.levels]
+    return apply_network(jnp, levels, x_BxLxNxGxM)

@@ -10,9 +10,6 @@ import jax
 
 from lm.ops.platform import Implementation
 
-EPSILON = 1e-5
-"""Added to the variance in the layer normalizations."""
-
 Each = TypeVar('Each')
 
 

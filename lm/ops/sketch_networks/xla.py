@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from lm.ops.chunks import map_together
 from lm.ops.dots import dense
-from lm.ops.sketch_networks.types import EPSILON, NetworkWeights, Node, SketchCall, Sketched, climb
+from lm.ops.formulas import EPSILON
+from lm.ops.sketch_networks.types import NetworkWeights, Node, SketchCall, Sketched, climb
 
 
 def sketch_networks(call: SketchCall) -> Sketched:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lm.ops.formulas import EPSILON
 from lm.ops.gpu import (
     accumulator,
     load_columns,
@@ -26,7 +27,7 @@ from lm.ops.gpu import (
 from lm.ops.sketch_networks.folding import LevelMaps, gelu
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
 from lm.ops.sketch_networks.gpu.stream import Stream, StreamMemory, allocate
-from lm.ops.sketch_networks.types import EPSILON, ByLevel
+from lm.ops.sketch_networks.types import ByLevel
 
 FAST = plgpu.CompilerParams(approx_math=True)
 """tanh is an instruction, whose error of 2⁻¹¹ rounding to bfloat16 exceeds."""

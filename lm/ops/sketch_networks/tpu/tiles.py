@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.formulas import EPSILON
 from lm.ops.sketch_networks.folding import LINEAR, LevelMaps, gelu
 from lm.ops.sketch_networks.tpu.plan import NodePlan
-from lm.ops.sketch_networks.types import EPSILON, ByLevel
+from lm.ops.sketch_networks.types import ByLevel
 from lm.ops.tpu import LANES, SUBLANES, dot
 
 OFFSET = 0.5
