@@ -21,6 +21,8 @@ from lm.text import format_si
 NAME, NOTES, MACHINES = SWEEP, 'points', 'machines'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
 """The measures of an evaluation that rows hold."""
+Row = dict[str, Any]
+"""A row of the table, as JSON holds it."""
 
 
 def is_sweep(root: epath.Path) -> bool:
@@ -32,7 +34,7 @@ def find_sweeps(paths: Iterable[str]) -> list[epath.Path]:
     return [root for path in paths if '*' not in path and is_sweep(root := epath.Path(open_path(path)))]
 
 
-def read_rows(root: epath.Path) -> list[dict[str, Any]]:
+def read_rows(root: epath.Path) -> list[Row]:
     """Returns the rows of a sweep. Raises MismatchError where the file is not one of `lm sweep`."""
     found = read_json(root / NAME)
     rows = found.get('points') if isinstance(found, dict) else None
@@ -43,7 +45,7 @@ def read_rows(root: epath.Path) -> list[dict[str, Any]]:
     return [dict.fromkeys(optional) | row for row in rows]
 
 
-def write_rows(root: epath.Path, rows: list[dict[str, Any]], facts: Mapping[str, Any] | None = None) -> None:
+def write_rows(root: epath.Path, rows: list[Row], facts: Mapping[str, object] | None = None) -> None:
     """Writes the table, with further facts about the sweep; None: how its points were drawn stays as it is."""
     root.mkdir(parents=True, exist_ok=True)
     if facts is None:
@@ -51,19 +53,19 @@ def write_rows(root: epath.Path, rows: list[dict[str, Any]], facts: Mapping[str,
     write_atomically(root / NAME, to_json({'kind': 'sweep', **facts, 'points': rows}) + '\n')
 
 
-def read_search(root: epath.Path) -> dict[str, Any]:
+def read_search(root: epath.Path) -> dict[str, object]:
     """Returns how the points of a search were drawn (`lm.sweep.search`); {} for a grid."""
     found = read_json(root / NAME)
     search = found.get('search') if isinstance(found, dict) else None
     return search if isinstance(search, dict) else {}
 
 
-def is_pruned(failure: Mapping[str, Any]) -> bool:
+def is_pruned(failure: Mapping[str, object]) -> bool:
     """Returns whether the note on a point (`read_failure`) says that a search ended it early."""
     return isinstance(failure.get('pruned_at'), int)
 
 
-def read_failure(root: epath.Path, point: str) -> dict[str, Any]:
+def read_failure(root: epath.Path, point: str) -> dict[str, object]:
     """Returns how a point failed: exit_code and error; {} where it did not."""
     found = read_json(root / NOTES / f'{point}.json')
     return found if isinstance(found, dict) else {}
@@ -84,19 +86,19 @@ def read_wrong_machines(root: epath.Path) -> list[str]:
     return [note['machine'] for note in found if isinstance(note, dict) and isinstance(note.get('machine'), str)]
 
 
-def describe_status(status: str, exit_code: int | None) -> str:
+def describe_status(status: str, exit_code: object) -> str:
     """Returns 'done', 'diverged (43)', 'failed (44)', …"""
     if status != 'failed':
         return status
     return f'{"diverged" if exit_code == Diverged.exit_code else "failed"} ({exit_code})'
 
 
-def is_final(row: dict[str, Any]) -> bool:
+def is_final(row: Row) -> bool:
     """Returns whether a point failed in a way that the same command would repeat."""
     return row['status'] == 'failed' and row['exit_code'] in FINAL
 
 
-def make_results_table(rows: list[dict[str, Any]]) -> Table:
+def make_results_table(rows: list[Row]) -> Table:
     """Returns the results as text for people."""
     measures = [m for m in ('perplexity', 'accuracy') if any(row[m] is not None for row in rows)] or ['perplexity']
     split = ', '.join(sorted({row['split'] for row in rows if row['split']}))

@@ -8,7 +8,6 @@ A list is an axis. Lists of one scope `zip`, `zip_a`, … are one axis, whose va
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from lm.attention import Attention
 from lm.config.checks import Statement
@@ -49,31 +48,17 @@ class AxisValue:
         return {key: s for key, s in self.settings.items() if key in used or key not in self.statements}
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepGrid:
-    """The contents of sweep files.
-
-    Attributes:
-        fixed: binding → what every point sets.
-        axes: the values of each axis; the first axis varies slowest.
-    """
-
-    fixed: Mapping[str, Statement]
-    axes: Sequence[Sequence[AxisValue]]
-
-    def find_swept(self) -> dict[str, Statement]:
-        """Returns the bindings that differ between points, each with a statement that sets it."""
-        return {key: s for axis in self.axes for value in axis for key, s in value.statements.items()}
-
-
 def find_axis(statement: Statement) -> str:
     """Returns the scope of an axis of several statements (`zip`, `zip_a`, `variant`, …); '' for other statements."""
     first = statement.scope.partition('/')[0]
     return first if re.fullmatch(r'(zip|variant)(_\w+)?', first) else ''
 
 
-def make_grid(statements: Sequence[Statement], files: str) -> SweepGrid:
-    """Returns the axes of sweep files, in their order. Raises ConfigError, with `files` where no line is to blame."""
+def make_grid(statements: Sequence[Statement], files: str) -> tuple[dict[str, Statement], list[list[AxisValue]]]:
+    """Returns what every point of sweep files sets, by binding, and the values of each axis; the first varies slowest.
+
+    Raises ConfigError, with `files` where no line is to blame.
+    """
     fixed: dict[str, Statement] = {}
     lists: dict[str, dict[str, Statement]] = {}
     variants: dict[str, dict[str, dict[str, Statement]]] = {}
@@ -114,7 +99,7 @@ def make_grid(statements: Sequence[Statement], files: str) -> SweepGrid:
             axes.append([AxisValue(own, {name: Setting(title, title)}, True) for title, own in variants[name].items()])
         else:
             axes.append(_zip(name, list(lists[name].values()), parameters))
-    return SweepGrid(fixed, axes)
+    return fixed, axes
 
 
 def _split_variant(statement: Statement, axis: str, rest: str) -> tuple[str, Statement]:
@@ -198,7 +183,7 @@ def _show(statement: Statement, parameters: list[str]) -> Setting:
     return Setting(format_value(statement.value), plain)
 
 
-def _format_plain(value: Any) -> str:
+def _format_plain(value: object) -> str:
     """Formats a gin value as a part of a name."""
     match value:
         case Reference():

@@ -22,7 +22,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from etils import epath
 
@@ -35,6 +35,9 @@ from lm.runs import sweep_file
 from lm.runs.paths import check_name, check_path
 from lm.sweep.axes import AxisValue, Setting, make_grid
 from lm.sweep.search.distributions import quote_distributions
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash. This leaves room for suffixes within the 128 characters of a run name."""
@@ -54,7 +57,7 @@ class Point:
     index: int
     name: str
     settings: dict[str, str]
-    experiment: Any
+    experiment: 'Experiment'
 
     @property
     def config(self) -> str:
@@ -75,15 +78,15 @@ def make_points(
     import lm.experiment  # noqa: F401 (registers all names)
 
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
-    grid = make_grid(read(sweep_files, allow_imports=allow_imports, edit=quote_distributions), ', '.join(sweep_files))
+    fixed, axes = make_grid(
+        read(sweep_files, allow_imports=allow_imports, edit=quote_distributions), ', '.join(sweep_files)
+    )
     params = {s.key: s for s in read((), gin_params, allow_imports=allow_imports)}
-    swept = grid.find_swept()
+    swept = {key: s for axis in axes for value in axis for key, s in value.statements.items()}
     for key in swept.keys() & params.keys():
         raise ConfigError(f'--gin_param {key}: is an axis of the sweep ({swept[key].where}); change it there')
 
-    resolved = [
-        _resolve(values, {**base, **grid.fixed, **_merge(values), **params}) for values in itertools.product(*grid.axes)
-    ]
+    resolved = [_resolve(values, {**base, **fixed, **_merge(values), **params}) for values in itertools.product(*axes)]
     _check_effects(resolved)
     found: dict[str, _Resolved] = {}
     for point in resolved:
@@ -105,7 +108,7 @@ class _Resolved(NamedTuple):
     bindings: dict[str, Statement]
     calls: list[tuple[str, str]]
     used: set[str]
-    experiment: Any
+    experiment: 'Experiment'
 
     @property
     def settings(self) -> dict[str, Setting]:

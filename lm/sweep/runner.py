@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rich.console import Console
 
@@ -107,7 +107,7 @@ class Runner:
     def look(self) -> None:
         """Looks at the folder, between two looks at the processes."""
 
-    def conclude(self, rows: list[dict[str, Any]]) -> None:
+    def conclude(self, rows: list[sweep_file.Row]) -> None:
         """Raises the errors of `run` at its end."""
         unfinished = [row for row in rows if row['status'] != 'done']
         if self.signals:
@@ -206,7 +206,7 @@ class Runner:
             self.say(f'{job.point.name}: failed ({code}): {error}')
         self.sweep.write_results()
 
-    def stop(self, *_: Any) -> None:
+    def stop(self, *_: object) -> None:
         """Asks the points to save and end; the second call kills them."""
         self.signals += 1
         for job in self.running:
@@ -224,7 +224,7 @@ class Runner:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if number != signal.SIGHUP or not self.signals:  # the system and a shell both report a closed terminal
             self.stop()
 

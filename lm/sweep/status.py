@@ -1,7 +1,8 @@
 """`lm sweep --status`: how far the points are, read from their run directories, wherever these lie."""
 
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from etils import epath
 from rich.console import Console
@@ -88,7 +89,7 @@ def _read_point(root: epath.Path, name: str, steps: int) -> PointStatus:
     )
 
 
-def _judge(run: Run | None, failure: dict[str, Any], alive: bool, silence: float | None) -> tuple[str, str]:
+def _judge(run: Run | None, failure: Mapping[str, object], alive: bool, silence: float | None) -> tuple[str, str]:
     """Returns the status and the reason of it."""
     if run and run.is_finished():
         return 'done', ''

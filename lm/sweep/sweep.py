@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from etils import epath
 
@@ -36,7 +35,7 @@ class Sweep:
         if self.is_local:
             self.root = self.root.absolute()
         self.points = points
-        self.facts: dict[str, Any] | None = None
+        self.facts: dict[str, object] | None = None
         """Entries of sweep.json besides the points; None: they stay as they are."""
         self.notes = self.root / sweep_file.NOTES
 
@@ -65,10 +64,15 @@ class Sweep:
         lock."""
         return is_held(self.root / point.name)
 
-    def result(self, point: Point) -> dict[str, Any]:
+    def result(self, point: Point) -> sweep_file.Row:
         """Returns the row of a point: status done, failed, pruned, interrupted or waiting, and its measurements."""
         path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
-        row = {'index': point.index, 'point': point.name, 'settings': point.settings, 'run_dir': str(path)}
+        row: sweep_file.Row = {
+            'index': point.index,
+            'point': point.name,
+            'settings': point.settings,
+            'run_dir': str(path),
+        }
         status = 'waiting' if not failure else 'pruned' if sweep_file.is_pruned(failure) else 'failed'
         row |= {'status': status, 'step': 0, 'steps': point.experiment.train.steps}
         row |= dict.fromkeys(('split', *sweep_file.MEASURES, 'tokens_per_second'))
@@ -84,7 +88,7 @@ class Sweep:
             row |= {'step': run.step, 'tokens_per_second': run.tokens_per_second}
         return row
 
-    def write_results(self) -> list[dict[str, Any]]:
+    def write_results(self) -> list[sweep_file.Row]:
         """Writes sweep.json from the contents of the directories, and returns its rows.
 
         Several processes, one per point, may write it. A point could end in one process while this process reads, and
@@ -154,7 +158,7 @@ def _note_failure(path: epath.Path) -> Iterator[None]:
         log.warning('%s could not be written: %s', path, error)
 
 
-def _has_finished(run: Run, point: Point, failure: Mapping[str, Any]) -> bool:
+def _has_finished(run: Run, point: Point, failure: Mapping[str, object]) -> bool:
     """Tells whether the run has done the steps of the point, whose number may have grown since (`lm train` then goes
     on).
 

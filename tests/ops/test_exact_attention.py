@@ -638,6 +638,6 @@ def test_splash_takes_short_blocks_of_a_window_and_keeps_no_gradients_for_each(w
     monkeypatch.setattr(pallas_tpu, '_kernel', lambda *given: made.append(given) or (lambda q, k, v, segments: q))
     x = jnp.zeros((1, 512, 1, 64), jnp.bfloat16)
     pallas_tpu.softmax_attention(SoftmaxCall(x, x, x, scale=1.0, window=window))
-    ((_, sizes, _, fused, *_),) = made
-    assert sizes.length == 512
+    ((_, length, _, _, _, fused, *_),) = made
+    assert length == 512
     assert not fused

@@ -6,7 +6,6 @@ See https://docs.skypilot.co/en/latest/reference/yaml-spec.html. A managed job r
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
@@ -63,10 +62,10 @@ class Dumper(yaml.SafeDumper):
 Dumper.add_representer(str, Dumper.represent_str)
 
 
-def make_task(job: ClusterJob, options: ClusterOptions) -> dict[str, Any]:
+def make_task(job: ClusterJob, options: ClusterOptions) -> dict[str, object]:
     """Returns the task of a point. Without an image, the checkout is copied to the machines and installed there."""
     recovery = {'max_restarts_on_errors': 0, 'recover_on_exit_codes': [*AGAIN, *ELSEWHERE]}
-    resources: dict[str, Any] = {}
+    resources: dict[str, object] = {}
     if options.topology:
         chip = options.topology.chip
         kind, runtime = TPUS[chip.name]
@@ -78,7 +77,7 @@ def make_task(job: ClusterJob, options: ClusterOptions) -> dict[str, Any]:
         resources['accelerators'] = f'{kind}:{options.gpus_per_machine}'
     resources |= {'use_spot': options.spot, 'job_recovery': recovery}
     command, setup = job.command, list(options.setup)
-    task: dict[str, Any] = {'name': job.name}
+    task: dict[str, object] = {'name': job.name}
     if options.image:
         resources['image_id'] = f'docker:{options.image}'
     else:
@@ -89,9 +88,9 @@ def make_task(job: ClusterJob, options: ClusterOptions) -> dict[str, Any]:
     task |= {'resources': resources, 'envs': {'POINT': job.point}}
     if options.topology is None and options.processes > 1:
         task['num_nodes'] = options.processes
-    task['run'] = make_script(setup, command)
+    run = make_script(setup, command)
     if options.topology is None and options.processes > 1:
         address = f'"$(head -n 1 <<<"$SKYPILOT_NODE_IPS"):{PORT}"'
         meeting = f'--coordinator_address {address} --process_count "$SKYPILOT_NUM_NODES"'
-        task['run'] = f'{task["run"].rstrip()} {meeting} --process_id "$SKYPILOT_NODE_RANK"\n'
-    return task
+        run = f'{run.rstrip()} {meeting} --process_id "$SKYPILOT_NODE_RANK"\n'
+    return task | {'run': run}

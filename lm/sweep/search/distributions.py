@@ -12,29 +12,35 @@ import abc
 import ast
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lm.config.text import format_value
 from lm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+Drawn = float | int | str
+"""Optuna's form of a value: a number, or a text for a choice."""
+
 
 class Distribution(abc.ABC):
-    """The values that a parameter may take. Optuna's form of a value is a number, or a text for a choice."""
+    """The values that a parameter may take."""
 
     @abc.abstractmethod
-    def to_optuna(self) -> Any:
+    def to_optuna(self) -> 'BaseDistribution':
         """Returns the distribution of Optuna."""
 
     @abc.abstractmethod
-    def to_gin(self, drawn: Any) -> Any:
+    def to_gin(self, drawn: Drawn) -> object:
         """Returns a drawn value as gin reads it."""
 
     @abc.abstractmethod
-    def find(self, text: str) -> Any:
+    def find(self, text: str) -> Drawn | None:
         """Returns Optuna's form of the value that config.gin writes as `text`; None where it is none of these."""
 
-    def list_probes(self) -> list[Any]:
+    def list_probes(self) -> list[object]:
         """Returns values, in gin's form, that may decide which other parameters have an effect."""
         return []
 
@@ -51,21 +57,21 @@ class Numbers(Distribution):
 
     low: float
     high: float
-    kind: type = float
+    kind: type[int] | type[float] = float
     step: int = 1
     log: bool = False
 
-    def to_optuna(self) -> Any:
+    def to_optuna(self) -> 'BaseDistribution':
         from optuna.distributions import FloatDistribution, IntDistribution
 
         if self.kind is int:
             return IntDistribution(int(self.low), int(self.high), step=self.step)
         return FloatDistribution(self.low, self.high, log=self.log)
 
-    def to_gin(self, drawn: Any) -> Any:
+    def to_gin(self, drawn: Drawn) -> object:
         return self.kind(drawn)
 
-    def find(self, text: str) -> Any:
+    def find(self, text: str) -> Drawn | None:
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -73,7 +79,7 @@ class Numbers(Distribution):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return self.kind(value) if is_number and self.low <= value <= self.high else None
 
-    def list_probes(self) -> list[Any]:
+    def list_probes(self) -> list[object]:
         return [self.to_gin(self.low)]
 
 
@@ -86,26 +92,26 @@ class Choice(Distribution):
         written: as config.gin writes them, which may differ from the sweep file.
     """
 
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
     written: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(map(format_value, self.values))
 
-    def to_optuna(self) -> Any:
+    def to_optuna(self) -> 'BaseDistribution':
         from optuna.distributions import CategoricalDistribution
 
         return CategoricalDistribution(self.names)
 
-    def to_gin(self, drawn: Any) -> Any:
-        return self.values[self.names.index(drawn)]
+    def to_gin(self, drawn: Drawn) -> object:
+        return self.values[self.names.index(str(drawn))]
 
-    def find(self, text: str) -> Any:
+    def find(self, text: str) -> Drawn | None:
         written = self.written or self.names
         return self.names[written.index(text)] if text in written else None
 
-    def list_probes(self) -> list[Any]:
+    def list_probes(self) -> list[object]:
         return list(self.values)
 
 
@@ -121,7 +127,7 @@ def _make_integers(low: int, high: int, step: int = 1) -> Numbers:
     return Numbers(low, high, int, step)
 
 
-def _make_choice(*values: Any) -> Choice:
+def _make_choice(*values: object) -> Choice:
     if len(values) < 2 or len(set(map(format_value, values))) < len(values):
         raise ConfigError('it needs two different values or more')
     return Choice(values)
@@ -146,13 +152,13 @@ def quote_distributions(text: str) -> str:
     return WRITTEN.sub(lambda found: f'{found[1]}{found[2]!r}', text)
 
 
-def split_distribution(value: Any) -> tuple[str, str] | None:
+def split_distribution(value: object) -> tuple[str, str] | None:
     """Returns name and arguments of a distribution that `quote_distributions` has quoted; None for other values."""
     found = re.fullmatch(rf'({"|".join(KINDS)})\((.*)\)', value) if isinstance(value, str) else None
     return (found[1], found[2]) if found else None
 
 
-def make_distribution(name: str, values: list[Any]) -> Distribution:
+def make_distribution(name: str, values: Sequence[Any]) -> Distribution:
     """Returns a distribution by its name. Raises ConfigError without the place, for values that it cannot take."""
     is_range = KINDS[name] is not _make_choice
     if is_range and not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):

@@ -5,7 +5,7 @@ machines work on one search if each runs the same command with a folder that all
 """
 
 import time
-from typing import Any
+from typing import BinaryIO
 
 import jax
 
@@ -115,7 +115,7 @@ class SearchRunner(Runner):
             error = self.search.refused[number]
             self.sweep.record_failure(self.sweep.points[number], error.exit_code, str(error))
 
-    def launch(self, point: Point, held: Any) -> None:
+    def launch(self, point: Point, held: BinaryIO) -> None:
         self.search.forgive(point)
         super().launch(point, held)
 
@@ -132,7 +132,7 @@ class SearchRunner(Runner):
                 self.stop()  # another machine goes on with the search
         self._looked = -LOOK_SECONDS
 
-    def conclude(self, rows: list[dict[str, Any]]) -> None:
+    def conclude(self, rows: list[sweep_file.Row]) -> None:
         if self.signals:
             raise Preempted('stopped, what the trials did is saved: run the same command again')
         losses = {row['point']: row['loss'] for row in rows if row['status'] == 'done' and row['loss'] is not None}

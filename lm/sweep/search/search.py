@@ -3,15 +3,16 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from etils import epath
 
 from lm.errors import ConfigError, WrongResults
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
+from lm.runs.sweep_file import Row
 from lm.sweep.options import SearchOptions
 from lm.sweep.points import Point
+from lm.sweep.search.distributions import Drawn
 from lm.sweep.search.space import SearchSpace, name_trial
 from lm.sweep.search.study import Study, TrialResult, Verdict
 from lm.sweep.sweep import Sweep
@@ -24,9 +25,9 @@ class TrialFolder(Sweep):
 
     def __init__(self, root: epath.PathLike):
         super().__init__(root, [])
-        self._finished: dict[str, dict[str, Any]] = {}
+        self._finished: dict[str, Row] = {}
 
-    def result(self, point: Point) -> dict[str, Any]:
+    def result(self, point: Point) -> Row:
         row = self._finished.get(point.name) or super().result(point)
         if row['status'] == 'done':
             self._finished[point.name] = row
@@ -80,7 +81,7 @@ class Search:
                     f'{json.dumps(now[name])}; search as before, or name another folder'
                 )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Returns the facts of the search for sweep.json."""
         options = self.options
         return {
@@ -128,7 +129,7 @@ class Search:
         """Has the next sweep.json tell how the trials were drawn, and which parameters matter."""
         self.sweep.facts = {'search': {**self.describe(), 'importance': self.study.rate()}}
 
-    def _make_point(self, number: int, values: Mapping[str, Any]) -> Point:
+    def _make_point(self, number: int, values: Mapping[str, Drawn]) -> Point:
         try:
             return self.space.make_point(number, values)
         except ConfigError as error:
@@ -136,7 +137,7 @@ class Search:
             self.refuse(point, error)
             return point
 
-    def _values(self, number: int) -> dict[str, Any] | None:
+    def _values(self, number: int) -> dict[str, Drawn] | None:
         """Returns the values of a trial: of its run directory, or else drawn."""
         if (result := self._read(number)) and result.values:
             return dict(result.values)
@@ -147,8 +148,9 @@ class Search:
             return TrialResult(self.study.draw(number) or {}, (), False, ConfigError.exit_code)
         name = name_trial(number)
         path, failure = self.sweep.root / name, sweep_file.read_failure(self.sweep.root, name)
-        code = failure.get('exit_code')
-        counts = isinstance(code, int) and code != WrongResults.exit_code and number not in self._forgiven
+        stated = failure.get('exit_code')
+        code = stated if isinstance(stated, int) else None
+        counts = code is not None and code != WrongResults.exit_code and number not in self._forgiven
         if not is_run(path):
             drawn = self.study.draw(number) if counts else None
             return TrialResult(drawn, (), False, code) if drawn else None

@@ -6,7 +6,7 @@ A trial is a point of a sweep. Its values can be read back from the config.gin o
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lm.config.checks import Statement, check_used, find_used_bindings
 from lm.config.names import find_omitted
@@ -20,10 +20,14 @@ from lm.sweep.points import Point
 from lm.sweep.search.distributions import (
     Choice,
     Distribution,
+    Drawn,
     make_distribution,
     quote_distributions,
     split_distribution,
 )
+
+if TYPE_CHECKING:
+    from lm.experiment import Experiment
 
 FITS = 50
 """So often a value is tried with other values of the other parameters, before it counts as wrong."""
@@ -45,7 +49,7 @@ class SearchSpace:
     written: Mapping[str, str]
     used: frozenset[str] = frozenset()
 
-    def make_point(self, index: int, drawn: Mapping[str, Any]) -> Point:
+    def make_point(self, index: int, drawn: Mapping[str, Drawn]) -> Point:
         """Returns the trial of this number with drawn values, by key. A value without an effect is left out.
 
         Raises ConfigError if the values do not go together.
@@ -58,26 +62,26 @@ class SearchSpace:
         settings = {key: format_value(bindings[key].value) for key in drawn if key in used}
         return Point(index, name, settings, experiment)
 
-    def write_values(self, drawn: Mapping[str, Any]) -> dict[str, str]:
+    def write_values(self, drawn: Mapping[str, Drawn]) -> dict[str, str]:
         """Returns drawn values as gin files write them, by key."""
         return {key: format_value(self.distributions[key].to_gin(value)) for key, value in drawn.items()}
 
-    def read_values(self, config: Mapping[str, str], name: str) -> dict[str, Any]:
+    def read_values(self, config: Mapping[str, str], name: str) -> dict[str, Drawn]:
         """Returns the drawn values of the trial `name`, in Optuna's form, from binding → text of its config.gin.
 
         Raises MismatchError for a value that this space does not have.
         """
-        found = {}
+        found: dict[str, Drawn] = {}
         owners = {key.rpartition('.')[0] for key in config}
         for key, distribution in self.distributions.items():
             text = config.get(key, find_omitted(key) if key.rpartition('.')[0] in owners else None)
             if text is not None:
-                found[key] = distribution.find(text)
-                if found[key] is None:
+                if (drawn := distribution.find(text)) is None:
                     raise MismatchError(
                         f'{name}: its {key} = {text} is not in {self.written[key]}; '
                         'name another --run_dir, or search as before'
                     )
+                found[key] = drawn
         return found
 
 
@@ -170,7 +174,7 @@ def _probe(space: SearchSpace) -> SearchSpace:
     return found
 
 
-def _fit(space: SearchSpace, key: str, value: Any) -> dict[str, Statement]:
+def _fit(space: SearchSpace, key: str, value: Value) -> dict[str, Statement]:
     """Returns bindings with this value that make a configuration: with the first values of the other parameters, or
     with others that are drawn. Raises the ConfigError of the first if none does."""
     from lm.experiment import Experiment
@@ -189,7 +193,9 @@ def _fit(space: SearchSpace, key: str, value: Any) -> dict[str, Statement]:
     raise error
 
 
-def _resolve(bindings: dict[str, Statement], used_somewhere: frozenset[str], name: str) -> tuple[Any, set[str]]:
+def _resolve(
+    bindings: dict[str, Statement], used_somewhere: frozenset[str], name: str
+) -> tuple['Experiment', set[str]]:
     """Returns the experiment of a trial, and the keys that have an effect in it."""
     from lm.experiment import Experiment
 

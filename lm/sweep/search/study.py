@@ -13,11 +13,16 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm.errors import Diverged, MissingPackageError
 from lm.sweep.options import SearchOptions
-from lm.sweep.search.distributions import Distribution
+from lm.sweep.search.distributions import Distribution, Drawn
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
 
 REDUCTION = 3
 """Hyperband keeps one of so many trials at each of its levels."""
@@ -35,7 +40,7 @@ class TrialResult(NamedTuple):
         failed_with: the exit code of a failure, which is not tried again; None: there is none.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Drawn]
     losses: Sequence[tuple[int, float]]
     is_finished: bool
     failed_with: int | None = None
@@ -49,7 +54,7 @@ class Verdict(NamedTuple):
         pruned_at: the step at which it was pruned; None: it was not.
     """
 
-    frozen: Any
+    frozen: 'FrozenTrial'
     pruned_at: int | None
 
 
@@ -84,9 +89,9 @@ class Study:
         self.distributions = {key: d.to_optuna() for key, d in distributions.items()}
         self.options, self.read, self.steps, self.every = options, read, steps, every or steps
         self._ended: dict[int, Verdict] = {}
-        self._drawn: dict[int, dict[str, Any]] = {}
+        self._drawn: dict[int, dict[str, Drawn]] = {}
 
-    def draw(self, number: int) -> dict[str, Any] | None:
+    def draw(self, number: int) -> dict[str, Drawn] | None:
         """Returns the values of a trial, in Optuna's form; None: a trial that it depends on has not ended."""
         if number not in self._drawn:
             study = self._make_study(number)
@@ -115,7 +120,8 @@ class Study:
 
         study = self._make_empty()
         for verdict in map(self.judge, range(self.options.trials)):
-            if verdict and verdict.frozen.state.name == 'COMPLETE' and math.isfinite(verdict.frozen.value):
+            loss = verdict.frozen.value if verdict and verdict.frozen.state.name == 'COMPLETE' else None
+            if verdict and loss is not None and math.isfinite(loss):
                 study.add_trial(verdict.frozen)
         if len(study.trials) < 4:
             return {}
@@ -158,8 +164,8 @@ class Study:
         return Verdict(ended, pruned_at)
 
     def _follow(
-        self, number: int, result: TrialResult, values: dict[str, Any], known: dict[str, Any]
-    ) -> tuple[int | None, dict[str, Any]] | None:
+        self, number: int, result: TrialResult, values: dict[str, Drawn], known: dict[str, 'BaseDistribution']
+    ) -> tuple[int | None, dict[str, object]] | None:
         """Reports the evaluations of a trial one by one, up to one that prunes it.
 
         Returns the step of that evaluation, and what Hyperband noted about the trial; None: a trial that it depends on
@@ -179,7 +185,7 @@ class Study:
                 pruned_at = step if trial.should_prune() else None
         return pruned_at, dict(study.get_trials(deepcopy=False)[number].system_attrs)
 
-    def _make_study(self, number: int) -> Any:
+    def _make_study(self, number: int) -> 'optuna.Study | None':
         """Returns the study that trial `number` knows; None: a trial that it depends on has not ended.
 
         The last `parallel` − 1 trials before it may be at work, so their values alone are known.
@@ -198,16 +204,16 @@ class Study:
                 study.add_trial(create_trial(state=TrialState.RUNNING, params=values, distributions=self.distributions))
         return study
 
-    def _make_empty(self, number: int = 0) -> Any:
+    def _make_empty(self, number: int = 0) -> 'optuna.Study':
         import optuna
 
         digest = hashlib.sha256(f'{self.options.seed}/{number}'.encode()).digest()
         seed = int.from_bytes(digest[:4], 'big')
-        samplers: dict[str, Callable[[], Any]] = {
+        samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
             'tpe': lambda: optuna.samplers.TPESampler(seed=seed, constant_liar=self.options.parallel > 1),
             'random': lambda: optuna.samplers.RandomSampler(seed=seed),
         }
-        pruner: Any = optuna.pruners.NopPruner()
+        pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
         if self.options.prune:
             least = max(self.every, math.ceil(self.steps / REDUCTION**LEVELS))
             pruner = optuna.pruners.HyperbandPruner(least, self.steps, REDUCTION)
