@@ -22,7 +22,7 @@ import re
 import shutil
 import struct
 from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -43,13 +43,6 @@ ROOM = 2**26
 """Bytes of memory that stay free besides both files."""
 
 log = logging.getLogger(__name__)
-
-
-class MemoryState(NamedTuple):
-    """A state that was read from memory, and its record (`lm.checkpoint.snapshot`)."""
-
-    state: Any
-    record: dict[str, Any]
 
 
 class SharedMemory:
@@ -78,7 +71,7 @@ class SharedMemory:
         """Returns the newest step that this process holds; -1: none."""
         return max((found['step'] for _, found in self._list()), default=-1)
 
-    def restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> MemoryState:
+    def restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         """Returns the state of a step that `find_steps` lists, with the shardings of `abstract_state`.
 
         Raises:
@@ -98,7 +91,7 @@ class SharedMemory:
         wrong = [name for name, c in checksums(arrays).items() if c != record['leaves'][name]['checksum']]
         if wrong:
             raise Damaged(f'{self.folder}: the checksum of {wrong[0]} does not match')
-        return MemoryState(jax.tree.unflatten(jax.tree.structure(abstract_state), list(arrays.values())), record)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), list(arrays.values())), record
 
     def write(self, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
         """Writes the parts of this process over the older of its two files. A failure is a warning, and the last."""

@@ -210,7 +210,7 @@ class Trainer:
         losses, targets = metrics.pop('window_loss', None), metrics.pop('window_targets', None)
         by_source = {} if losses is None else windows.by_source(step - 1, losses, targets)
         metrics = {name: value.tolist() for name, value in metrics.items()}
-        measured = self.computation.step.read_measures(metrics)
+        measures, summary = self.computation.step.read_measures(metrics)
         self.bad_steps = metrics['in_a_row']
         self.kept += int(metrics['kept'])
         if self.bad_steps >= config.max_nonfinite_steps:
@@ -234,11 +234,11 @@ class Trainer:
             'skipped_steps': metrics['skipped'],
             **({'kept_numbers': self.kept} if self.kept else {}),
             'data_wait_seconds': goodput.read_lap('data'),
-            **measured.measures,
+            **measures,
             **by_source,
         }
         records.metrics_file.write(record)
-        records.progress.step(record, seconds_left, measured.summary)
+        records.progress.step(record, seconds_left, summary)
         if goodput.age > GOODPUT_SECONDS:
             self.record_goodput()
 

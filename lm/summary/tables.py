@@ -12,7 +12,7 @@ from lm.runs.info import starts_left_out
 from lm.text import format_count, format_duration, format_si, make_visible, perplexity
 
 
-def print_run(found: dict[str, Any], console: Console) -> None:
+def print_run(found: Mapping[str, Any], console: Console) -> None:
     """Prints the run for people."""
     get, info = found['configuration'].get, found['info']
     train, evaluation = found['last_train'], found['last_eval']
@@ -24,22 +24,14 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         if found['status'] == 'imported'
         else f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
         'started': ', resumed '.join([str(info.get('started')), *info.get('resumed', [])[-1:]])
-        + (
-            f' ({resumed} times in all)'
-            if (resumed := len(info.get('resumed', [])) + starts_left_out(info)) > 1
-            else ''
-        ),
+        + (f' ({resumed} times in all)' if resumed > 1 else ''),
         **_branch(info.get('branch')),
         'model': f'{_counted(get("model.n_layers"), "layer")} of width {get("model.d_model")}, '
         f'{_counted(get("model.n_heads"), "head")} of {get("model.head_dim")}, {found["attention"]}',
         'parameters': f'{sum(found["parameters"].values()):,} ('
         + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
         + ')'
-        + (
-            f'; {sum(found["parameters"].values()) - idle:,} of them per token'
-            if (idle := found['idle_parameters'])
-            else ''
-        ),
+        + _active(found),
         'training': f'{get("train.tokens_per_step")} tokens per step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
         'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
@@ -81,7 +73,7 @@ def print_run(found: dict[str, Any], console: Console) -> None:
         console.print(f'set aside or unfinished: {", ".join(map(make_visible, found["set_aside"]))}')
 
 
-def print_store(found: dict[str, Any], console: Console) -> None:
+def print_store(found: Mapping[str, Any], console: Console) -> None:
     """Prints the store for people."""
 
     def pairs(value: Any) -> str:
@@ -101,7 +93,7 @@ def print_store(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def print_sweep(found: dict[str, Any], console: Console) -> None:
+def print_sweep(found: Mapping[str, Any], console: Console) -> None:
     """Prints the table with which `lm sweep` ended."""
     console.print(sweep_file.make_results_table(found['points']))
 
@@ -137,13 +129,13 @@ def _short(digest: str | None) -> str:
     return digest[:16] if digest else '–'
 
 
-def _active(found: dict[str, Any]) -> str:
+def _active(found: Mapping[str, Any]) -> str:
     """Returns how many parameters a token uses, if it does not use all."""
     idle = found['idle_parameters']
     return f'; {sum(found["parameters"].values()) - idle:,} of them per token' if idle else ''
 
 
-def _describe_routers(train: dict[str, Any]) -> dict[str, str]:
+def _describe_routers(train: Mapping[str, Any]) -> dict[str, str]:
     """Returns the row of a run with experts."""
     if not all(name in train for name in ('balance_loss', 'expert_load_max', 'expert_load_layer', 'idle_experts')):
         return {}

@@ -29,7 +29,7 @@ from lm.model.functions import ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import DATA_AXES, SHARED_AXIS, batch_axes
 from lm.parameters import AVERAGE
-from lm.training.objectives import Distillation, Hiding, Pair, Reading, Unpack
+from lm.training.objectives import Distillation, Hiding, Pair, Unpack
 from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
@@ -177,12 +177,12 @@ class TrainStep:
         arrays = tokens_BxL, targets_BxL, share_BxL
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
-    def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
+    def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
         """Returns what the metrics of a step say about routers, or else about student and teacher, for metrics.jsonl
         and the progress."""
         if self.teaching:
             return self.teaching.objective.read_measures(metrics)
-        return Reading(routers.read_measures(self.functions.config, metrics), None)
+        return routers.read_measures(self.functions.config, metrics), None
 
     def _make_measures(self) -> dict[str, jax.Array]:
         """Returns zeros with the names and shapes of the further measures of a step."""
@@ -266,9 +266,9 @@ class TrainStep:
         assert given.teacher is not None, 'a step with a teacher needs its weights'
         pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
         found = self.teaching.objective.compare(pair, self.documents, tokens_BxL, targets_BxL)
-        known = jax.lax.stop_gradient(found)
-        measures = {name: jnp.tensordot(share_BxL, array, 2) for name, array in known.measures.items()}
-        return (found.nats_BxL * share_BxL).sum(), known.nats_BxL, measures
+        nats_BxL, others = jax.lax.stop_gradient(found)
+        measures = {name: jnp.tensordot(share_BxL, array, 2) for name, array in others.items()}
+        return (found[0] * share_BxL).sum(), nats_BxL, measures
 
     def _make_objective(self, parts: int) -> Callable[..., Any]:
         """Returns a function (params, given, count, windows of a microbatch, numbers of the examples) → (loss, others).

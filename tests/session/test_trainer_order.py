@@ -15,7 +15,6 @@ from lm.errors import Diverged, LmError, Preempted
 from lm.runs.goodput import Goodput
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.config import TrainConfig
-from lm.training.objectives.distillation import Reading
 from lm.training.progress import Throughput, describe_divergence
 
 LOSS = 2.5
@@ -133,7 +132,7 @@ class Session:
             step=named(
                 functions=named(choose_redrawn=lambda done: (1,) if done == 2 else ()),
                 name_first_bad=lambda i: ('loss', 'gradient of x')[i],
-                read_measures=lambda metrics: Reading({}, None),
+                read_measures=lambda metrics: ({}, None),
             ),
             batches=named(prefetch=lambda first, last: iter(range(first, last)), windows=windows),
             advance=self.advance,

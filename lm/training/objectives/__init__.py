@@ -2,8 +2,8 @@
 
 from lm.config.configurable import import_modules
 from lm.training.objectives.base import Hiding, Objective, Unpack, check_objective
-from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLosses
+from lm.training.objectives.distillation import Distillation, Pair
 
 import_modules(__name__, __path__)
 
-__all__ = ['Distillation', 'Hiding', 'Objective', 'Pair', 'Reading', 'TeacherLosses', 'Unpack', 'check_objective']
+__all__ = ['Distillation', 'Hiding', 'Objective', 'Pair', 'Unpack', 'check_objective']

@@ -20,7 +20,7 @@ from lm.model.distillation import compare_layers
 from lm.model.functions import ModelFunctions
 from lm.model.layers import BLOCKS, find_copied, find_same_layers
 from lm.ops.documents import Documents
-from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLosses
+from lm.training.objectives.distillation import Distillation, Pair
 
 MOST_SHOWN = 16
 """The layers whose errors the line of a step shows one by one."""
@@ -41,23 +41,23 @@ class Align(Distillation):
 
     def compare(
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
-    ) -> TeacherLosses:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         found = pair.over_windows(compare_layers, documents, tokens_BxL)
         measures = {'layer_errors': found.errors_BxLxN, 'layer_sizes': found.sizes_BxLxN}
-        return TeacherLosses(found.errors_BxLxN.sum(axis=-1), measures)
+        return found.errors_BxLxN.sum(axis=-1), measures
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         zeros_N = jnp.zeros(student.config.n_layers)
         return {'layer_errors': zeros_N, 'layer_sizes': zeros_N}
 
-    def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
+    def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
         """Returns each layer's error relative to the teacher's output: Σ |difference|² / Σ |output|²."""
         pairs = zip(metrics['layer_errors'], metrics['layer_sizes'], strict=True)
         errors = [error / size if size else math.inf for error, size in pairs]
         named = {f'layer_error/{i:02d}': error for i, error in enumerate(errors)}
         shown = errors if len(errors) <= MOST_SHOWN else sorted(errors)[:: -(len(errors) - 1) // 2]
         what = 'layers' if len(errors) <= MOST_SHOWN else 'worst, median and best layer'
-        return Reading(named, f'{what} {" ".join(f"{error:.3f}" for error in shown)}')
+        return named, f'{what} {" ".join(f"{error:.3f}" for error in shown)}'
 
     def choose_frozen(self, student: ModelFunctions, teacher: ModelFunctions) -> dict:
         """Returns True outside of attention and in layers that equal the teacher's.

@@ -18,7 +18,7 @@ from lm.model import ModelConfig
 from lm.model.distillation import compare_predictions
 from lm.model.functions import ModelFunctions
 from lm.ops.documents import Documents
-from lm.training.objectives.distillation import Distillation, Pair, Reading, TeacherLosses
+from lm.training.objectives.distillation import Distillation, Pair
 
 MEASURES = ('divergence', 'cross_entropy', 'teacher_cross_entropy')
 
@@ -40,7 +40,7 @@ class Distill(Distillation):
 
     def compare(
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
-    ) -> TeacherLosses:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         predict = functools.partial(compare_predictions, temperature=self.temperature)
         found = pair.over_windows(predict, documents, tokens_BxL, targets_BxL)
         mixed_BxL = (1 - self.cross_entropy) * found.divergence_BxL + self.cross_entropy * found.nats_BxL
@@ -49,13 +49,13 @@ class Distill(Distillation):
             'cross_entropy': found.nats_BxL,
             'teacher_cross_entropy': found.teacher_nats_BxL,
         }
-        return TeacherLosses(mixed_BxL, measures)
+        return mixed_BxL, measures
 
-    def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
+    def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
         """Returns the divergence from the teacher, and both cross-entropies, in nats per token."""
         named = {name: metrics[name] for name in MEASURES}
         behind = named['cross_entropy'] - named['teacher_cross_entropy']
-        return Reading(named, f'kl {named["divergence"]:.4f}  behind {behind:+.4f}')
+        return named, f'kl {named["divergence"]:.4f}  behind {behind:+.4f}'
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         return dict.fromkeys(MEASURES, jnp.zeros(()))

@@ -37,30 +37,6 @@ class Pair(NamedTuple):
         return over_windows(function, models, documents, *arrays_BxL)
 
 
-class TeacherLosses(NamedTuple):
-    """The comparison of a student with its teacher, token by token.
-
-    Attributes:
-        nats_BxL: the loss of each token.
-        measures: further measures by name, [B, L, …].
-    """
-
-    nats_BxL: jax.Array
-    measures: dict[str, jax.Array]
-
-
-class Reading(NamedTuple):
-    """The measures of a step, for people.
-
-    Attributes:
-        measures: fields of metrics.jsonl.
-        summary: what the line of the step says of the loss; None: it is a cross-entropy.
-    """
-
-    measures: dict[str, float]
-    summary: str | None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distillation(Objective):
     """Base of the objectives that compare a student with a teacher."""
@@ -83,8 +59,8 @@ class Distillation(Objective):
     @abc.abstractmethod
     def compare(
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
-    ) -> TeacherLosses:
-        """Compares student and teacher on a batch.
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the loss of each token of a batch [B, L], and further measures by name, [B, L, …].
 
         Args:
             pair: both models.
@@ -98,8 +74,8 @@ class Distillation(Objective):
         """Returns zeros with the names of the measures, in the shape that they have without batch and tokens."""
 
     @abc.abstractmethod
-    def read_measures(self, metrics: Mapping[str, Any]) -> Reading:
-        """Returns the measures of a step, from its metrics."""
+    def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
+        """Returns the measures of a step, from its metrics, and what the line of the step says of the loss."""
 
     def choose_frozen(self, student: ModelFunctions, teacher: ModelFunctions) -> Any:
         """Returns True for each parameter of the student that stays as it is, a nested dict like the parameters."""
