@@ -19,13 +19,10 @@ T = TypeVar('T')
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 KINDS = {FULL, SLIDING}
 """Types of layers."""
-MAPS = {
-    'qkv': [f'self_attn.{x}_proj' for x in 'qkv'],
-    'attention_out': ['self_attn.o_proj'],
-    'glu_in': ['mlp.up_proj', 'mlp.gate_proj'],
-    'glu_out': ['mlp.down_proj'],
-}
-"""Our linear maps of a layer → their maps, whose outputs stand side by side."""
+QKV = [f'self_attn.{x}_proj' for x in 'qkv']
+"""Their maps of queries, keys and values, whose outputs stand side by side in ours."""
+UNITS = ('up_proj', 'gate_proj', 'down_proj')
+"""Their maps of linear units and of experts: values, gates, output."""
 
 
 class Decoder(Family):
@@ -163,14 +160,12 @@ class Decoder(Family):
 
     def attention_tensors(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
         """Returns the tensors of attention under our names."""
-        found = {f'{our}.weight': theirs.join(MAPS[our]) for our in ('qkv', 'attention_out')}
-        if theirs.has(f'{MAPS["qkv"][0]}.bias'):
-            found['qkv.bias'] = theirs.join(MAPS['qkv'], 'bias')
-        return found
+        found = {'qkv.weight': theirs.join(QKV), 'attention_out.weight': theirs.take('self_attn.o_proj.weight')}
+        return found | ({'qkv.bias': theirs.join(QKV, 'bias')} if theirs.has(f'{QKV[0]}.bias') else {})
 
     def unit_tensors(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
         """Returns the tensors of the feed-forward layer under our names."""
-        return {f'{our}.weight': theirs.join(MAPS[our]) for our in ('glu_in', 'glu_out')}
+        return join_units(theirs, 'mlp.')
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
@@ -224,15 +219,14 @@ class Decoder(Family):
     def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
         """Returns the tensors of attention under their names."""
         queries, keys, _ = model.resolve(model.layers[layer]).qkv_sizes
-        found = cut(ours['qkv.weight'], MAPS['qkv'], [queries, keys])
+        found = cut(ours['qkv.weight'], QKV, [queries, keys])
         if 'qkv.bias' in ours:
-            found |= cut(ours['qkv.bias'], MAPS['qkv'], [queries, keys], 'bias')
-        return found | cut(ours['attention_out.weight'], MAPS['attention_out'])
+            found |= cut(ours['qkv.bias'], QKV, [queries, keys], 'bias')
+        return found | {'self_attn.o_proj.weight': ours['attention_out.weight']}
 
     def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
         """Returns the tensors of the feed-forward layer under their names."""
-        found = cut(ours['glu_in.weight'], MAPS['glu_in'], [model.glu_dim])
-        return found | cut(ours['glu_out.weight'], MAPS['glu_out'])
+        return cut_units(ours, 'mlp.')
 
     def scale_of(self, model: ModelConfig) -> float:
         """Returns the factor of the embeddings of this family: the model's over its own."""
@@ -270,6 +264,19 @@ def cut(whole: np.ndarray, names: Sequence[str], sizes: Sequence[int] = (), part
     """Returns name → tensor of maps that stand one below the other; `sizes` are the rows of all but the last."""
     pieces = np.split(whole, np.cumsum(sizes).astype(int))
     return {f'{name}.{part}': piece for name, piece in zip(names, pieces, strict=True)}
+
+
+def join_units(theirs: LayerTensors, begin: str) -> Tensors:
+    """Returns linear units whose maps have names that begin so."""
+    glu_in = theirs.join([f'{begin}{name}' for name in UNITS[:2]])
+    return {'glu_in.weight': glu_in, 'glu_out.weight': theirs.take(f'{begin}{UNITS[2]}.weight')}
+
+
+def cut_units(ours: Tensors, begin: str) -> Tensors:
+    """Undoes `join_units`."""
+    names = [f'{begin}{name}' for name in UNITS[:2]]
+    halves = cut(ours['glu_in.weight'], names, [len(ours['glu_in.weight']) // 2])
+    return halves | {f'{begin}{UNITS[2]}.weight': ours['glu_out.weight']}
 
 
 def find_pattern(layers: Sequence[T]) -> T | tuple[T, ...]:

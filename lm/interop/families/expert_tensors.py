@@ -3,14 +3,15 @@
 Files have three matrices for each expert, and models here one array for all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import LayerTensors
+from lm.interop.families.decoder import LayerTensors, find_pattern
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
+from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
 
 BALANCE = 'router_aux_loss_coef'
@@ -26,6 +27,12 @@ def describe_balance(model: ModelConfig) -> dict[str, float]:
     """Returns the entry with the coefficient of the first layer that has experts; empty without experts."""
     found = [kind.balance for kind in model.feed_forwards if isinstance(kind, Experts)]
     return {BALANCE: found[0]} if found else {}
+
+
+def find_mixture(layers: Iterable[FeedForward]) -> FeedForward | tuple[FeedForward, ...] | None:
+    """Returns the feed-forward layers that repeat; None where all are dense."""
+    found = list(layers)
+    return None if all(isinstance(one, DenseLayer) for one in found) else find_pattern(found)
 
 
 def stack_experts(theirs: LayerTensors, begin: str, names: Sequence[str], count: int) -> Tensors:

@@ -6,8 +6,14 @@ import numpy as np
 
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, Decoder, LayerTensors, count_layers, cut, find_pattern
-from lm.interop.families.expert_tensors import describe_balance, read_balance, stack_experts, unstack_experts
+from lm.interop.families.decoder import FULL, Decoder, LayerTensors, count_layers, cut, cut_units, join_units
+from lm.interop.families.expert_tensors import (
+    describe_balance,
+    find_mixture,
+    read_balance,
+    stack_experts,
+    unstack_experts,
+)
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
@@ -48,8 +54,8 @@ OF_DELTA = {
     'short_conv_kernel_size': 'linear_conv_kernel_dim',
 }
 """Entries of `linear_attn_config` → their names in `transformers`."""
-EXPERT, UNITS = ('w3', 'w1', 'w2'), ('up_proj', 'gate_proj', 'down_proj')
-"""Their maps of an expert, and of a dense layer: values, gates, output."""
+EXPERT = ('w3', 'w1', 'w2')
+"""Their maps of an expert: values, gates, output."""
 MIXTURE = 'block_sparse_moe.'
 LATENT = {'down.weight': 'kv_a_proj_with_mqa.weight', 'norm.weight': 'kv_a_layernorm.weight'}
 """Our tensors of latent keys → theirs; the third one is cut by head."""
@@ -79,9 +85,10 @@ class KimiLinear(Decoder):
         return config.find_integer('model_max_length') or config.find_integer('max_position_embeddings')
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
-        layers = [self.feed_forward(config, i) for i in count_layers(config)]
-        is_dense = all(isinstance(one, DenseLayer) for one in layers)
-        return {'rotary_base': None, 'feed_forward': None if is_dense else find_pattern(layers)}
+        return {
+            'rotary_base': None,
+            'feed_forward': find_mixture(self.feed_forward(config, i) for i in count_layers(config)),
+        }
 
     def head_dim(self, config: Hyperparameters) -> int:
         sizes = read_sizes(config)
@@ -167,11 +174,11 @@ class KimiLinear(Decoder):
         kind = self.feed_forward(config, layer)
         if not isinstance(kind, Experts):
             begin = 'mlp.' if theirs.has('mlp.up_proj.weight') else MIXTURE  # as transformers writes it
-            return _join_units(theirs, begin)
+            return join_units(theirs, begin)
         return {
             'experts.router.weight': theirs.take(f'{MIXTURE}gate.weight'),
             'experts.correction': theirs.take(f'{MIXTURE}gate.e_score_correction_bias'),
-            **_join_units(theirs, f'{MIXTURE}shared_experts.'),
+            **join_units(theirs, f'{MIXTURE}shared_experts.'),
             **stack_experts(theirs, f'{MIXTURE}experts.', EXPERT, kind.n_experts),
         }
 
@@ -229,11 +236,11 @@ class KimiLinear(Decoder):
     def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
         kind = model.find_feed_forward(layer)
         if not isinstance(kind, Experts):
-            return _cut_units(ours, 'mlp.')
+            return cut_units(ours, 'mlp.')
         return {
             f'{MIXTURE}gate.weight': ours['experts.router.weight'],
             f'{MIXTURE}gate.e_score_correction_bias': ours['experts.correction'],
-            **_cut_units(ours, f'{MIXTURE}shared_experts.'),
+            **cut_units(ours, f'{MIXTURE}shared_experts.'),
             **unstack_experts(ours, f'{MIXTURE}experts.', EXPERT),
         }
 
@@ -255,21 +262,6 @@ def _split_heads(matrix: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
     """Returns the rows of keys and of values from a matrix that has both for each head."""
     rows = matrix.reshape(-1, sum(sizes), matrix.shape[1])
     return [piece.reshape(-1, matrix.shape[1]) for piece in np.split(rows, sizes[:1], axis=1)]
-
-
-def _join_units(theirs: LayerTensors, begin: str) -> Tensors:
-    """Returns the linear units that all tokens pass."""
-    return {
-        'glu_in.weight': theirs.join([f'{begin}{name}' for name in UNITS[:2]]),
-        'glu_out.weight': theirs.take(f'{begin}{UNITS[2]}.weight'),
-    }
-
-
-def _cut_units(ours: Tensors, begin: str) -> Tensors:
-    """Undoes `_join_units`."""
-    width = len(ours['glu_in.weight']) // 2
-    names = [f'{begin}{name}' for name in UNITS[:2]]
-    return cut(ours['glu_in.weight'], names, [width]) | {f'{begin}{UNITS[2]}.weight': ours['glu_out.weight']}
 
 
 def _describe_experts(kind: Experts | None) -> dict[str, object]:

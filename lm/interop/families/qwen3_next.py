@@ -8,8 +8,15 @@ import numpy as np
 
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, Decoder, LayerTensors, count_layers, cut, find_pattern
-from lm.interop.families.expert_tensors import BALANCE, describe_balance, read_balance, stack_experts, unstack_experts
+from lm.interop.families.decoder import FULL, UNITS, Decoder, LayerTensors, count_layers, cut_units, join_units
+from lm.interop.families.expert_tensors import (
+    BALANCE,
+    describe_balance,
+    find_mixture,
+    read_balance,
+    stack_experts,
+    unstack_experts,
+)
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -19,8 +26,6 @@ from lm.model.options import ResolvedLayer
 
 LINEAR = 'linear_attention'
 """The type of layers of Gated DeltaNet."""
-EXPERT = ('up_proj', 'gate_proj', 'down_proj')
-"""Their maps of an expert: values, gates, output."""
 
 
 class Qwen3Next(Decoder):
@@ -51,12 +56,8 @@ class Qwen3Next(Decoder):
     }
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
-        layers = [self.feed_forward(config, i) for i in count_layers(config)]
-        is_dense = all(isinstance(one, DenseLayer) for one in layers)
-        return {
-            'rotary_fraction': self.rotary(config).fraction,
-            'feed_forward': None if is_dense else find_pattern(layers),
-        }
+        kinds = find_mixture(self.feed_forward(config, i) for i in count_layers(config))
+        return {'rotary_fraction': self.rotary(config).fraction, 'feed_forward': kinds}
 
     def head_dim(self, config: Hyperparameters) -> int:
         return config.integer('head_dim', 256)
@@ -149,9 +150,8 @@ class Qwen3Next(Decoder):
         return {
             'experts.router.weight': theirs.take('mlp.gate.weight'),
             'experts.shared_gate.weight': theirs.take('mlp.shared_expert_gate.weight'),
-            'glu_in.weight': theirs.join([f'mlp.shared_expert.{name}' for name in EXPERT[:2]]),
-            'glu_out.weight': theirs.take(f'mlp.shared_expert.{EXPERT[2]}.weight'),
-            **stack_experts(theirs, 'mlp.experts.', EXPERT, kind.n_experts),
+            **join_units(theirs, 'mlp.shared_expert.'),
+            **stack_experts(theirs, 'mlp.experts.', UNITS, kind.n_experts),
         }
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
@@ -214,9 +214,8 @@ class Qwen3Next(Decoder):
         return {
             'mlp.gate.weight': ours['experts.router.weight'],
             'mlp.shared_expert_gate.weight': ours['experts.shared_gate.weight'],
-            **cut(ours['glu_in.weight'], [f'mlp.shared_expert.{name}' for name in EXPERT[:2]], [kind.shared_dim]),
-            f'mlp.shared_expert.{EXPERT[2]}.weight': ours['glu_out.weight'],
-            **unstack_experts(ours, 'mlp.experts.', EXPERT),
+            **cut_units(ours, 'mlp.shared_expert.'),
+            **unstack_experts(ours, 'mlp.experts.', UNITS),
         }
 
 
