@@ -174,7 +174,7 @@ def _probe(space: SearchSpace) -> SearchSpace:
     return found
 
 
-def _fit(space: SearchSpace, key: str, value: Value) -> dict[str, Statement]:
+def _fit(space: SearchSpace, key: str, value: object) -> dict[str, Statement]:
     """Returns bindings with this value that make a configuration: with the first values of the other parameters, or
     with others that are drawn. Raises the ConfigError of the first if none does."""
     from lm.experiment import Experiment

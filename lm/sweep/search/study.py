@@ -100,7 +100,7 @@ class Study:
             self._drawn[number] = study.ask(self.distributions).params
         return self._drawn[number]
 
-    def draw_at_random(self, count: int) -> list[dict[str, Any]]:
+    def draw_at_random(self, count: int) -> list[dict[str, Drawn]]:
         """Returns the values of so many points, in Optuna's form, which depend on no result."""
         import optuna
 
