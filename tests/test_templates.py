@@ -25,6 +25,7 @@ SHARED = {
         'model/test_sequence.py',
         'test_golden.py',
     ],
+    'branch': ['config/test_config.py', 'model/test_branch_parts.py'],
     'rule': ['training/test_optimizer.py'],
     'schedule': ['training/test_optimizer.py'],
     'source': ['config/test_config.py', 'data/test_sources.py'],
@@ -121,6 +122,7 @@ def test_templates_pass_the_shared_tests_of_a_fresh_checkout(tmp_path):
     training = tiny.MODEL | {
         'model.vocab_size': 257,
         'model.attention': '@rebased()',
+        'model.branch': '@layer_scale()',
         'optimizer.rule': '@lion()',
         'optimizer.schedule': '@inverse_square_root()',
         'train.trackers': '[@csv_file()]',

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from lm.attention.branches import BranchPart
 from lm.attention.rotary_scaling import RotaryScaling
 from lm.config.configurable import Configurable, field
 
@@ -117,6 +118,11 @@ class LayerOptions(Configurable):
         default=None,
         minimum=1,
         help='rank of the matrix of the output gate, which is then two (Kimi Linear: the head size); None: it is whole',
+    )
+    branch: BranchPart | None = field(  # noqa: RUF009
+        default=None,
+        omit_default=True,
+        help='a part that attention and feed-forward layer pass before they are added, such as gains; None: no such',
     )
 
 

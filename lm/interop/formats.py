@@ -12,7 +12,8 @@ import numpy as np
 
 from lm.attention import Attention
 from lm.attention.formulas.base import FORMULAS
-from lm.config.configurable import list_fields, list_values
+from lm.attention.options import MODEL, LayerOptions
+from lm.config.configurable import list_values
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
 from lm.errors import ConfigError, writing
@@ -59,20 +60,15 @@ FIELDS = {
 }
 """Field of `ModelConfig` → key of config.json."""
 OTHER_FIELDS = {
-    *('base_width', 'n_kv_heads', 'hidden_dim', 'attention', 'feed_forward', 'dtype', 'remat', 'unroll'),
-    *('rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span', 'output_norm'),
-    *(
-        'latent_rank',
-        'shared_key_dim',
-        'output_gate',
-        'output_gate_form',
-        'output_gate_inputs',
-        'output_gate_rank',
-        'n_value_heads',
-        'value_dim',
-    ),
+    *('base_width', 'layer', 'hidden_dim', 'attention', 'feed_forward', 'dtype', 'remat', 'unroll'),
 }
 """Fields that config.json holds in another form, or that do not change the results."""
+LAYER_OPTIONS = {
+    *('n_heads', 'n_kv_heads', 'n_value_heads', 'head_dim', 'value_dim', 'latent_rank', 'shared_key_dim'),
+    *('rotary_base', 'rotary_fraction', 'rotary_scaling', 'key_offset', 'convolution', 'qk_norm', 'qk_norm_span'),
+    *('output_norm', 'output_gate', 'output_gate_form', 'output_gate_inputs', 'output_gate_rank'),
+}
+"""The options of layers that `describe_layer` writes. All others are refused."""
 
 
 class Safetensors:
@@ -116,15 +112,11 @@ class TransformersFormat(Safetensors):
     name = 'huggingface'
 
     def check(self, model: ModelConfig) -> None:
-        values = list_values(model)
-        for name, field in list_fields(ModelConfig).items():
-            if name not in FIELDS.keys() | OTHER_FIELDS and values[name] != field.default:
-                raise ConfigError(
-                    f'model.{name} = {values[name]!r}: the model for transformers has no such option; export with '
-                    '--format safetensors'
-                )
+        for field in dataclasses.fields(model):
+            if field.name not in FIELDS.keys() | OTHER_FIELDS and getattr(model, field.name) != field.default:
+                raise _refuse(f'model.{field.name}', getattr(model, field.name))
         for attention in model.pattern:
-            _check_latent(attention, model)
+            _check_layer(attention, model)
             attention.portable(model.resolve(attention).dims)  # it refuses options that have no formula
         if unknown := {attention.gin_name for attention in model.pattern} - FORMULAS.keys():
             raise ConfigError(
@@ -200,17 +192,19 @@ def describe_marks(run: LoadedRun) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value is not None}
 
 
-def _check_latent(attention: Attention, model: ModelConfig) -> None:
-    """Raises ConfigError for forms of latent attention that the model for transformers does not have."""
-    latent = model.resolve(attention).latent
-    if latent is None:
-        return
-    for name, value in (('latent_query_rank', latent.query_rank), ('rotary_decoupled', latent.decoupled)):
-        if value:
-            raise ConfigError(
-                f'{attention.gin_name}.{name} = {value}: the model for transformers has no such option; export with '
-                '--format safetensors'
-            )
+def _check_layer(attention: Attention, model: ModelConfig) -> None:
+    """Raises ConfigError for an option of layers that the model for transformers does not have."""
+    layer = model.resolve(attention)
+    for field in dataclasses.fields(LayerOptions):
+        if field.name not in LAYER_OPTIONS and (value := getattr(layer, field.name)) != field.default:
+            owner = 'model' if getattr(attention, field.name) == MODEL else attention.gin_name
+            raise _refuse(f'{owner}.{field.name}', value)
+
+
+def _refuse(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f'{name} = {value!r}: the model for transformers has no such option; export with --format safetensors'
+    )
 
 
 def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from lm.attention import AttentionModule
 from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.dense import Dense, LowRank
 from lm.model.options import ResolvedLayer
+from lm.model.parts.branch import apply_part
 from lm.model.parts.head_norm import normalize_heads
 from lm.model.parts.key_offset import offset_keys
 from lm.model.parts.latent import LatentKeys, LatentQueries, turn_last
 from lm.model.parts.mechanism_inputs import compute_mechanism_inputs
-from lm.model.parts.norm import apply_norm
 from lm.model.parts.output import gate_output
 from lm.model.parts.projection import repeat_heads, split_heads
 from lm.ops.rotary import Rotation, rotate
@@ -70,10 +70,11 @@ class AttentionBranch(nnx.Module):
     output_gate: Dense | LowRank | None
     output_norm: nnx.RMSNorm | None
     attention_out_norm: nnx.Module | None
+    attention_branch: nnx.Module | None
 
     def normalize(self, x_BxLxD: jax.Array) -> jax.Array:
         """Computes the input of attention from the input of the layer."""
-        return apply_norm(self.attention_norm, x_BxLxD)
+        return apply_part(self.attention_norm, x_BxLxD)
 
     def mix(self, normed_BxLxD: jax.Array, rotation: Rotation | None, starts_BxL: jax.Array | None = None) -> jax.Array:
         """Computes the output of attention from the normalized input, after the output matrix."""
@@ -86,7 +87,8 @@ class AttentionBranch(nnx.Module):
     def add_mixed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> jax.Array:
         """Adds the output of attention (`mix`) to the residual stream."""
         with jax.named_scope('attention_out'):
-            return tokens_on_lanes(x_BxLxD + apply_norm(self.attention_out_norm, mixed_BxLxD))
+            added_BxLxD = apply_part(self.attention_branch, apply_part(self.attention_out_norm, mixed_BxLxD))
+            return tokens_on_lanes(x_BxLxD + added_BxLxD)
 
     def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
@@ -198,7 +200,7 @@ class AttentionBranch(nnx.Module):
     @jax.named_scope('attention_out')
     def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxV: jax.Array) -> jax.Array:
         """Applies norm and gate of the output, and the output matrix, to what the mechanism gives."""
-        y_BxLxN = apply_norm(self.output_norm, y_BxLxHxV).reshape(*y_BxLxHxV.shape[:2], -1)
+        y_BxLxN = apply_part(self.output_norm, y_BxLxHxV).reshape(*y_BxLxHxV.shape[:2], -1)
         return self.attention_out(gate_output(self.output_gate, y_BxLxN, normed_BxLxD, self.options))
 
 

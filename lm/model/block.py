@@ -14,12 +14,12 @@ from lm.model.config import ModelConfig
 from lm.model.feed_forward import FeedForward
 from lm.model.feed_forward.base import Routing
 from lm.model.feed_forward_branch import FeedForwardBranch
+from lm.model.parts.branch import make_branch_part, make_norm_after, make_norm_before
 from lm.model.parts.convolution import make_convolution
 from lm.model.parts.head_norm import make_key_norm, make_query_norm
 from lm.model.parts.latent import make_latent_keys, make_latent_queries
 from lm.model.parts.maker import Maker
 from lm.model.parts.mechanism_inputs import make_mechanism_inputs
-from lm.model.parts.norm import make_norm_after, make_norm_before
 from lm.model.parts.output import make_output, make_output_gate, make_output_norm
 from lm.model.parts.projection import make_qkv
 from lm.model.parts.units import make_experts, make_units_in, make_units_out
@@ -47,6 +47,8 @@ PARTS: dict[str, Callable[[Maker], nnx.Module | None]] = {
     'output_norm': make_output_norm,
     'attention_out_norm': make_norm_after,
     'glu_out_norm': make_norm_after,
+    'attention_branch': make_branch_part,
+    'glu_branch': make_branch_part,
 }
 """Name in checkpoints → what makes the part, or None where the layer has no such part; in the order of random draws."""
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from lm.model.dense import Dense
 from lm.model.feed_forward.base import ACTIVATIONS, FeedForwardShape, RoutedPart, Routing
-from lm.model.parts.norm import apply_norm
+from lm.model.parts.branch import apply_part
 from lm.ops.tpu import tokens_on_lanes
 
 
@@ -21,14 +21,15 @@ class FeedForwardBranch(nnx.Module):
     glu_out: Dense | None
     experts: RoutedPart | None
     glu_out_norm: nnx.Module | None
+    glu_branch: nnx.Module | None
 
     def add_units(self, x_TxD: jax.Array) -> tuple[jax.Array, Routing | None]:
         """Adds the output of the feed-forward layer; the tokens may have any number of axes."""
         with jax.named_scope('norms'):
-            normed_TxD = apply_norm(self.glu_norm, x_TxD)
+            normed_TxD = apply_part(self.glu_norm, x_TxD)
         with jax.named_scope('glu'):
             y_TxD, routing = self.transform(normed_TxD)
-            return x_TxD + apply_norm(self.glu_out_norm, y_TxD), routing
+            return x_TxD + apply_part(self.glu_branch, apply_part(self.glu_out_norm, y_TxD)), routing
 
     def transform(self, x_TxD: jax.Array) -> tuple[jax.Array, Routing | None]:
         """Computes the feed-forward layer of normalized inputs, and the choices of its router, if it has one.

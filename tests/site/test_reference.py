@@ -16,7 +16,7 @@ import tiny
 import lm
 import lm.ops
 from lm.attention import Attention
-from lm.config.configurable import REGISTRY
+from lm.config.configurable import REGISTRY, list_fields
 from lm.config.setting import write_binding
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
@@ -63,8 +63,8 @@ def test_every_field_has_a_row(name, gin_page):
         part += shared.replace('`NAME.', f'`{name}.')
         assert len(re.findall(r'^\| `NAME', gin_page, re.MULTILINE)) == len(dataclasses.fields(Attention))
     found = {row.split(' | ')[0].strip('| `'): row for row in part.splitlines() if row.startswith('| `')}
-    assert set(found) == {f'{name}.{field.name}' for field in dataclasses.fields(cls)}
-    for field in dataclasses.fields(cls):
+    assert set(found) == {f'{name}.{field}' for field in list_fields(cls)}
+    for field in list_fields(cls).values():
         row = found[f'{name}.{field.name}']
         assert ('May change on resume' in row) == (field.metadata['resume'] or cls.gin_resume)
         assert len(row.split(' | ')[3]) > 8, 'no help'

@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Any
 
-from lm.config.configurable import REGISTRY, find_classes
+from lm.config.configurable import REGISTRY, find_classes, list_annotations, list_fields
 from lm.config.text import Reference, format_value, replace_nodes
 from lm.experiment import Experiment
 from lm_reference.markdown import code, docstring, prose, sentence, table
@@ -47,7 +47,7 @@ def _configurable(name: str, cls: type) -> str:
     title = name if name in sections() else f'@{name}()'
     parts = [f'(gin-{name})=\n### {code(title)}', docstring(cls.__doc__)]
     shared = {field.name for field in shared_fields(_base(cls))} if name not in sections() else ()
-    fields = [field for field in dataclasses.fields(cls) if field.name not in shared]
+    fields = [field for field in list_fields(cls).values() if field.name not in shared]
     parts.append(table(HEADS, (_row(name, cls, field) for field in fields)) if fields else 'It has no fields.')
     return '\n\n'.join(parts)
 
@@ -66,7 +66,7 @@ def _row(name: str, cls: type, field: dataclasses.Field) -> tuple[str, ...]:
     may_change = metadata.get('resume') or cls.gin_resume
     return (
         code(f'{name}.{field.name}'),
-        _kind(typing.get_type_hints(cls)[field.name]) + _range(metadata['rules']),
+        _kind(list_annotations(cls)[field.name]) + _range(metadata['rules']),
         _default(field),
         sentence(prose(metadata['help'])) + (' *May change on resume.*' if may_change else '') + was,
     )
@@ -113,11 +113,11 @@ def _takers() -> dict[type, list[str]]:
     """Class → the fields that take a value of it."""
     found: dict[type, list[str]] = {}
     for name, cls in (sections() | REGISTRY).items():
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            for kind in dict.fromkeys(find_classes(hints[field.name])):
+        hints = list_annotations(cls)
+        for field in list_fields(cls):
+            for kind in dict.fromkeys(find_classes(hints[field])):
                 if kind.__module__.startswith('lm.'):
-                    found.setdefault(kind, []).append(f'{name}.{field.name}')
+                    found.setdefault(kind, []).append(f'{name}.{field}')
     return found
 
 
