@@ -162,7 +162,7 @@ def test_a_tiny_model_has_every_kind_of_layer_once():
     dense, experts = DenseLayer, Experts
     assert [type(tiny.find_feed_forward(i)) for i in range(3)] == [dense, experts, experts]
     assert tiny.find_feed_forward(1) == Experts(n_experts=8, balance=0.0)
-    assert (tiny.norm, tiny.n_heads, tiny.n_kv_heads) == ('rms', 8, 2)
+    assert (tiny.norm, tiny.layer.n_heads, tiny.layer.n_kv_heads) == ('rms', 8, 2)
     first, _, last = tiny.layers
     assert (first.window, first.n_heads, first.n_kv_heads) == (11, 8, 2)
     assert last.value_dim > last.head_dim == 8

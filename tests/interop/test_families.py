@@ -488,7 +488,7 @@ def test_a_model_of_our_own_goes_out_as_a_llama(tied, tmp_path):
         (Softmax(), {'learned_positions': 32}, 'model.learned_positions = 32: no class'),
         (Softmax(), {'output_gate': True}, 'layer 0: output_gate = True: no class'),
         (GATED(gate='ssd'), PLAIN, r"'gate': 'ssd'.*, GLAForCausalLM is the nearest; export with --format huggingface"),
-        (RETENTION(), {'n_kv_heads': 2}, 'layer 0: dims = .*, RetNetForCausalLM is the nearest'),
+        (RETENTION(), {'n_kv_heads': 2}, 'layer 0: n_kv_heads = 2: .*, RetNetForCausalLM is the nearest'),
         (DELTA(), PLAIN, 'layer 0: convolution = None: .*, DeltaNetForCausalLM is the nearest'),
     ],
 )

@@ -81,7 +81,7 @@ def test_mechanisms_leave_to_the_model_what_they_left_to_it():
         Softmax(n_heads=8, n_value_heads=None),
     )
     fewer = unshare_key_heads(make(Softmax(), n_heads=8, n_value_heads=4)).config
-    assert (fewer.n_value_heads, fewer.pattern) == (None, (Softmax(),))
+    assert (fewer.layer.n_value_heads, fewer.pattern) == (None, (Softmax(),))
 
 
 def test_heads_that_differ_by_their_number_are_refused_by_the_plan():

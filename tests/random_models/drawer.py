@@ -3,7 +3,6 @@
 Each mechanism has a function here that draws its fields. `LEFT_OUT` names what is not drawn, and why.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,9 @@ import numpy as np
 from cases import Case, Devices
 
 from lm.attention import Attention, mechanisms
+from lm.attention.options import SPANS
 from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, YarnRotary
+from lm.config.configurable import list_values
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer
@@ -271,6 +272,8 @@ def draw_mechanism(draw: Draw, name: str | None = None) -> Attention:
     """Draws a mechanism of any kind, or of one."""
     name = name or draw.one(*DRAWERS)
     options = _draw_options(draw) if draw.often(0.5) else {}
+    if 'qk_norm' in options:
+        options['qk_norm_span'] = SPANS[len(options) % 2]  # no draw of its own, so numbers keep their cases
     if draw.often(0.2):
         form = draw.one(None, 'silu', 'sigmoid')
         options |= {'output_gate': False} if form is None else {'output_gate': True, 'output_gate_form': form}
@@ -395,6 +398,6 @@ def list_fields(configs: Sequence[Any]) -> dict[str, set]:
     """Returns 'name.field' → the values that these configurations have, as texts."""
     found: dict[str, set] = {}
     for config in configs:
-        for spec in dataclasses.fields(config):
-            found.setdefault(f'{config.gin_name}.{spec.name}', set()).add(repr(getattr(config, spec.name)))
+        for name, value in list_values(config).items():
+            found.setdefault(f'{config.gin_name}.{name}', set()).add(repr(value))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 from cases import Case
 from drawer import check_case
 
+from lm.config.configurable import Configurable, list_fields, list_values
 from lm.errors import ConfigError
 from lm.ops.errors import OperationError
 
@@ -121,9 +122,8 @@ def describe(config: Any) -> str:
         return f'({", ".join(map(describe, config))}{"," * (len(config) == 1)})'
     if not dataclasses.is_dataclass(config):
         return repr(config)
-    fields = [
-        f'{spec.name}={describe(value)}'
-        for spec in dataclasses.fields(config)
-        if (value := getattr(config, spec.name)) != spec.default
-    ]
+    known = isinstance(config, Configurable)
+    specs = list_fields(type(config)) if known else {spec.name: spec for spec in dataclasses.fields(config)}
+    values = list_values(config) if known else vars(config)
+    fields = [f'{name}={describe(values[name])}' for name, spec in specs.items() if values[name] != spec.default]
     return f'{type(config).__name__}({", ".join(fields)})'
