@@ -210,20 +210,21 @@ def _refuse(name: str, value: Any) -> ConfigError:
 def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
     """Returns what a layer does around its mechanism, for config.json."""
     options = model.resolve(model.layers[layer])
-    dims, gate = options.dims, options.gate
+    dims, rank = options.dims, options.latent_rank
+    gate = {'form': options.output_gate_form, 'inputs': options.gate_inputs, 'rank': options.output_gate_rank}
     return {
         'num_attention_heads': dims.n_heads,
         'num_key_value_heads': dims.n_kv_heads,
         'projected_heads': [options.heads.queries, options.heads.keys, options.heads.values],
         'head_dim': dims.head_dim,
         'value_dim': dims.value_size,
-        'latent': None if options.latent is None else {'rank': options.latent.rank, 'shared': options.latent.shared},
+        'latent': None if rank is None else {'rank': rank, 'shared': options.shared_key_dim},
         'rotary': None if options.rotary is None else describe_rotation(options.rotary),
         'key_offset': options.key_offset,
         'convolution': options.convolution,
         'qk_norm': options.norm_span,
         'output_norm': options.output_norm,
-        'output_gate': None if gate is None else dataclasses.asdict(gate),
+        'output_gate': gate if options.output_gate else None,
         'inputs': options.projections,
         'units': model.find_feed_forward(layer).portable(model.feed_forward_shape),
     }

@@ -115,9 +115,9 @@ class AttentionBranch(nnx.Module):
     def _find_over_latent(self) -> AttentionModule | None:
         """Returns the module that decodes over latent keys; None: decoding keeps whole keys and values."""
         own = self.options
-        if own.latent is None or not own.latent.decoupled or own.convolution or own.qk_norm:
+        if own.latent_rank is None or not own.rotary_decoupled or own.convolution or own.qk_norm:
             return None
-        return self.attention.over_latent(own.latent.rank, own.latent.shared)
+        return self.attention.over_latent(own.latent_rank, own.shared_key_dim)
 
     def _decode_over_latent(
         self,
@@ -168,7 +168,7 @@ class AttentionBranch(nnx.Module):
         """
         own = self.options
         is_joined = rotation is not None or self.attention.norms is not None
-        if own.latent is not None and own.latent.decoupled:
+        if own.rotary_decoupled:
             prepare = _turn_before(prepare)
         products, convolved = self._multiply(normed_BxLxD, is_joined), None
         if self.convolution:

@@ -24,22 +24,6 @@ class RotaryOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputGate:
-    """The gate of a layer's output: its form (`lm.attention.options.GATES`), and the channels of the input it reads.
-
-    `rank` is the rank of its matrix, which is then the product of two; None: there is one matrix.
-    """
-
-    form: str
-    inputs: int
-    rank: int | None = None
-
-    def count_products(self, width: int) -> int:
-        """Returns the sizes of its matrices, together, for an output of `width` numbers."""
-        return self.inputs * width if self.rank is None else self.rank * (self.inputs + width)
-
-
-@dataclasses.dataclass(frozen=True)
 class ProjectedHeads:
     """The heads of queries, keys and values that a layer projects. Queries and keys are repeated to as many as values
     where there are fewer of them (`HeadDims` counts them after that)."""
@@ -47,28 +31,6 @@ class ProjectedHeads:
     queries: int
     keys: int
     values: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentOptions:
-    """The numbers per token that keys and values are made of (`lm.model.parts.latent`).
-
-    Attributes:
-        rank: how many they are.
-        shared: the channels of a key, the last ones, that all heads share.
-        query_rank: the numbers per token that queries are made of; None: queries have a whole matrix.
-        decoupled: rotary positions turn the shared channels alone, and the same channels of queries.
-    """
-
-    rank: int
-    shared: int = 0
-    query_rank: int | None = None
-    decoupled: bool = False
-
-    @property
-    def down_sizes(self) -> tuple[int, ...]:
-        """The columns of the matrix that makes the numbers of keys and values."""
-        return (self.rank, self.shared) if self.shared else (self.rank,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,18 +66,11 @@ class ResolvedLayer(LayerOptions):
         return HeadDims(max(heads.queries, heads.values), heads.values, self.head_dim, self.causal, value_dim)
 
     @property
-    def latent(self) -> LatentOptions | None:
-        """None: keys and values have matrices of their own."""
-        if self.latent_rank is None:
-            return None
-        return LatentOptions(self.latent_rank, self.shared_key_dim, self.latent_query_rank, self.rotary_decoupled)
-
-    @property
     def rotary(self) -> RotaryOptions | None:
         """None: queries and keys are not rotated."""
         if self.rotary_base is None:
             return None
-        turned = self.shared_key_dim if self.latent is not None and self.rotary_decoupled else self.head_dim
+        turned = self.shared_key_dim if self.rotary_decoupled else self.head_dim
         return RotaryOptions(turned, self.rotary_base, self.rotary_fraction, self.rotary_scaling)
 
     @property
@@ -124,12 +79,9 @@ class ResolvedLayer(LayerOptions):
         return self.qk_norm_span if self.qk_norm else None
 
     @property
-    def gate(self) -> OutputGate | None:
-        """None: nothing multiplies the output."""
-        if not self.output_gate:
-            return None
-        inputs = max(1, round(self.output_gate_inputs * self.d_model))
-        return OutputGate(self.output_gate_form, inputs, self.output_gate_rank)
+    def gate_inputs(self) -> int:
+        """The channels of the layer's input that the output gate reads."""
+        return max(1, round(self.output_gate_inputs * self.d_model))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -145,18 +97,18 @@ class ResolvedLayer(LayerOptions):
     @property
     def projected_sizes(self) -> tuple[int, ...]:
         """The columns of the matrix of queries, keys and values; of queries alone where the others are latent."""
-        return self.qkv_sizes if self.latent is None else self.qkv_sizes[:1]
+        return self.qkv_sizes if self.latent_rank is None else self.qkv_sizes[:1]
 
     @property
-    def query_rank(self) -> int | None:
-        """The numbers per token that queries are made of; None: queries have a whole matrix."""
-        return None if self.latent is None else self.latent.query_rank
+    def down_sizes(self) -> tuple[int, ...]:
+        """The columns of the matrix that makes the latent numbers, and the channels of a key that all heads share."""
+        return tuple(filter(None, (self.latent_rank, self.shared_key_dim)))
 
     @property
     def latent_sizes(self) -> tuple[int, int]:
         """The columns of the matrix that makes keys and values of the latent numbers."""
         _, keys, values = self.qkv_sizes
-        return keys - self.heads.keys * (self.latent.shared if self.latent else 0), values
+        return keys - self.heads.keys * self.shared_key_dim, values
 
     @property
     def width(self) -> int:
@@ -170,10 +122,12 @@ class ResolvedLayer(LayerOptions):
 
     def count_products(self, d_model: int) -> int:
         """Returns the sizes of the layer's matrices around the mechanism, together."""
-        gate = self.gate.count_products(self.width) if self.gate else 0
-        latent, rank = 0, self.query_rank
-        if self.latent is not None:
-            latent = d_model * sum(self.latent.down_sizes) + self.latent.rank * sum(self.latent_sizes)
+        gate, latent, rank = 0, 0, self.latent_query_rank
+        if self.output_gate:
+            inputs, own = self.gate_inputs, self.output_gate_rank
+            gate = inputs * self.width if own is None else own * (inputs + self.width)
+        if self.latent_rank is not None:
+            latent = d_model * sum(self.down_sizes) + self.latent_rank * sum(self.latent_sizes)
         projected = sum(self.projected_sizes) * (rank or d_model) + d_model * (rank or 0)
         return projected + d_model * (self.width + sum(self.widths)) + gate + latent
 
@@ -218,23 +172,23 @@ def check_layer(layer: ResolvedLayer, attention: Attention, has_biases: bool) ->
 
 
 def _check_latent(layer: ResolvedLayer, named: Callable[[str, Any], str], has_biases: bool) -> None:
-    latent, heads, shared = layer.latent, layer.heads, layer.shared_key_dim
-    if latent is None:
+    rank, heads, shared = layer.latent_rank, layer.heads, layer.shared_key_dim
+    if rank is None:
         for name in ('shared_key_dim', 'latent_query_rank', 'rotary_decoupled'):
             if value := getattr(layer, name):
                 raise ConfigError(f'{named(name, value)}: keys are not latent; set latent_rank')
         return
-    if latent.decoupled:
+    if layer.rotary_decoupled:
         _check_decoupled(layer, named)
     if shared >= layer.head_dim:
         raise ConfigError(f'{named("shared_key_dim", shared)}: must be less than {named("head_dim", layer.head_dim)}')
     if not heads.queries == heads.keys == heads.values:
         raise ConfigError(
-            f'{named("latent_rank", latent.rank)}: each head has a key and a value of its own; set n_kv_heads and '
+            f'{named("latent_rank", rank)}: each head has a key and a value of its own; set n_kv_heads and '
             'n_value_heads to None'
         )
     if has_biases:
-        raise ConfigError(f'{named("latent_rank", latent.rank)}: latent keys have no biases; set them to False')
+        raise ConfigError(f'{named("latent_rank", rank)}: latent keys have no biases; set them to False')
 
 
 def _check_decoupled(layer: ResolvedLayer, named: Callable[[str, Any], str]) -> None:

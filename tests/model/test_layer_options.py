@@ -26,7 +26,7 @@ from lm.interop.names import from_tensors, to_tensors
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions, count_parameters, split
 from lm.model.layers import find_same_layers, scan_pairs
-from lm.model.options import OutputGate, RotaryOptions
+from lm.model.options import RotaryOptions
 from lm.runs.config_diff import compare_bindings, compare_texts, is_permitted, parse_bindings
 
 TINY = dict(vocab_size=61, n_layers=2, d_model=32, n_heads=4, head_dim=8)
@@ -91,7 +91,7 @@ def test_a_gin_file_sets_options_of_mechanisms():
     assert delta.rotary == RotaryOptions(64, 10_000.0)
     assert softmax.rotary is None
     assert (delta.convolution, softmax.convolution) == (4, None)
-    assert (delta.gate, softmax.gate) == (OutputGate('sigmoid', 768), None)
+    assert (delta.output_gate_form, delta.gate_inputs, softmax.output_gate) == ('sigmoid', 768, False)
     kept = 3 * 3 * (768 * 768 + 4 * 3 * 768 + 768 * 12 + 64)  # gates, convolutions, beta and the gain of each norm
     plain = dataclasses.replace(model, attention=Softmax())
     assert sum(count_parameters(model).values()) - sum(count_parameters(plain).values()) == kept
@@ -189,7 +189,7 @@ def test_models_with_wide_values_decode_and_learn_and_do_not_look_ahead():
     for options, block in zip(map(model.config.resolve, WIDE), model.blocks, strict=True):
         arrays = nnx.to_pure_dict(nnx.state(block))
         kernels = [arrays[name]['kernel'] for name in ('qkv', 'attention_out', 'mechanism_in') if name in arrays]
-        kernels += [arrays['output_gate']['kernel']] if options.gate else []
+        kernels += [arrays['output_gate']['kernel']] if options.output_gate else []
         assert options.count_products(32) == sum(kernel.size for kernel in kernels)
     expected = logits(model, tokens())
     np.testing.assert_allclose(decode(model), expected, atol=2e-5, rtol=2e-5)
@@ -316,8 +316,8 @@ def test_a_gate_is_read_as_earlier_versions_wrote_it(before, today):
     assert today.items() <= parse_bindings(text).items()
     found = compare_bindings(parse_bindings(text), parse_bindings(dump(experiment)))
     assert not [change for change in found if change.binding.startswith('softmax.')]
-    gate = experiment.model.resolve(experiment.model.pattern[0]).gate
-    assert gate == (None if before == 'None' else OutputGate('sigmoid', 768))
+    layer = experiment.model.resolve(experiment.model.pattern[0])
+    assert (layer.output_gate, layer.output_gate_form) == ((False, 'silu') if before == 'None' else (True, 'sigmoid'))
 
 
 def test_the_options_of_layers_are_declared_once():

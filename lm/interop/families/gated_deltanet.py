@@ -50,14 +50,14 @@ class GatedDeltaNet(RecurrentDecoder):
         }
 
     def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
-        heads, dims, gate = options.heads, options.dims, options.gate
+        heads, dims = options.heads, options.dims
         return {
             'num_heads': heads.queries,
             'num_v_heads': math.lcm(heads.queries, heads.values),  # more than `values` where keys are fewer
             'head_dim': dims.head_dim,
             'expand_v': dims.value_size / dims.head_dim,
-            self.gate_entry: gate is not None,
-            'output_gate_activation': 'sigmoid' if gate is not None and gate.form == 'sigmoid' else 'swish',
+            self.gate_entry: options.output_gate,
+            'output_gate_activation': 'sigmoid' if options.output_gate_form == 'sigmoid' else 'swish',
             'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
         }
 

@@ -199,10 +199,10 @@ class KimiLinear(Decoder):
                 found |= {'linear_num_heads': heads, 'linear_head_dim': size}
                 found['linear_conv_kernel_dim'] = options.convolution or 4
             else:
-                shared = options.latent.shared if options.latent else 0
+                shared = options.shared_key_dim
                 found |= {'num_attention_heads': heads, 'num_key_value_heads': heads, 'qk_rope_head_dim': shared}
                 found |= {'qk_nope_head_dim': size - shared, 'v_head_dim': options.dims.value_size}
-                found['kv_lora_rank'] = options.latent.rank if options.latent else 1
+                found['kv_lora_rank'] = options.latent_rank or 1
         found |= _describe_experts(next((one for one in kinds if isinstance(one, Experts)), None))
         return found | describe_balance(model)
 

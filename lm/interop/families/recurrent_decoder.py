@@ -156,12 +156,12 @@ class RecurrentDecoder(Decoder):
             'num_kv_heads': options.heads.keys,
             'expand_k': heads * dims.head_dim / model.d_model,
             'expand_v': heads * dims.value_size / model.d_model,
-            self.gate_entry: options.gate is not None,
+            self.gate_entry: options.output_gate,
         }
 
     def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
         options = model.resolve(model.layers[layer])
-        gains = self.gain_names[options.gate is None]
+        gains = self.gain_names[not options.output_gate]
         rows = options.qkv_sizes[:2]
         found = cut(ours['qkv.weight'], PROJECTIONS, rows) | {
             'attn.o_proj.weight': ours['attention_out.weight'],
@@ -169,7 +169,7 @@ class RecurrentDecoder(Decoder):
         }
         if options.convolution is not None:
             found |= cut(ours['convolution.weight'][:, None, ::-1], CONVOLUTIONS, rows)
-        if options.gate is not None:
+        if options.output_gate:
             found |= self.gate_back(ours)
         return found | self.factors_back(ours, options)
 

@@ -40,31 +40,28 @@ class LatentQueries(nnx.Module):
 class LatentKeys(nnx.Module):
     """Computes keys and values."""
 
-    def __init__(self, maker: Maker):
+    def __init__(self, maker: Maker, rank: int):
         self.options = own = maker.options
-        assert own.latent is not None
-        self.down = maker.linear(maker.config.d_model, own.latent.down_sizes, 'embed', 'logits', part='attention')
-        self.up = maker.linear(own.latent.rank, own.latent_sizes, 'logits', 'all_heads', part='attention')
-        self.norm = _make_norm(maker, own.latent.rank)
+        self.down = maker.linear(maker.config.d_model, own.down_sizes, 'embed', 'logits', part='attention')
+        self.up = maker.linear(rank, own.latent_sizes, 'logits', 'all_heads', part='attention')
+        self.norm = _make_norm(maker, rank)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns keys [B, L, H C] and values [B, L, H V]."""
         own = self.options
-        assert own.latent is not None
-        latent_BxLxR, *shared = self.down.pieces(x_BxLxD, own.latent.down_sizes)
+        latent_BxLxR, *shared = self.down.pieces(x_BxLxD, own.down_sizes)
         keys, v_BxLxN = self.up.pieces(self.norm(latent_BxLxR), own.latent_sizes)
         if not shared:
             return keys, v_BxLxN
         keys_BxLxHxP = keys.reshape(*keys.shape[:2], own.heads.keys, -1)
-        shared_BxLxHxS = jnp.broadcast_to(shared[0][:, :, None], (*keys_BxLxHxP.shape[:3], own.latent.shared))
+        shared_BxLxHxS = jnp.broadcast_to(shared[0][:, :, None], (*keys_BxLxHxP.shape[:3], own.shared_key_dim))
         k_BxLxHxC = jnp.concatenate([keys_BxLxHxP, shared_BxLxHxS], axis=-1)
         return k_BxLxHxC.reshape(*keys.shape[:2], -1), v_BxLxN
 
     def make_shared(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
         """Returns c and the turned channels that all heads share, [B, L, 1, R + S]: what decoding keeps."""
         own = self.options
-        assert own.latent is not None
-        latent_BxLxR, shared_BxLxS = self.down.pieces(x_BxLxD, own.latent.down_sizes)
+        latent_BxLxR, shared_BxLxS = self.down.pieces(x_BxLxD, own.down_sizes)
         shared_BxLx1xS = turn_last(shared_BxLxS[:, :, None], rotation)
         return jnp.concatenate([self.norm(latent_BxLxR)[:, :, None], shared_BxLx1xS], axis=-1)
 
@@ -95,11 +92,12 @@ def _make_norm(maker: Maker, rank: int) -> nnx.RMSNorm:
 
 
 def make_latent_keys(maker: Maker) -> LatentKeys | None:
-    return None if maker.options.latent is None else LatentKeys(maker)
+    return None if maker.options.latent_rank is None else LatentKeys(maker, maker.options.latent_rank)
 
 
 def make_latent_queries(maker: Maker) -> LatentQueries | None:
-    return None if maker.options.query_rank is None else LatentQueries(maker, maker.options.query_rank)
+    rank = maker.options.latent_query_rank
+    return None if rank is None else LatentQueries(maker, rank)
 
 
 def turn_last(x_BxLxNxC: jax.Array, rotation: Rotation | None) -> jax.Array:

@@ -15,13 +15,13 @@ def make_output_norm(maker: Maker) -> nnx.RMSNorm | None:
 
 
 def make_output_gate(maker: Maker) -> Dense | LowRank | None:
-    gate, sizes = maker.options.gate, (maker.options.width,)
-    if gate is None:
+    own, sizes, rank = maker.options, (maker.options.width,), maker.options.output_gate_rank
+    if not own.output_gate:
         return None
-    if gate.rank is None:
-        return maker.linear(gate.inputs, sizes, 'embed', 'all_heads', part='attention')
-    down = maker.linear(gate.inputs, (gate.rank,), 'embed', 'logits', part='attention')
-    return LowRank(down, maker.linear(gate.rank, sizes, 'logits', 'all_heads', part='attention'))
+    if rank is None:
+        return maker.linear(own.gate_inputs, sizes, 'embed', 'all_heads', part='attention')
+    down = maker.linear(own.gate_inputs, (rank,), 'embed', 'logits', part='attention')
+    return LowRank(down, maker.linear(rank, sizes, 'logits', 'all_heads', part='attention'))
 
 
 def make_output(maker: Maker) -> Dense:
@@ -33,6 +33,6 @@ def gate_output(
     gate: Dense | LowRank | None, y_BxLxN: jax.Array, normed_BxLxD: jax.Array, own: ResolvedLayer
 ) -> jax.Array:
     """Returns what attention gives, times the gate of the layer's normalized input, if there is a gate."""
-    if gate is None or own.gate is None:
+    if gate is None:
         return y_BxLxN
-    return y_BxLxN * GATES[own.gate.form](gate(normed_BxLxD[..., : own.gate.inputs]))
+    return y_BxLxN * GATES[own.output_gate_form](gate(normed_BxLxD[..., : own.gate_inputs]))

@@ -10,7 +10,7 @@ from lm.model.parts.maker import Maker
 
 def make_qkv(maker: Maker) -> Dense:
     own, config = maker.options, maker.config
-    rows, axis = (config.d_model, 'embed') if own.query_rank is None else (own.query_rank, 'logits')
+    rows, axis = (config.d_model, 'embed') if own.latent_query_rank is None else (own.latent_query_rank, 'logits')
     return maker.linear(rows, own.projected_sizes, axis, 'all_heads', part='attention', biased=config.qkv_biases)
 
 

@@ -115,7 +115,7 @@ class SearchRunner(Runner):
             error = self.search.refused[number]
             self.sweep.record_failure(self.sweep.points[number], error.exit_code, str(error))
 
-    def launch(self, point: Point, held: BinaryIO) -> None:
+    def launch(self, point: Point, held: contextlib.ExitStack) -> None:
         self.search.forgive(point)
         super().launch(point, held)
 
