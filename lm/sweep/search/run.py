@@ -4,8 +4,8 @@ A trial is a point of a sweep: a run of `lm train` with a directory, a lock and 
 machines work on one search if each runs the same command with a folder that all of them reach.
 """
 
+import contextlib
 import time
-from typing import BinaryIO
 
 import jax
 
