@@ -81,13 +81,13 @@ class ScoredSums:
         return ScoredSums(nats_L, tokens_L, add(self.right_L, other.right_L), add(self.asked_V, other.asked_V))
 
 
-def sum_over_windows(scored: Scored, targets_BxL: np.ndarray, vocab_size: int) -> ScoredSums:
-    """Sums the scores of the targets that count, which are on the host, over windows."""
+def sum_over_windows(scored: Scored, targets_BxL: np.ndarray, store: TokenStore) -> ScoredSums:
+    """Sums the scores of the targets that count, which are on the host, over windows of `store`."""
     counted_BxL = np.asarray(scored.counted)
     nats_L = np.where(counted_BxL, scored.nats.astype(np.float64), 0.0).sum(axis=0)
     if scored.correct is None:
         return ScoredSums(nats_L, counted_BxL.sum(axis=0))
-    asked_V = np.bincount(targets_BxL[counted_BxL], minlength=vocab_size)
+    asked_V = np.bincount(targets_BxL[counted_BxL], minlength=store.vocab_size)
     return ScoredSums(nats_L, counted_BxL.sum(axis=0), (np.asarray(scored.correct) & counted_BxL).sum(axis=0), asked_V)
 
 
@@ -142,7 +142,7 @@ class Evaluator:
         """Sums the scores of all windows; returns None when `should_stop` returned True."""
         total = None
         for scored, tokens, first in self._score_batches(weights):
-            sums = sum_over_windows(scored, self.targets(tokens), self.store.vocab_size)
+            sums = sum_over_windows(scored, self.targets(tokens), self.store)
             if self.refuse and not np.isfinite(sums.nats_L).all():
                 row = int((scored.counted & ~np.isfinite(scored.nats)).any(axis=1).argmax())
                 self.refuse(self.inputs(tokens, first)[row], f'the loss of {self.split!r}', self.plan.documents)
