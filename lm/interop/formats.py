@@ -32,7 +32,7 @@ BEGIN, END = 'begin_id', 'end_id'
 CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and all that it imports in one file."""
-ROOT, MODEL = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent / MODEL_SOURCE
+ROOT, MODEL_FILE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent / MODEL_SOURCE
 ATTENTION_HEADER = '"""The attention of a model, as its formula reads, for PyTorch. Written by `lm export`."""'
 OWN = r'from (lm(?:\.\w+)+)'
 """The beginning of a line that imports a module of `lm`."""
@@ -126,7 +126,7 @@ class TransformersFormat(Safetensors):
 
     def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
         texts = {
-            MODEL_SOURCE: re.sub(OWN, f'from .{ATTENTION_SOURCE.removesuffix(".py")}', MODEL.read_text()),
+            MODEL_SOURCE: re.sub(OWN, f'from .{ATTENTION_SOURCE.removesuffix(".py")}', MODEL_FILE.read_text()),
             ATTENTION_SOURCE: attention_source({attention.gin_name for attention in run.experiment.model.pattern}),
             TRANSFORMERS_CONFIG: json.dumps(describe(run) | {'torch_dtype': dtype}, indent=2) + '\n',
         }
@@ -261,7 +261,7 @@ def attention_source(mechanisms: Collection[str]) -> str:
             add(found[1])
         return bool(found)
 
-    for line in MODEL.read_text().splitlines():
+    for line in MODEL_FILE.read_text().splitlines():
         add_own(line)
     for name in sorted(mechanisms):
         add_own(f'from {FORMULAS[name].__module__}')
