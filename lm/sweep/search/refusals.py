@@ -4,7 +4,7 @@ import collections
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm.errors import ConfigError
 from lm.sweep.search.space import SearchSpace
@@ -16,24 +16,17 @@ PARTS = 4
 """A range of numbers counts as so many values, each with the same number of draws."""
 
 
-class Refusal(NamedTuple):
-    """A drawn point that makes no configuration, and why."""
-
-    number: int
-    why: str
-
-
 def describe_refusals(space: SearchSpace, study: Study) -> list[str]:
     """Draws points at random and makes their configurations, without data or devices. Returns lines for people."""
     draws = study.draw_at_random(DRAWS)
-    refusals = [refusal for number, values in enumerate(draws) if (refusal := _try(space, number, values))]
-    share = f'{len(refusals)} of {DRAWS:,} points drawn at random make no configuration'
-    if not refusals:
+    reasons = {number: why for number, values in enumerate(draws) if (why := _try(space, number, values))}
+    share = f'{len(reasons)} of {DRAWS:,} points drawn at random make no configuration'
+    if not reasons:
         return [share]
-    why, count = collections.Counter(_drop_numbers(refusal.why) for refusal in refusals).most_common(1)[0]
-    example = next(refusal.why for refusal in refusals if _drop_numbers(refusal.why) == why)
+    commonest, count = collections.Counter(map(_drop_numbers, reasons.values())).most_common(1)[0]
+    example = next(why for why in reasons.values() if _drop_numbers(why) == commonest)
     lines = [share, f'the commonest reason, {count} times: {example}']
-    if pair := find_fields_at_fault(draws, {refusal.number for refusal in refusals}):
+    if pair := find_fields_at_fault(draws, set(reasons)):
         lines.append(f'the fields that decide it most: {" with ".join(pair)}')
     return lines
 
@@ -54,12 +47,13 @@ def find_fields_at_fault(draws: Sequence[Mapping[str, Any]], refused: set[int]) 
     return pair if rate(pair) > 1.2 * rate(best) else best
 
 
-def _try(space: SearchSpace, number: int, values: Mapping[str, Any]) -> Refusal | None:
+def _try(space: SearchSpace, number: int, values: Mapping[str, Any]) -> str:
+    """Returns why a point makes no configuration; '': it makes one."""
     try:
         space.make_point(number, values)
     except ConfigError as error:
-        return Refusal(number, str(error).partition(' (in trial-')[0])
-    return None
+        return str(error).partition(' (in trial-')[0]
+    return ''
 
 
 def _split(key: str, draws: Sequence[Mapping[str, Any]]) -> list[Any]:
