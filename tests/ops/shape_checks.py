@@ -53,11 +53,9 @@ def check(name: str, annotation: Any, value: Any, element: int = 0) -> None:
             check(field, hints.get(field), getattr(value, field), element)
     elif isinstance(value, tuple):
         each = typing.get_args(annotation) if typing.get_origin(annotation) is tuple else ()
+        states_each = Ellipsis not in each and len(each) == len(value)
         for i, part in enumerate(value):
-            if len(each) == len(value):  # which states the shape of each element
-                check(name, each[i], part)
-            else:
-                check(name, annotation, part, i)
+            check(name, each[i] if states_each else annotation, part, i)
 
 
 def stated_shape(name: str, annotation: Any) -> str | None:
