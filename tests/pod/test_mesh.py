@@ -62,7 +62,8 @@ def test_more_devices_than_in_a_slice_cannot_share():
     ],
 )
 def test_tpus_name_their_slices(slices, indices, found):
-    devices = [types.SimpleNamespace(id=i, platform='tpu', slice_index=index) for i, index in enumerate(indices)]
+    kind = {'platform': 'tpu', 'device_kind': 'TPU v4'}
+    devices = [types.SimpleNamespace(id=i, slice_index=index, **kind) for i, index in enumerate(indices)]
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=re.escape(found)):
             MeshConfig(slices=slices).plan(Target.of_devices(devices))
