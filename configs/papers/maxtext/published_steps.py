@@ -23,7 +23,7 @@ MAXTEXT = {
     'model.sinusoids': False,
     'model.tied': False,
     'model.vocab_size': 32_000,
-    'model.layer.head_dim': 128,
+    'model.head_dim': 128,
     'softmax.implementation': 'splash',
     'model.remat': 'full',
     'train.context_length': 2048,
@@ -31,13 +31,13 @@ MAXTEXT = {
 """Bindings that the models below share, unless they set others."""
 OF_8B = {
     'model.d_model': 4096,
-    'model.layer.n_heads': 32,
+    'model.n_heads': 32,
     'model.n_kv_heads': 8,
     'model.n_layers': 32,
     'model.hidden_dim': 14_336,
     'train.context_length': 8192,
 }
-BEFORE_GATES = {'model.gated': False, 'model.activation': 'gelu', 'model.layer.head_dim': 256}
+BEFORE_GATES = {'model.gated': False, 'model.activation': 'gelu', 'model.head_dim': 256}
 """MaxText's first models. With these heads, and without gates, they have the parameters of their names."""
 
 
@@ -79,18 +79,18 @@ class Published:
 
 
 def scaled(d_model: int, n_layers: int) -> dict[str, int]:
-    return {'model.d_model': d_model, 'model.layer.n_heads': 64, 'model.hidden_dim': 28_672, 'model.n_layers': n_layers}
+    return {'model.d_model': d_model, 'model.n_heads': 64, 'model.hidden_dim': 28_672, 'model.n_layers': n_layers}
 
 
 V4_22B = BEFORE_GATES | {
     'model.d_model': 6144,
-    'model.layer.n_heads': 24,
+    'model.n_heads': 24,
     'model.hidden_dim': 24_576,
     'model.n_layers': 48,
 }
 V4_52B = BEFORE_GATES | {
     'model.d_model': 12_288,
-    'model.layer.n_heads': 32,
+    'model.n_heads': 32,
     'model.hidden_dim': 49_152,
     'model.n_layers': 32,
 }
