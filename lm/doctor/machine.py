@@ -75,7 +75,7 @@ def check_devices() -> Iterator[Finding]:
     text = f'{found["count"]} × {found["kind"]} ({found["platform"]}){memory}'
     chips = [path for path in ('/dev/accel0', '/dev/vfio/0', '/dev/nvidia0') if os.path.exists(path)]
     if found['platform'] == 'cpu' and chips:
-        yield doubt('devices', f'{text}, although there is {chips[0]}', "install JAX for it: 'jax[tpu]' or 'jax[cuda12]'")
+        yield doubt('devices', f'{text}, although there is {chips[0]}', "install 'jax[tpu]' or 'jax[cuda12]'")
     else:
         yield fine('devices', text)
 

@@ -158,14 +158,15 @@ def pipe_in_place(d: Draw) -> Session:
         return session
     path = d.path / d.draw.choice(['config.gin', 'run.json', 'metrics.jsonl'])
     aside = d.path.parent / 'aside'
+    d.before = logged(d.path)
     path.rename(aside)
     os.mkfifo(path)
-
-    def put_back() -> None:
-        path.unlink()
-        aside.rename(path)
-
-    return d.refused(44, path.name, put_back)
+    refused = d.shop.start(d.shape, d.path)
+    refused.end()
+    path.unlink()
+    aside.rename(path)
+    need(set(refused.codes()) == {44} and path.name in refused.output(), f'{refused.codes()}:\n{refused.output()}')
+    return refused
 
 
 def planted_secret(d: Draw) -> Session:
