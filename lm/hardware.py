@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -205,6 +206,15 @@ def _measure_memory(device: Device) -> int | None:
         limits = limits_of(device.device_kind)
         return int(limits.hbm_gib * 2**30) if limits and limits.hbm_gib else None
     return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if 'SC_PHYS_PAGES' in os.sysconf_names else None
+
+
+def read_host_memory(entry: str) -> int | None:
+    """Returns an entry of /proc/meminfo, such as 'MemAvailable' or 'MemTotal', in bytes; None: there is none."""
+    try:
+        lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{entry}:')), None)
 
 
 def group_by_slice(devices: Sequence[Device]) -> list[list[Device]]:

@@ -17,7 +17,14 @@ from lm.config.text import dump
 from lm.data.batches import BatchWindows
 from lm.data.dataset import Store
 from lm.errors import FINAL, AbsentError, ConfigError, LmError, UnnamedError
-from lm.evaluation.plan import EvaluationPlan, EvaluationSettings, open_sets, plan_evaluation, settle_evaluation
+from lm.evaluation.plan import (
+    EvaluationPlan,
+    EvaluationSettings,
+    check_evaluation,
+    open_sets,
+    plan_evaluation,
+    settle_evaluation,
+)
 from lm.experiment import Experiment, check_experiment, load, load_of_run, read_begin_id
 from lm.hardware import Target
 from lm.model.functions import ModelFunctions
@@ -254,13 +261,12 @@ def check_room(
     check_arrays(program)
     if memory is None or mesh.shards is None:
         return
-    model, config, devices = experiment.model, settings.config, mesh.shards * mesh.sequence
+    model, devices = experiment.model, mesh.shards * mesh.sequence
     itemsize, (_, rows, length) = program.step.functions.dtype.itemsize, program.batch_shape
     check_state(program, mesh.fsdp, memory)
     trained = rows * (length - 1) / devices
     check_tokens('train.tokens_per_step', experiment.train.tokens_per_step, model, trained, itemsize, memory)
-    evaluated = max(config.batch_size / devices, 1) * (config.chunk or settings.context_length)
-    check_tokens('evaluate.batch_size', config.batch_size, model, evaluated, itemsize, memory)
+    check_evaluation(settings, model, devices, itemsize, memory)
 
 
 def settle_begin(experiment: Experiment, cache: PlanCache | None = None) -> Experiment:

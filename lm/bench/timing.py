@@ -5,7 +5,6 @@ changes little.
 """
 
 import dataclasses
-import pathlib
 import random
 import statistics
 import time
@@ -16,6 +15,7 @@ import jax
 
 from lm.compilation.memory import program_memory
 from lm.errors import LmError, is_out_of_memory
+from lm.hardware import read_host_memory
 
 LEAST_SECONDS = 0.01
 """Shorter calls of an accelerator are timed several at a time, so that the host's part does not count."""
@@ -130,9 +130,5 @@ def memory_mib(compiled: Any) -> dict[str, float]:
 
 def available_mib() -> float:
     """Returns the memory of the host that programs can still take."""
-    try:
-        lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
-    except OSError:
-        return float('inf')
-    found = [int(line.split()[1]) / 1024 for line in lines if line.startswith('MemAvailable')]
-    return found[0] if found else float('inf')
+    found = read_host_memory('MemAvailable')
+    return float('inf') if found is None else found / 2**20

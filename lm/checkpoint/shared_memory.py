@@ -32,6 +32,7 @@ from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import give_back_memory
 from lm.checkpoint.snapshot import Agreement, Damaged, describe_error, flatten
 from lm.files import parse_json
+from lm.hardware import read_host_memory
 from lm.own_folder import open_own_file, own_folder
 
 FOLDER = pathlib.Path('/dev/shm')
@@ -232,5 +233,4 @@ def _write_all(file: Any, data: memoryview) -> None:
 
 def _available_bytes() -> int:
     """Returns the memory that the system can still give."""
-    lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable:'))
+    return read_host_memory('MemAvailable') or 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lm.buckets import IDENTITIES
 from lm.doctor.finding import Examination, Finding, doubt, fine, wrong
-from lm.hardware import describe_libtpu_fault
+from lm.hardware import describe_libtpu_fault, read_host_memory
 from lm.runs.info import find_versions, git_commit
 
 DEVICE_SECONDS = 90.0
@@ -81,14 +81,11 @@ def check_devices() -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Reads the memory of the host, and the room in /dev/shm."""
-    try:
-        lines = pathlib.Path('/proc/meminfo').read_text().splitlines()
-    except OSError:
+    """Reads the memory of the host."""
+    free, total = map(read_host_memory, ('MemAvailable', 'MemTotal'))
+    if free is None or total is None:
         yield doubt('memory', 'this system has no /proc/meminfo', 'look at the free memory yourself')
         return
-    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(':') for line in lines)}
-    free, total = (kilobytes.get(name, 0) * 1024 for name in ('MemAvailable', 'MemTotal'))
     text = f'{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free'
     if free < LEAST_BYTES:
         yield doubt('memory', text, 'end other programs')

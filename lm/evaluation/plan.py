@@ -18,6 +18,7 @@ from lm.ops.documents import Documents, TextBegin
 from lm.tasks import Task, TaskStore
 from lm.training.config import TrainConfig
 from lm.training.objectives import Hiding, Objective
+from lm.training.room import check_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,15 @@ def settle_evaluation(
         raise ConfigError(f'evaluate.chunk = {config.chunk}: evaluate.accuracy is of whole windows; delete one')
     model.check_length(context_length)
     return EvaluationSettings(config, data, train.objective, model.vocab_size, split, context_length, first_tokens)
+
+
+def check_evaluation(
+    settings: EvaluationSettings, model: ModelConfig, devices: int, itemsize: int, memory: int
+) -> None:
+    """Raises ConfigError for batches that surely do not fit devices with so many bytes of memory each."""
+    config = settings.config
+    at_once = max(config.batch_size / devices, 1) * (config.chunk or settings.context_length)
+    check_tokens('evaluate.batch_size', config.batch_size, model, at_once, itemsize, memory)
 
 
 def plan_evaluation(

@@ -15,7 +15,7 @@ from lm.evaluation.conditioning import FIELD as CONDITIONING
 from lm.evaluation.evaluator import AnyEvaluator, make_evaluator
 from lm.evaluation.finite import refuse_not_finite
 from lm.evaluation.perplexity import format_word_perplexity
-from lm.evaluation.plan import plan_evaluation, settle_evaluation
+from lm.evaluation.plan import check_evaluation, plan_evaluation, settle_evaluation
 from lm.experiment import Experiment
 from lm.hardware import Target
 from lm.inference.loaded_run import OPENED, LoadedRun, load_run
@@ -24,7 +24,6 @@ from lm.pod.job import JobAddress, initialize_distributed
 from lm.runs.records import to_json
 from lm.text import make_visible, perplexity
 from lm.training.objectives import check_objective
-from lm.training.room import check_tokens
 
 IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
 """Bindings that are part of the name of the file, or without effect on results."""
@@ -87,10 +86,9 @@ def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
     check_objective(train.objective, data, model)
     settled = settle_evaluation(config, data, train, model)
     model.check_parts(run.mesh.shape.get(SEQUENCE_AXIS, 1), settled.context_length, 'evaluate.context_length')
-    target, batch = Target.of_devices(run.mesh.devices.flatten().tolist()), max(config.batch_size / run.mesh.size, 1)
+    target = Target.of_devices(run.mesh.devices.flatten().tolist())
     if target.memory:
-        at_once, itemsize = batch * (config.chunk or settled.context_length), run.functions.dtype.itemsize
-        check_tokens('evaluate.batch_size', config.batch_size, model, at_once, itemsize, target.memory)
+        check_evaluation(settled, model, run.mesh.size, run.functions.dtype.itemsize, target.memory)
     plan = plan_evaluation(settled, run.splits)
     return make_evaluator(plan, run.functions, run.mesh, functools.partial(refuse_not_finite, run.model))
 

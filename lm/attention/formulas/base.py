@@ -81,7 +81,7 @@ class Formula:
     `Attention.portable` returns. `bind` gives it arrays, and then it computes.
 
     Attributes:
-        arrays: name → what is known of the array. The names are those of the mechanism's arrays in an export.
+        arrays: name → what is known of the array. An export calls the arrays by the same names.
         xp: numpy, jax.numpy or torch.
         p: name → array of `xp`.
         bias: added to the sum of the weights.
