@@ -15,7 +15,7 @@ import operator
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from lm.errors import ConfigError
@@ -96,12 +96,13 @@ def field(
     return dataclasses.field(default=default, metadata={'rules': rules} | facts)
 
 
-def list_fields(cls: type[Configurable]) -> dict[str, dataclasses.Field]:
+@functools.cache
+def list_fields(cls: type[Configurable]) -> Mapping[str, dataclasses.Field]:
     """Returns name → field as gin files have them: the fields of what is inlined stand among the others."""
     found: dict[str, dataclasses.Field] = {}
     for spec in dataclasses.fields(cls):
         found |= list_fields(spec.metadata['inlined']) if spec.metadata.get('inlined') else {spec.name: spec}
-    return found
+    return types.MappingProxyType(found)
 
 
 def list_annotations(cls: type[Configurable]) -> dict[str, Any]:

@@ -51,12 +51,14 @@ def make_series(runs: Sequence[Run], axes: Collection[str] = ()) -> list[Series]
     """
     lengths = {run.config.get(ALWAYS_NAMED) for run in runs}
     names = [(paper.label_attention(run) or run.attention).replace(' (using FlashAttention)', '') for run in runs]
+    named: dict[str, list[Run]] = {}
+    for run, name in zip(runs, names, strict=True):
+        named.setdefault(name, []).append(run)
+    differing = {name: find_differing_bindings(others) for name, others in named.items()}
     described, standing = [], [get_status(run) for run in runs]
     for run, name, status in zip(runs, names, standing, strict=True):
-        others = [other for other, n in zip(runs, names, strict=True) if n == name]
-        differing = find_differing_bindings(others)
-        differing += [ALWAYS_NAMED] if len(lengths) > 1 and ALWAYS_NAMED not in differing else []
-        parts = describe_settings(run, others, [key for key in differing if key not in axes])
+        shown = differing[name] + ([ALWAYS_NAMED] if len(lengths) > 1 and ALWAYS_NAMED not in differing[name] else [])
+        parts = describe_settings(run, named[name], [key for key in shown if key not in axes])
         ended = [status] if status != 'done' and len(set(standing)) > 1 else []
         described.append(', '.join([name, *parts, *ended]))
     groups: dict[str, list[Run]] = {}
@@ -103,7 +105,7 @@ def find_differing_bindings(runs: Sequence[Run]) -> list[str]:
 
     A run that leaves a binding out at its default has it too.
     """
-    names = dict.fromkeys(name for run in runs for name in run.config if _makes_series(name))
+    names = filter(_makes_series, dict.fromkeys(name for run in runs for name in run.config))
     return [name for name in names if len({run.config.get(name) for run in runs if _has(run, name)}) > 1]
 
 
