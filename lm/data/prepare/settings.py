@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from lm.data import tokenizers
 from lm.data.prepare.config import PrepareConfig
-from lm.data.sources.base import inventory
+from lm.data.sources.base import HELD_OUT_BY, inventory
 from lm.data.tokenizers.sentencepiece import check_trained_end
 from lm.errors import ConfigError, LmError
 from lm.files import is_remote
@@ -33,6 +34,25 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
         'tokenizer': tokenizer,
     }
     return json.loads(json.dumps(settings))
+
+
+def keep_split(config: PrepareConfig, settings: Mapping[str, Any] | None) -> PrepareConfig:
+    """Returns the configuration with the rule that holds documents out in a preparation that has these settings.
+
+    It is the rule of earlier versions where they made or began it; None: nothing is begun.
+    """
+    if settings is None or HELD_OUT_BY in settings['source']:
+        return config
+    return dataclasses.replace(config, source=config.require_source().keep_old_split())
+
+
+def explain_empty_share(config: PrepareConfig, split: str, held_out: float) -> str:
+    """Returns why a split has no document, where a share of the documents is held out, and the remedy."""
+    return (
+        f'{config.require_source().gin_name}.validation_fraction = {held_out:g}: by the hash of each text, where '
+        f'copies stay together, no document is left to the split {split!r}; change it, add files for the split, or '
+        "set prepare.splits = ('train',) and data.eval_split = 'train'"
+    )
 
 
 def _find_usual_end(tokenizer: tokenizers.Tokenizer) -> int | None:
