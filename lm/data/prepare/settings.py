@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from lm.data.tokenizers.sentencepiece import check_trained_end
 from lm.errors import ConfigError, LmError
 from lm.files import is_remote
 from lm.text import format_count, format_si
+
+_SLICE = re.compile(r'\[[^\]]*\]?')
+"""How TFDS writes a part of a split behind its name."""
 
 
 def collect_settings(config: PrepareConfig) -> dict[str, Any]:
@@ -67,8 +71,17 @@ def choose_splits(config: PrepareConfig) -> tuple[str, ...]:
     """Returns the splits to prepare. Raises ConfigError for one that the source does not have."""
     found = config.require_source().splits()
     for name in config.splits or ():
-        if name not in found:
-            raise ConfigError(f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}')
+        if name in found:
+            continue
+        if parts := [part for part in map(str.strip, _SLICE.sub('', name).split('+')) if part in found]:
+            whole = ', '.join(map(repr, dict.fromkeys(parts))) + (',' if len(set(parts)) == 1 else '')
+            raise ConfigError(
+                f'prepare.splits: {name!r} is a part or a sum of splits, as TFDS writes it; splits are prepared whole '
+                f'and one by one: set prepare.splits = ({whole})'
+            )
+        raise ConfigError(
+            f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}; name some of these'
+        )
     return config.splits or found
 
 

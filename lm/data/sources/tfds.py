@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,12 @@ _BATCH = 256
 
 
 def _check_name(name: str) -> str | None:
-    alone, _, version = name.partition(':')
-    return f"must be a name alone; set tfds.name = '{alone}' and tfds.version = '{version}'" if version else None
+    alone, version, part = re.fullmatch(r'([^:\[]*):?([^\[]*)(.*)', name, re.DOTALL).groups()
+    if alone == name:
+        return None
+    remedy = [f"tfds.name = '{alone}'", *([f"tfds.version = '{version}'"] if version else [])]
+    remedy += ['prepare.splits to whole splits'] if part else []
+    return f'must be a name alone; set {" and ".join(remedy)}'
 
 
 @configurable('tfds')
