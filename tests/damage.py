@@ -137,11 +137,15 @@ def check_damages(
         drawn = given(name=st.sampled_from(inside or ['']), damage=damages())(check)
         return settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), **options)(drawn)
 
+    def tell_progress():
+        taken = time.process_time() - begun
+        print(f'{whole.name}: {count} damaged files, {refused} refused, {taken:.1f} s of processor time', flush=True)
+
     draw(max_examples=EXAMPLES, derandomize=True)()
     while time.process_time() - begun < seconds:
-        seed(random.SystemRandom().randrange(2**32))(draw(max_examples=500))()
-    taken = time.process_time() - begun
-    print(f'{whole.name}: {count} damaged files, {refused} refused, in {taken:.0f} s of processor time')
+        tell_progress()
+        seed(random.SystemRandom().randrange(2**32))(draw(max_examples=EXAMPLES))()
+    tell_progress()
     assert refused, 'no damage was seen'
     more = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert more < MOST_BYTES, f'it needs {more / 1e9:.1f} GB'

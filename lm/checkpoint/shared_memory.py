@@ -86,10 +86,9 @@ class SharedMemory:
             try:
                 name, found = next((name, found) for name, found in self._list() if found['step'] == step)
                 record = open_record(found['record'], step, self.folder)
-                if not is_whole(record):
-                    raise ValueError('its record has entries of other types')
-                if fault := self._find_fault(step, record['metadata']):
-                    raise ValueError(fault)
+                fault = self._find_fault(step, record['metadata']) if is_whole(record) else 'its record is damaged'
+                if fault:
+                    raise Damaged(f'{self.folder}: {fault}')
                 parts = {tuple(part[:2]): tuple(part[2:]) for part in found['parts']}
                 _compare(record, abstract, fingerprints)
                 with own_folder(self.folder) as folder, open_own_file(name, folder) as file:
