@@ -21,7 +21,7 @@ import pathlib
 import re
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import jax
@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import give_back_memory
-from lm.checkpoint.snapshot import Agreement, Damaged, describe_error, flatten
+from lm.checkpoint.snapshot import Agreement, Damaged, describe_error, flatten, is_whole, open_record
 from lm.files import parse_json
 from lm.hardware import read_host_memory
 from lm.own_folder import open_own_file, own_folder
@@ -52,10 +52,13 @@ class SharedMemory:
     Args:
         directory: the run directory, which tells runs on one host apart.
         run: changes when a new run begins in the same directory; empty: the run is new, and there is nothing to find.
+        find_fault: says of a step and the metadata of its state why the state is none of this run; None: it is.
     """
 
-    def __init__(self, directory: Any, run: str):
-        self.run = run
+    def __init__(
+        self, directory: Any, run: str, find_fault: Callable[[int, Mapping[str, Any]], str | None] = lambda *_: None
+    ):
+        self.run, self._find_fault = run, find_fault
         key = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
         self.folder = FOLDER / f'lm-{os.getuid()}-{key}'
         self._is_off = False
@@ -82,7 +85,11 @@ class SharedMemory:
         with Agreement(step):
             try:
                 name, found = next((name, found) for name, found in self._list() if found['step'] == step)
-                record, parts = found['record'], {tuple(part[:2]): tuple(part[2:]) for part in found['parts']}
+                record = open_record(found['record'], step, self.folder)
+                fault = self._find_fault(step, record['metadata']) if is_whole(record) else 'its record is damaged'
+                if fault:
+                    raise Damaged(f'{self.folder}: {fault}')
+                parts = {tuple(part[:2]): tuple(part[2:]) for part in found['parts']}
                 _compare(record, abstract, fingerprints)
                 with own_folder(self.folder) as folder, open_own_file(name, folder) as file:
                     arrays = {array: _read(file, array, leaf, parts) for array, leaf in abstract.items()}
@@ -169,7 +176,8 @@ class SharedMemory:
         with contextlib.suppress(OSError), own_folder(self.folder) as folder:
             for name in map(_name, (0, 1)):
                 found = _read_description(name, folder)
-                if found and found.get('run') == self.run and found | _this_process() == found:
+                is_ours = isinstance(found, dict) and found.get('run') == self.run and found | _this_process() == found
+                if found and is_ours and type(found.get('step')) is int and 0 <= found['step'] < 2**31:
                     whole.append((name, found))
         return whole
 

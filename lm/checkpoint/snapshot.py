@@ -65,17 +65,15 @@ class Snapshot:
         path = self.path / 'metadata' / 'metadata'
         try:
             record = parse_json(self._content(path))
-            digest = record.pop('sha256')
-        except (*GONE, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (*GONE, ValueError) as error:
             raise Damaged(f'{path} cannot be read ({describe_error(error)})') from None
-        if digest != _sha256(record) or record.get('step') != self.step:
-            raise Damaged(f'{path} does not match its SHA-256 or the step')
+        record = open_record(record, self.step, path)
         if record.get('format', FORMAT) != FORMAT:
             raise MismatchError(
                 f'{path}: checkpoint format {str(record["format"])[:20]}, this version reads {FORMAT}; '
                 'use the version of the run'
             )
-        if not _is_whole(record):  # a stranger can compute the SHA-256, too
+        if not is_whole(record):  # a stranger can compute the SHA-256, too
             raise Damaged(f'{path} has entries of other types than a checkpoint has')
         return record
 
@@ -211,6 +209,14 @@ def make_record(
     return record | {'sha256': _sha256(record)}
 
 
+def open_record(sealed: Any, step: int, where: Any) -> dict:
+    """Returns the record of `make_record` without its SHA-256. Raises Damaged unless it is the one of `step`."""
+    record = dict(sealed) if isinstance(sealed, dict) else {}
+    if record.pop('sha256', None) != _sha256(record) or record.get('step') != step:
+        raise Damaged(f'{where} does not match its SHA-256 or the step')
+    return record
+
+
 def find_steps(directory: epath.Path) -> list[int]:
     """Returns the steps that have a folder in `directory`, complete or not, ascending."""
     if not directory.exists():
@@ -307,7 +313,7 @@ def _plain(metrics: Mapping[str, float | str]) -> dict[str, float | str]:
     return {k: float(v) if not isinstance(v, str) and math.isfinite(v) else str(v) for k, v in metrics.items()}
 
 
-def _is_whole(record: dict) -> bool:
+def is_whole(record: dict) -> bool:
     """Returns whether the entries of a record have the types that readers count on."""
     parts = [record.get(name) for name in ('leaves', 'fingerprints', 'metrics', 'metadata')]
     leaves, fingerprints, metrics, metadata = (part if isinstance(part, dict) else None for part in parts)

@@ -8,6 +8,7 @@ makes `Polynomial` a frozen, keyword-only dataclass whose values are checked at 
 write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing here knows gin: `lm.config.read` does.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -196,7 +197,7 @@ def check_fields(config: Configurable) -> None:
         except TypeError:
             raise ConfigError(
                 f'{label} = {value!r}: must be {describe(annotations[spec.name])}, not {type(value).__name__}'
-                + (f' (write {int(value)})' if isinstance(value, float) and value == value // 1 else '')
+                + _suggest(value, annotations[spec.name])
             ) from None
         if spec.metadata.get('secret'):
             converted = _hide(label, converted, spec)
@@ -204,6 +205,16 @@ def check_fields(config: Configurable) -> None:
             object.__setattr__(config, spec.name, converted)
         if not (isinstance(converted, str) and converted == spec.default):  # a word for the default has no range
             _check_range(label, converted, spec.metadata.get('rules', {}))
+
+
+def _suggest(value: Any, annotation: Any) -> str:
+    """Returns how a value of the wrong type would be right; '' if this is not known."""
+    whole = [int(value)] if isinstance(value, float) and value == value // 1 else []
+    for right in (*whole, (value,)):
+        with contextlib.suppress(TypeError):
+            convert(right, annotation)
+            return f' (write {right!r})'
+    return ''
 
 
 def _hide(label: str, value: Any, spec: dataclasses.Field) -> str:

@@ -278,6 +278,11 @@ class Report:
             notes.append(
                 f'Of the first train.eval_tokens alone, until lm evaluate scores the split: {", ".join(parts)}.'
             )
+        notes += [
+            f'{run.name}: in metrics.jsonl {changed}: its figures here may be wrong'
+            for run in self.runs
+            if (changed := run.changed_metrics)
+        ]
         reasons: dict[str, list[str]] = {}
         for row in self.absent:
             status = describe_status(row['status'], row['exit_code'])

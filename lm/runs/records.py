@@ -4,6 +4,7 @@ Reading changes nothing and needs no device. A run that is being written is read
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -17,15 +18,15 @@ from typing import Any
 from etils import epath
 
 from lm.attention import mechanisms
-from lm.checkpoint.snapshot import Snapshot
+from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.config.names import is_omitted
 from lm.config.text import format_value
-from lm.errors import ConfigError
+from lm.errors import ConfigError, LmError
 from lm.files import is_remote, open_path, parse_json, read_bytes
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
-from lm.runs.metrics_file import read_records, to_plain
+from lm.runs.metrics_file import find_change, read_lines, read_records, to_plain
 from lm.runs.paths import explain_absence, find_import, read_text
 from lm.runs.run_dir import RunDir
 from lm.text import make_all_visible, make_visible
@@ -85,6 +86,15 @@ class Run:
             evals=[r for r in records if r['kind'] == 'eval'],
             evaluations=[r for r in map(read_json, found) if isinstance(r, dict) and _is_whole(r | {'kind': 'eval'})],
         )
+
+    @functools.cached_property
+    def changed_metrics(self) -> str | None:
+        """Which lines of metrics.jsonl are not what the checkpoints sealed; None: all are as they were."""
+        seals: dict[int, dict[str, Any]] = {}
+        for step in [] if self.imported else find_committed_steps(self.directory.checkpoints):
+            with contextlib.suppress(Damaged, LmError):  # lm inspect tells of those
+                seals[step] = Snapshot(self.directory.checkpoints, step).record()['metadata']
+        return find_change(read_lines(self.directory.metrics_file), seals)
 
     @property
     def name(self) -> str:

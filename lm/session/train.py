@@ -9,8 +9,10 @@ step. So an interrupted run leaves the files of an uninterrupted one.
 """
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -29,6 +31,7 @@ from lm.pod.preemption import Preemption
 from lm.pod.watchdog import Watchdog
 from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.lock import RunLock
+from lm.runs.metrics_file import find_change, read_lines
 from lm.runs.run_dir import RunDir
 from lm.session.start import (
     Origin,
@@ -114,7 +117,8 @@ def open_session(
             print_plan(plan, mesh)
         lock = stack.enter_context(run.lock())
         kept = plan.fingerprints, run.record_saved, evaluator.measure
-        memory = SharedMemory(run.path, run.read_id()) if experiment.checkpoint.memory_every else None
+        find_fault = functools.partial(find_fault_of_kept, run, experiment.train.steps)
+        memory = SharedMemory(run.path, run.read_id(), find_fault) if experiment.checkpoint.memory_every else None
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept, memory))
         origin = find_origin(run, request, plan)
         source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
@@ -162,6 +166,19 @@ def open_session(
             # The last step must be in the directory in the end.
             is_save_due=bool(origin.branch) or (start.is_from_memory and start.step == experiment.train.steps),
         )
+
+
+def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str, Any]) -> str | None:
+    """Says why a state in memory is none that a run of so many steps has kept; None: it may be one.
+
+    Before a state is kept, metrics.jsonl is sealed and on the disk. So a state of this run never seals other lines.
+    """
+    if step > steps:
+        return f'the run has {steps} steps'
+    if 'metrics_lines' not in metadata:
+        return 'it does not seal the lines of metrics.jsonl'
+    change = find_change(read_lines(run.metrics_file), {step: metadata})
+    return change and f'it belongs to another history, for in metrics.jsonl {change}'
 
 
 @contextlib.contextmanager

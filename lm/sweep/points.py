@@ -51,13 +51,15 @@ class Point:
         index: its place in the list, from 0.
         name: made of its values on the axes; a name of `lm.runs.paths.check_name`.
         settings: binding → gin text, for the axes that the point uses; of named variants, variant → its name.
-        experiment: the resolved configuration.
+        experiment: the resolved configuration; with `fault`, the one of another point of the search.
+        fault: why the values of a trial make no configuration; None: they make one.
     """
 
     index: int
     name: str
     settings: dict[str, str]
     experiment: 'Experiment'
+    fault: str | None = None
 
     @property
     def config(self) -> str:
@@ -155,20 +157,25 @@ def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point
 
     So a machine that reaches the folder needs no other file.
 
-    Raises ConfigError if there is no sweep, or if the configuration of a point is missing.
+    A trial whose values make no configuration has no file.
+
+    Raises ConfigError if there is no sweep, or if the configuration of another point is missing.
     """
     from lm.experiment import load
 
     root = epath.Path(check_path(root))
     if not sweep_file.is_sweep(root):
         raise ConfigError(f'--run_dir {root}: holds no {sweep_file.NAME}; give --sweep_file, or a folder of lm sweep')
-    points = []
-    for index, row in enumerate(sweep_file.read_rows(root)):
-        path = root / sweep_file.NOTES / f'{check_name(row["point"])}.gin'
-        if not path.exists():
+    rows = sweep_file.read_rows(root)
+    paths = [root / sweep_file.NOTES / f'{check_name(row["point"])}.gin' for row in rows]
+    experiments = [load([str(path)], allow_imports=allow_imports) if path.exists() else None for path in paths]
+    another, points = next(filter(None, experiments), None), []
+    for index, (row, path, own) in enumerate(zip(rows, paths, experiments, strict=True)):
+        fault = row['error'] if own is None and row['exit_code'] == ConfigError.exit_code else None
+        experiment = another if fault else own
+        if experiment is None:
             raise ConfigError(f'{path}: no such file; lm sweep --emit writes it, or give --sweep_file')
-        experiment = load([str(path)], allow_imports=allow_imports)
-        points.append(Point(index, row['point'], row['settings'] or {}, experiment))
+        points.append(Point(index, row['point'], row['settings'] or {}, experiment, fault))
     return points
 
 

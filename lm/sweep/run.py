@@ -59,7 +59,7 @@ def run_sweep(sweep: Sweep, options: SweepOptions, *, dry_run: bool = False) -> 
 def validate_points(sweep: Sweep, devices: int | None) -> list[str]:
     """Raises the errors of `lm train` for points that are not finished; returns a line for each absent thing."""
     cache = PlanCache()
-    due = [point for point in sweep.points if not sweep.is_finished(point)]
+    due = [point for point in sweep.points if not point.fault and not sweep.is_finished(point)]
     return list(dict.fromkeys(line for point in due for line in validate_point(sweep, point, devices, cache)))
 
 
@@ -80,6 +80,8 @@ def run_point(sweep: Sweep, index: int | str, job: JobAddress) -> None:
     sweep.check()
     point = find_point(sweep.points, index)
     print(f'point {point.index} of {len(sweep.points)}: {point.name}')
+    if point.fault:
+        raise ConfigError(f'point {point.name}: {point.fault}')
     if sweep.is_finished(point):
         print('is finished already')
         return

@@ -123,6 +123,9 @@ class Runner:
             )
 
     def is_due(self, point: Point) -> bool:
+        if point.fault:
+            print(f'{point.name} makes no configuration and is left out: {point.fault}')
+            return False
         result = self.sweep.result(point)
         if sweep_file.is_final(result) and not self.options.retry_failed:
             print(f'{point.name} failed with {result["exit_code"]} before and is left out (see --retry_failed)')

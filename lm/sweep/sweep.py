@@ -106,12 +106,15 @@ class Sweep:
     def write_config(self, point: Point) -> str:
         """Writes the configuration of a point, and returns the path of the file.
 
-        Raises LmError if the file cannot be written.
+        A point whose values make no configuration has no file. Raises LmError if the file cannot be written.
         """
         path = self.notes / f'{point.name}.gin'
         with writing(path), reaching(path):
             self.notes.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, point.config)
+            if point.fault:
+                path.unlink(missing_ok=True)  # earlier versions wrote another configuration
+            else:
+                write_atomically(path, point.config)
         return str(path)
 
     def prepare(self, point: Point) -> str:

@@ -1,6 +1,7 @@
 """States in the memory of a host: exact to the bit, whole after a kill, refused when damaged."""
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from planted_memory import plant
 
 from lm.checkpoint import shared_memory
 from lm.checkpoint.checkpointer import Checkpointer
@@ -118,6 +120,38 @@ def test_states_of_other_runs_layouts_and_inputs_are_not_used(tmp_path):
     assert open_checkpoints(tmp_path).restore(make_state(0)).step == 2
     open_checkpoints(tmp_path).rewind(0)
     assert open_checkpoints(tmp_path).restore(make_state(0)) is None
+
+
+@pytest.mark.parametrize(
+    ('planted', 'said'),
+    [
+        ({'step': 10**9}, 'step 1000000000 in memory is not used: .*the run has 40 steps'),
+        ({'metadata': {'at': 5}}, 'step 2 in memory is not used: .*without the metadata'),
+        ({'metadata': None}, 'step 2 in memory is not used: '),
+        ({'leaves': {}}, 'step 2 in memory is not used: '),
+        ({'leaves': {'params.a': {}}}, 'step 2 in memory is not used: .*its record is damaged'),
+        ({'step': 2**40}, None),  # no step is so large
+        ({'step': -3}, None),
+        ({'step': '2'}, None),
+    ],
+)
+def test_a_planted_state_that_is_none_of_the_run_is_one_line(planted, said, tmp_path, folder, caplog):
+    def find_fault(step, metadata):
+        return 'the run has 40 steps' if step > 40 else None if 'seconds' in metadata else 'without the metadata'
+
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, make_state(1), metadata={'seconds': 1})
+        checkpoints.wait()
+        checkpoints._memory.delete()
+        checkpoints.keep(2, make_state(2), {'seconds': 2})
+        plant(folder, **planted)
+        checkpoints._memory = SharedMemory(tmp_path / 'run', '1', find_fault)
+        found = checkpoints.restore(make_state(0))
+        assert (found.step, checkpoints.stored) == (1, 1)
+        assert same(found.state, make_state(1))
+    lines = [record.getMessage() for record in caplog.records if 'in memory' in record.getMessage()]
+    assert len(lines) == (said is not None)
+    assert not said or re.search(said, lines[0])
 
 
 def test_too_little_memory_is_one_warning(tmp_path, folder, monkeypatch, caplog):

@@ -214,7 +214,7 @@ def test_wrong_tokenizers_are_refused_with_a_remedy(files, tmp_path):
     with pytest.raises(ConfigError, match=r"words.json': tokenizer.json: cannot encode every text .*; give it a token"):
         tokenizers.load(tmp_path / 'words.json')
     (tmp_path / 'few.tiktoken').write_bytes(rank_file().partition(b'\n')[2])
-    with pytest.raises(ConfigError, match=r"few.tiktoken': ranks of byte pairs: without the byte 0; every byte needs"):
+    with pytest.raises(ConfigError, match=r"few.tiktoken': .* damaged: without the byte 0; every byte needs"):
         tokenizers.load(tmp_path / 'few.tiktoken')
     (tmp_path / 'cut.tiktoken').write_bytes(rank_file()[:-3] + b'!!')
     with pytest.raises(ConfigError, match=r"cut.tiktoken': ranks of byte pairs: damaged"):

@@ -16,6 +16,7 @@ from corpora import CORPORA, documents, needs_corpora, words, write_real_tfds, w
 from lm.config.configurable import REGISTRY
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.prepare.config import PrepareConfig
+from lm.data.prepare.settings import choose_splits
 from lm.data.sources import base, patterns
 from lm.data.sources import tfds as tfds_module
 from lm.data.sources.folder import Folder
@@ -399,9 +400,39 @@ def test_checksum_of_tf_records():
     assert tfds_module.masked_crc(b'123456789') == struct.pack('<I', 0xC78AB0E5)
 
 
-def test_a_version_behind_the_name_of_a_dataset_has_a_field_of_its_own():
-    with pytest.raises(ConfigError, match=r"set tfds\.name = 'wiki40b/en' and tfds\.version = '1\.3\.0'"):
-        Tfds(name='wiki40b/en:1.3.0')
+@pytest.mark.parametrize(
+    ('name', 'remedy'),
+    [
+        ('wiki40b/en:1.3.0', "tfds.name = 'wiki40b/en' and tfds.version = '1.3.0'"),
+        ('pg19[:50%]', "tfds.name = 'pg19' and prepare.splits to whole splits"),
+        ('pg19:1.0.0[:50%]', "tfds.name = 'pg19' and tfds.version = '1.0.0' and prepare.splits to whole splits"),
+    ],
+)
+def test_what_stands_behind_the_name_of_a_dataset_has_a_field_of_its_own(name, remedy):
+    with pytest.raises(ConfigError, match=re.escape(f'tfds.name = {name!r}: must be a name alone; set {remedy}')):
+        Tfds(name=name)
+
+
+@pytest.mark.parametrize(
+    ('name', 'remedy'),
+    [
+        ('train[:50%]', "('train',)"),
+        ('train[10:20]', "('train',)"),
+        ('train[10:', "('train',)"),
+        ('train[:50%] + test', "('train', 'test')"),
+        ('train+test', "('train', 'test')"),
+        ('test+test[5:]', "('test',)"),
+    ],
+)
+def test_parts_and_sums_of_splits_are_named_with_the_splits(name, remedy, data_dir):
+    config = PrepareConfig(source=Tfds(name='tiny', data_dir=str(data_dir)), splits=(name,))
+    with pytest.raises(ConfigError, match=re.escape(f'prepare.splits: {name!r} is a part or a sum')) as raised:
+        choose_splits(config)
+    assert str(raised.value).endswith(f'set prepare.splits = {remedy}')
+    with pytest.raises(
+        ConfigError, match=re.escape("'train': must be a list, each item a string or None, not str (write ('train',)")
+    ):
+        PrepareConfig(splits='train')  # type: ignore
 
 
 def test_tfds_damaged_array_record(data_dir, tmp_path):

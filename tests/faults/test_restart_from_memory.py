@@ -2,15 +2,18 @@
 
 import json
 import pathlib
+import re
 import signal
 
 import pytest
 import tiny
+from planted_memory import plant
 from workshop import BRAKE, Shape, Workshop, logged, saved
 
 from lm import cli
 from lm.checkpoint.shared_memory import SharedMemory
 from lm.runs.run_dir import RunDir
+from lm.session.train import find_fault_of_kept
 
 KEPT = {'checkpoint__memory_every': 2, 'checkpoint__save_every_steps': 1000}
 
@@ -72,6 +75,34 @@ def test_a_session_without_memory_forgets_older_states(tiny_flags, tmp_path):
     (folder / '0.0').write_bytes(b'an older state')
     assert cli.main(['train', '--run_dir', str(run), *tiny_flags, *tiny.params({'train.steps': 6})]) == 0
     assert not list_files(run)
+
+
+def test_a_planted_state_of_a_step_that_the_run_does_not_have_is_one_line(tiny_flags, tmp_path, monkeypatch, caplog):
+    run, settings = tmp_path / 'run', {'checkpoint.memory_every': 1, 'train.steps': 6}
+    train = ['train', '--run_dir', str(run), *tiny_flags, *tiny.params(settings)]
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemory, 'delete', lambda self: None)  # as after a kill
+        assert cli.main(train) == 0
+    assert len(list_files(run)) == 2
+    plant(SharedMemory(run, '').folder, step=10**9)
+    assert cli.main(train) == 0
+    (line,) = (record.getMessage() for record in caplog.records if 'in memory' in record.getMessage())
+    assert re.fullmatch('the state of step 1000000000 in memory is not used: /dev/shm/.*: the run has 6 steps', line)
+    assert logged(run) == 6
+    assert not list_files(run)
+
+
+def test_a_kept_state_seals_the_lines_that_are_there(tmp_path):
+    run = RunDir(tmp_path)
+    with run.metrics() as metrics:
+        metrics.write({'kind': 'train', 'step': 1, 'loss': 2.0})
+        seal = metrics.seal()
+    assert find_fault_of_kept(run, 5, 1, seal) is None
+    assert find_fault_of_kept(run, 5, 6, seal) == 'the run has 5 steps'
+    assert find_fault_of_kept(run, 5, 1, {}) == 'it does not seal the lines of metrics.jsonl'
+    assert 'are gone' in find_fault_of_kept(run, 5, 1, seal | {'metrics_lines': 2})
+    run.metrics_file.write_text(run.metrics_file.read_text().replace('2.0', '1.0'))
+    assert 'another history, for in metrics.jsonl its line 1 has changed' in find_fault_of_kept(run, 5, 1, seal)
 
 
 def test_states_from_before_a_rewind_are_states_of_another_run(tmp_path):

@@ -84,7 +84,8 @@ def write_gguf(path, tensors, kind=gguf.GGMLQuantizationType.F32, pre='smollm', 
         if part in ('self_attn.q_proj', 'self_attn.k_proj'):
             tensor = interleave(tensor, 2 if 'q_proj' in part else 1)
         written = f'blk.{layer}.{NAMES[part]}.weight' if layer else f'{NAMES[part]}.weight'
-        quantized = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        fits = tensor.ndim == 2 and tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        quantized = kind if fits else gguf.GGMLQuantizationType.F32
         writer.add_tensor(written, gguf.quants.quantize(tensor, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -129,7 +130,8 @@ def test_quantized_weights_become_what_gguf_says(kind, tmp_path):
     found = GgufFile(tmp_path / 'model.gguf').read_tensors()
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        quantized = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        fits = tensor.ndim == 2 and tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        quantized = kind if fits else gguf.GGMLQuantizationType.F32
         expected = gguf.quants.dequantize(gguf.quants.quantize(tensor, quantized), quantized)
         assert found[name].dtype == np.float32
         np.testing.assert_array_equal(found[name], expected)

@@ -76,6 +76,25 @@ def test_a_real_run(reference_run, tmp_path, capsys):
     assert not (tmp_path / 'out' / 'paper.csv').exists(), 'a context of 32 is not in the paper'
 
 
+def test_a_changed_digit_of_metrics_is_named_with_its_run_lines_and_step(reference_run, tmp_path, capsys):
+    for name in ('sound', 'changed', 'cut'):
+        ignored = shutil.ignore_patterns('evaluations', 'compiled')
+        shutil.copytree(reference_run[0], tmp_path / 'runs' / name, ignore=ignored)
+    metrics = tmp_path / 'runs' / 'changed' / 'metrics.jsonl'
+    lines = metrics.read_text().splitlines(keepends=True)
+    lines[2] = lines[2].replace('"loss": ', '"loss": 1')
+    metrics.write_text(''.join(lines))
+    (tmp_path / 'runs' / 'cut' / 'metrics.jsonl').write_text(''.join(lines[:2]))
+    assert main(['report', str(tmp_path / 'runs'), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
+    printed = capsys.readouterr().out
+    changed = r'in metrics.jsonl one of its lines 1 to \d+ has changed since the checkpoint of step \d+ was saved'
+    for text in (printed, (tmp_path / 'out' / 'report.md').read_text().replace('\\', '')):
+        assert re.search(f'changed: {changed}: its figures here may be wrong', text)
+        assert re.search(r'cut: in metrics.jsonl \d+ of the \d+ lines .* are gone \(step \d+\)', text)
+        assert 'sound: in metrics' not in text
+    assert 'has changed since the checkpoint' in (tmp_path / 'out' / 'report.html').read_text()
+
+
 def test_seeds_and_contexts_are_one_series(tmp_path):
     for name, attention, quality in (('s', Softmax(), 0.0), ('p', Polysketch(), 0.05)):
         for context in (512, 2048):

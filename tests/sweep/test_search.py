@@ -243,6 +243,26 @@ def test_drawn_values_that_make_no_configuration_are_a_refused_trial(search, tmp
     refused = [row for row in rows if row['status'] != 'done']
     assert {(row['exit_code'], row['settings']['train.tokens_per_step']) for row in refused} == {(2, '4224')}
     assert all('must be a multiple of train.context_length = 256' in row['error'] for row in refused)
+    # They have no file: it would have other values, and would be trained under their names.
+    root, names = tmp_path / 'root', {row['point'] for row in refused}
+    assert {path.stem for path in (root / 'points').glob('*.gin')} == {row['point'] for row in rows} - names
+    for row in rows:
+        if row['point'] not in names:
+            text = (root / 'points' / f'{row["point"]}.gin').read_text()
+            assert f'train.tokens_per_step = {row["settings"]["train.tokens_per_step"]}\n' in text
+    before = (root / 'sweep.json').read_text()
+    number = str(refused[0]['index'])
+    for flags in (['--index', number], ['--index', refused[0]['point']]):
+        assert main(['sweep', '--run_dir', str(root), *flags]) == 2
+        assert f'point {refused[0]["point"]}: train.tokens_per_step = 4224' in capsys.readouterr().err
+    assert (root / 'sweep.json').read_text() == before
+    assert not (root / refused[0]['point']).exists()
+    # An earlier version left such files.
+    left = root / 'points' / f'{refused[0]["point"]}.gin'
+    left.write_text('train.steps = 7\n')
+    assert search('root', '--seed', '3', '--trials', '13') == 0
+    assert not left.exists()
+    assert [row for row in sweep_file.read_rows(root) if row['point'] in names] == refused
 
 
 def test_a_dry_run_draws_what_it_can(search, capsys):

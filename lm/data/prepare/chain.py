@@ -16,7 +16,7 @@ from lm.data import store
 from lm.data.prepare import shards
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.settings import collect_settings, compare_settings
+from lm.data.prepare.settings import collect_settings, compare_settings, keep_split
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, MismatchError
 from lm.files import parse_json
@@ -74,6 +74,7 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
         raise ConfigError(f'--prove {share:g}: must be above 0 and at most 1')
     opened = TokenStore.open(path)
     chain = read_chain(opened)
+    config = keep_split(config, opened.info['settings'])
     compare_settings(opened.info['settings'], collect_settings(config), f'{path} is finished and was prepared')
     tokenizer, proved = opened.tokenizer(), 0
     for split in opened.splits:

@@ -13,6 +13,7 @@ from lm.data import store
 from lm.data.prepare.chain import write_chain
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
+from lm.data.prepare.settings import explain_empty_share
 from lm.data.sources.base import Shard, inventory
 from lm.data.store import COPIES
 from lm.data.tokenizers import Tokenizer
@@ -35,12 +36,7 @@ def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts], 
     split['bad_records'] = sum(len(c.bad) for c in counts)
     held_out = shards[0].held_out
     if not split['documents'] and held_out is not None and not split['bad_records']:
-        kind = config.require_source().gin_name
-        raise ConfigError(
-            f'{kind}.validation_fraction = {held_out:g}: the share, drawn by a hash, leaves no document to the split '
-            f"{name!r}; change it, add files for the split, or set prepare.splits = ('train',) and data.eval_split = "
-            "'train'"
-        )
+        raise ConfigError(explain_empty_share(config, name, held_out))
     if not split['documents']:
         raise MismatchError(f'split {name!r}: no usable documents; leave it out with prepare.splits, or see the source')
     published = config.require_source().published_words(name, split['documents'])
@@ -144,6 +140,8 @@ def print_summary(config: PrepareConfig, path: str, info: dict[str, Any], consol
             of = f'{copies["documents"]:,} of {format_count(split["documents"], "document")}'
             line = f'{name}: {of} ({share:.3g} % of the tokens) are copies of documents in train'
             console.print(f'{line}: their perplexity says little about new text', highlight=False, soft_wrap=True)
+        elif COPIES in split:
+            console.print(f'{name}: none of its documents are copies of documents in train', highlight=False)
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
         skipped = format_count(bad, 'bad record was', 'bad records were')

@@ -27,7 +27,7 @@ from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.description import check_bad_records, describe_split, describe_versions, finish_store
 from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces
-from lm.data.prepare.settings import choose_splits, collect_settings, compare_settings
+from lm.data.prepare.settings import choose_splits, collect_settings, compare_settings, keep_split
 from lm.data.prepare.shards import Preparation, Unit, name_shards, read_counts
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.sources.base import Shard
@@ -86,6 +86,7 @@ class PartedPreparation:
     @classmethod
     def plan(cls, config: PrepareConfig, path: str) -> 'PartedPreparation':
         """Lists the source, and writes nothing."""
+        config = keep_split(config, _read_begun(find_parts(path)))
         return cls(config, path, collect_settings(config), list_shards(config))
 
     def begin(self, machines: int | None) -> 'PartedPreparation':
@@ -98,12 +99,7 @@ class PartedPreparation:
             raise ConfigError(f'--assemble: {self.path} has no parts; make them with `lm prepare --shard I/N`')
         content = json.dumps({'settings': known, 'machines': machines}, indent=2).encode()
         content = root.write_first(SETTINGS, content)
-        try:
-            begun = parse_json(content)
-            settings, machines = dict(begun['settings']), int(begun['machines'])
-        except (KeyError, TypeError, ValueError):
-            file = f'{root.address}/{SETTINGS}'
-            raise MismatchError(f'{file}: damaged; delete {root.address} and run the same command again') from None
+        settings, machines = _parse_begun(root, content)
         compare_settings(settings, known, f'{self.path} is unfinished and was begun')
         return dataclasses.replace(self, machines=machines)
 
@@ -214,6 +210,22 @@ def list_shards(config: PrepareConfig) -> dict[str, list[Shard]]:
 def find_parts(path: str) -> SharedFolder:
     """Returns the folder of all parts of a store."""
     return SharedFolder(f'{path.rstrip("/")}/{PARTS}')
+
+
+def _read_begun(root: SharedFolder) -> dict[str, Any] | None:
+    """Returns the settings that a preparation was begun with; None: none is begun."""
+    content = root.read(SETTINGS)
+    return None if content is None else _parse_begun(root, content)[0]
+
+
+def _parse_begun(root: SharedFolder, content: bytes) -> tuple[dict[str, Any], int]:
+    """Returns the settings and the number of machines of a preparation that was begun. Raises MismatchError."""
+    try:
+        begun = parse_json(content)
+        return {**begun['settings'], 'source': dict(begun['settings']['source'])}, int(begun['machines'])
+    except (KeyError, TypeError, ValueError):
+        file = f'{root.address}/{SETTINGS}'
+        raise MismatchError(f'{file}: damaged; delete {root.address} and run the same command again') from None
 
 
 def find_old_parts(path: str) -> pathlib.Path:

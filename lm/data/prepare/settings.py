@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from lm.data import tokenizers
 from lm.data.prepare.config import PrepareConfig
-from lm.data.sources.base import inventory
+from lm.data.sources.base import HELD_OUT_BY, inventory
 from lm.data.tokenizers.sentencepiece import check_trained_end
 from lm.errors import ConfigError, LmError
 from lm.files import is_remote
 from lm.text import format_count, format_si
+
+_SLICE = re.compile(r'\[[^\]]*\]?')
+"""How TFDS writes a part of a split behind its name."""
 
 
 def collect_settings(config: PrepareConfig) -> dict[str, Any]:
@@ -35,6 +40,25 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
+def keep_split(config: PrepareConfig, settings: Mapping[str, Any] | None) -> PrepareConfig:
+    """Returns the configuration with the rule that holds documents out in a preparation that has these settings.
+
+    It is the rule of earlier versions where they made or began it; None: nothing is begun.
+    """
+    if settings is None or HELD_OUT_BY in settings['source']:
+        return config
+    return dataclasses.replace(config, source=config.require_source().keep_old_split())
+
+
+def explain_empty_share(config: PrepareConfig, split: str, held_out: float) -> str:
+    """Returns why a split has no document, where a share of the documents is held out, and the remedy."""
+    return (
+        f'{config.require_source().gin_name}.validation_fraction = {held_out:g}: by the hash of each text, where '
+        f'copies stay together, no document is left to the split {split!r}; change it, add files for the split, or '
+        "set prepare.splits = ('train',) and data.eval_split = 'train'"
+    )
+
+
 def _find_usual_end(tokenizer: tokenizers.Tokenizer) -> int | None:
     """Returns the end of documents that the file of a tokenizer says by itself; None if it says none."""
     try:
@@ -47,8 +71,17 @@ def choose_splits(config: PrepareConfig) -> tuple[str, ...]:
     """Returns the splits to prepare. Raises ConfigError for one that the source does not have."""
     found = config.require_source().splits()
     for name in config.splits or ():
-        if name not in found:
-            raise ConfigError(f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}')
+        if name in found:
+            continue
+        if parts := [part for part in map(str.strip, _SLICE.sub('', name).split('+')) if part in found]:
+            whole = ', '.join(map(repr, dict.fromkeys(parts))) + (',' if len(set(parts)) == 1 else '')
+            raise ConfigError(
+                f'prepare.splits: {name!r} is a part or a sum of splits, as TFDS writes it; splits are prepared whole '
+                f'and one by one: set prepare.splits = ({whole})'
+            )
+        raise ConfigError(
+            f'prepare.splits: {name!r} is not in the source, which has {", ".join(found)}; name some of these'
+        )
     return config.splits or found
 
 

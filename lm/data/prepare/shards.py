@@ -20,11 +20,12 @@ from lm.data import tokenizers
 from lm.data.prepare.cleaning import CLEANINGS
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import DamagedPartError, ShardCounts, check_content, decode_counts, encode_counts
+from lm.data.prepare.settings import explain_empty_share
 from lm.data.prepare.shared_folder import AHEAD, SharedFolder
 from lm.data.sources.base import Document, Shard
 from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
-from lm.errors import LmError, MismatchError
+from lm.errors import ConfigError, LmError, MismatchError
 
 TOKENS, LENGTHS, HASHES = '.tokens', '.lengths', '.hashes'
 """The suffixes of the intermediate files of a shard."""
@@ -203,7 +204,13 @@ def train_tokenizer(job: Preparation, config: TokenizerChoice, shards: list[Shar
     if (existing := tokenizers.load_existing(config)) is not None:
         contents = existing.model
     elif isinstance(config, TokenizerConfig):
-        contents = train(config, Sample(job.config, config.sample_bytes, shards))
+        try:
+            contents = train(config, Sample(job.config, config.sample_bytes, shards))
+        except MismatchError:
+            held_out = shards[0].held_out
+            if held_out is None or any(True for shard in shards for _ in documents(job.config, shard)):
+                raise
+            raise ConfigError(explain_empty_share(job.config, shards[0].split, held_out)) from None
     else:
         contents = config.contents()
     job.folder.write_first(MODEL_DIGEST, hashlib.sha256(contents).hexdigest().encode())
@@ -255,8 +262,7 @@ def digest_documents(batch: list[Document], digest: 'hashlib._Hash') -> np.ndarr
     """
     hashes = np.empty(len(batch), np.uint64)
     for i, document in enumerate(batch):
-        content = document.text.encode() if document.tokens is None else document.tokens.astype('<i8').tobytes()
-        own = hashlib.sha256(content).digest()
+        own = document.digest()
         digest.update(own)
         hashes[i] = int.from_bytes(own[:8], 'little')
     return hashes

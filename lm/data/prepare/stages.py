@@ -31,7 +31,7 @@ from lm.data.prepare.description import check_strict, make_table, print_summary
 from lm.data.prepare.meter import Meter
 from lm.data.prepare.parts import WHOLE, PartedPreparation, Share, delete_parts, find_old_parts, find_parts
 from lm.data.prepare.pieces import discarding, make_piece
-from lm.data.prepare.settings import check_ready_tokens, collect_settings, compare_settings, describe_change
+from lm.data.prepare.settings import check_ready_tokens, collect_settings, compare_settings, describe_change, keep_split
 from lm.data.prepare.shards import Preparation, Unit, tokenize, train_tokenizer
 from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
@@ -97,6 +97,7 @@ def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[st
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
     if (info := store.read_info(path)) is None:
         return None
+    config = keep_split(config, info['settings'])
     try:
         settings, remark = collect_settings(config), ''
     except ConfigError:

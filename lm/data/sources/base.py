@@ -9,12 +9,13 @@ Adding a source means adding one file to this package, which finds it by itself:
 
 import abc
 import collections
+import copy
 import dataclasses
 import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from lm.config.configurable import Configurable
 from lm.errors import MismatchError
 from lm.files import AnyPath
 
+HELD_OUT_BY = 'held_out_by'
+"""The entry of `Source.identity` that says by what documents are held out; earlier versions have none."""
 SPLITS = ('train', 'validation', 'test')
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1_000_000, 64_000_000
 
@@ -66,12 +69,20 @@ class Document:
     tokens: np.ndarray | None = None
     """In place of the text: its token ids, with or without the end-of-document token [tokens], integers."""
 
+    def digest(self) -> bytes:
+        """Computes the SHA-256 of the text, or of the tokens, which copies of a document have in common."""
+        if self.tokens is not None:
+            return hashlib.sha256(self.tokens.astype('<i8').tobytes()).digest()
+        return hashlib.sha256(self.text.encode(errors='surrogatepass')).digest()
+
 
 class Source(Configurable, abc.ABC):
     """Base of the sources. Instances are frozen dataclasses and travel to the worker processes."""
 
     holds_tokens = False
     """The documents are token ids of an existing tokenizer in place of text."""
+    by_place = False
+    """Documents are held out by their places, as earlier versions did it: copies fall into two splits."""
     gin_resume = True
     """A run reads the token store, whose fingerprint identifies it; the place of its source does not matter."""
 
@@ -89,6 +100,12 @@ class Source(Configurable, abc.ABC):
     def identity(self) -> dict[str, object]:
         """Returns the record of the source for dataset.json. Preparations with equal identities read the same text."""
         return {'kind': self.gin_name, **dataclasses.asdict(self)}
+
+    def keep_old_split(self) -> Self:
+        """Returns this source with the documents held out that earlier versions held out."""
+        made = copy.copy(self)
+        object.__setattr__(made, 'by_place', True)  # no field: it is no choice for a new store
+        return made
 
     def list_unread(self) -> list[str]:
         """Returns the names of files in the folder of the source that no split takes."""
@@ -178,4 +195,9 @@ def file_size(path: AnyPath) -> int:
 
 def hash_of(name: str) -> float:
     """Returns a number uniform in [0, 1), a pure function of the name, which decides whether a document is held out."""
-    return int.from_bytes(hashlib.sha256(name.encode(errors='surrogateescape')).digest()[:6], 'big') / 2**48
+    return fraction_of(hashlib.sha256(name.encode(errors='surrogateescape')).digest())
+
+
+def fraction_of(digest: bytes) -> float:
+    """Returns a number uniform in [0, 1), a pure function of a digest."""
+    return int.from_bytes(digest[:6], 'big') / 2**48

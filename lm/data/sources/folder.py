@@ -1,14 +1,30 @@
 """Sources of folders with one document per file."""
 
 import abc
+import collections
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import math
 import pathlib
 from collections.abc import Iterator
 from typing import ClassVar
 
 from lm.config.configurable import field
-from lm.data.sources.base import Document, Part, Shard, Source, decode, file_size, group, hash_of, regular, too_long
+from lm.data.sources.base import (
+    HELD_OUT_BY,
+    Document,
+    Part,
+    Shard,
+    Source,
+    decode,
+    file_size,
+    group,
+    hash_of,
+    regular,
+    too_long,
+)
 from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath
 
@@ -17,7 +33,8 @@ from lm.files import AnyPath
 class Folder(Source):
     """Base of the sources that read a folder of files, one document each.
 
-    A share of the files, by a hash of their names, is held out for validation; of a single file its end.
+    A share of the files, by a hash of their names, is held out for validation; of a single file its end. Copies of a
+    file go where the first of them goes.
     """
 
     validation_fraction: float = field(default=0.05, above=0, below=1, help='of the files')
@@ -47,6 +64,9 @@ class Folder(Source):
         """Returns the file of the document with this name."""
         return folder / name
 
+    def identity(self) -> dict[str, object]:
+        return super().identity() | ({} if self.by_place else {HELD_OUT_BY: 'text'})
+
     def splits(self) -> tuple[str, ...]:
         return 'train', 'validation'
 
@@ -62,8 +82,41 @@ class Folder(Source):
         if shared and len(parts) == 1:
             parts = [_end_of_file(self.path_of(parts[0].file, folder), parts[0], self.validation_fraction, split)]
         elif shared:
-            parts = _by_hash(parts, self.validation_fraction, split)
+            held_out = self._choose_held_out(parts)
+            parts = [part for part in parts if (part.file in held_out) == (split == 'validation')]
         return group(split, parts)
+
+    def _choose_held_out(self, parts: list[Part]) -> set[str]:
+        """Returns the files for validation. Raises ConfigError if all files are copies of one."""
+        copies: dict[str, list[str]] = collections.defaultdict(list)
+        firsts = {} if self.by_place else self._firsts
+        for part in parts:
+            copies[firsts.get(part.file, part.file)].append(part.file)
+        if len(copies) == 1:
+            raise ConfigError(
+                f'{self.gin_name}.validation_fraction = {self.validation_fraction:g}: all {len(parts)} files are '
+                "copies of one, and copies stay together; add others, or files for the split 'validation'"
+            )
+        count, held_out = round(self.validation_fraction * len(parts)), set()
+        groups = [copies[first] for first in sorted(copies, key=hash_of)]
+        for files in groups:
+            if len(held_out) + len(files) <= min(count, len(parts) - 1):
+                held_out.update(files)
+        return held_out or set(min(groups, key=len))
+
+    @functools.cached_property
+    def _firsts(self) -> dict[str, str]:
+        """File that has copies → the first of them. Only files of one size are read."""
+        folder, sizes, known, found = self.folder(), collections.defaultdict(list), {}, {}
+        for path in self.files('train')[0]:
+            sizes[file_size(path)].append(path)
+        for path in (path for paths in sizes.values() if len(paths) > 1 for path in paths):
+            name = self.name_of(path, folder)
+            with _reading(path), path.open('rb') as file:
+                first = known.setdefault(hashlib.file_digest(file, 'sha256').digest(), name)
+            if first != name:
+                found |= {name: first, first: first}
+        return found
 
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
         folder = self.folder()
@@ -72,14 +125,9 @@ class Folder(Source):
                 yield too_long(part.file, max_bytes)
                 continue
             path = self.path_of(part.file, folder)
-            try:
-                with path.open('rb') as file:
-                    file.seek(part.start)
-                    content = file.read(part.stop - part.start)
-            except OSError as error:
-                raise MismatchError(
-                    f'{path}: {error.strerror or error}; the source changed or cannot be read'
-                ) from None
+            with _reading(path), path.open('rb') as file:
+                file.seek(part.start)
+                content = file.read(part.stop - part.start)
             yield decode(part.file, content, max_bytes)
 
 
@@ -130,10 +178,12 @@ def _identify(path: pathlib.Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _by_hash(parts: list[Part], fraction: float, split: str) -> list[Part]:
-    count = max(1, round(fraction * len(parts)))
-    held_out = {part.file for part in sorted(parts, key=lambda part: hash_of(part.file))[:count]}
-    return [part for part in parts if (part.file in held_out) == (split == 'validation')]
+@contextlib.contextmanager
+def _reading(path: AnyPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MismatchError(f'{path}: {error.strerror or error}; the source changed or cannot be read') from None
 
 
 def _end_of_file(path: AnyPath, part: Part, fraction: float, split: str) -> Part:

@@ -1,6 +1,7 @@
 """Images as bytes, from the .npz files in which the downsampled ImageNet is distributed (Chrabaszcz et al. 2017)."""
 
 import contextlib
+import errno
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -74,7 +75,11 @@ class Images(FilePatterns):
                     )
                 with members.open(f'{self.array}.npy') as stream:
                     yield stream, self._read_header(name, stream)
-        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        except OSError as error:
+            if error.errno not in (None, errno.EINVAL):  # zipfile looks for places before the file
+                raise
+            raise MismatchError(f'{name}: not a readable .npz file; fetch the file again') from None
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
             reason = ' '.join(str(error).split())[:150]
             raise MismatchError(f'{name}: not a readable .npz file ({reason}); fetch the file again') from None
 

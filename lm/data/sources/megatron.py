@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from lm.config.configurable import configurable
-from lm.data.sources.base import Document, Part, too_long
+from lm.data.sources.base import Document, Part, file_size, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import MismatchError
 from lm.files import AnyPath, open_path
@@ -40,13 +40,16 @@ class Megatron(FilePatterns):
 
     def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         dtype, starts, first = _read_index(part.file)
-        with open_path(f'{part.file.removesuffix(".idx")}.bin').open('rb') as file:
+        path = open_path(f'{part.file.removesuffix(".idx")}.bin')
+        ends = first + starts[1:] * dtype.itemsize
+        if (size := file_size(path)) < ends[part.stop - 1]:  # the lengths in an index may ask for any memory
+            document = int(np.argmax(ends > size))
+            raise MismatchError(f'{path}: cut off in document {document}; fetch the file again')
+        with path.open('rb') as file:
             file.seek(first + int(starts[part.start]) * dtype.itemsize)
             for document in range(part.start, part.stop):
                 length = int(starts[document + 1] - starts[document])
                 tokens = np.frombuffer(file.read(length * dtype.itemsize), dtype)
-                if len(tokens) != length:
-                    raise MismatchError(f'{file.name}: cut off in document {document}; fetch the file again')
                 if is_selected(identifier := f'{part.file}@{document}'):
                     fits = tokens.nbytes <= max_bytes
                     yield Document(identifier, tokens=tokens) if fits else too_long(identifier, max_bytes)
@@ -69,8 +72,10 @@ def _read_index(name: str) -> tuple[np.dtype, np.ndarray, int]:
         documents = np.frombuffer(raw, '<i8', bounds, 34 + 12 * sequences)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         first = int(pointers[0]) if sequences else 0
-        if (pointers - first != offsets[:-1] * dtype.itemsize).any():
+        if first < 0 or (lengths < 0).any() or (pointers - first != offsets[:-1] * dtype.itemsize).any():
             raise ValueError('its sequences do not lie one after another')
+        if (np.diff(documents, prepend=0, append=sequences) < 0).any():
+            raise ValueError('its documents do not lie one after another')
         return dtype, offsets[documents], first
     except (ValueError, KeyError, IndexError) as error:
         reason = f'unknown type of tokens {error}' if isinstance(error, KeyError) else str(error)

@@ -11,7 +11,20 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, ClassVar, cast
 
 from lm.config.configurable import field
-from lm.data.sources.base import SPLITS, Document, Part, Shard, Source, file_size, group, hash_of, regular, shard_bytes
+from lm.data.sources.base import (
+    HELD_OUT_BY,
+    SPLITS,
+    Document,
+    Part,
+    Shard,
+    Source,
+    file_size,
+    fraction_of,
+    group,
+    hash_of,
+    regular,
+    shard_bytes,
+)
 from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath, is_remote, open_path
 
@@ -33,7 +46,7 @@ class FilePatterns(Source):
 
     `path` is a folder with files {split}SUFFIX, {split}-…SUFFIX or {split}.…SUFFIX; or a pattern of *, ? and [] that
     says where the split's name stands, such as 'c4/en/c4-{split}.*.json.gz'; or one file or a pattern without {split},
-    of whose documents a share, chosen by a hash of their places, is held out for validation.
+    of whose documents a share, chosen by a hash of their texts, is held out for validation. Copies stay together.
     """
 
     path: str = field(help="a file, a folder of files by split, or a pattern with * and possibly '{split}'")
@@ -47,6 +60,9 @@ class FilePatterns(Source):
     """Patterns for files of no split; they count where a folder has no files of splits."""
     aliases: ClassVar[tuple[tuple[str, str], ...]] = tuple(('validation', name) for name in ('valid', 'val', 'dev'))
     """Pairs of a split and another name for it in the names of files."""
+
+    def identity(self) -> dict[str, object]:
+        return super().identity() | ({} if self.by_place else {HELD_OUT_BY: 'text'})
 
     @property
     def how_to_hold_out(self) -> str:
@@ -96,12 +112,22 @@ class FilePatterns(Source):
         return group(split, parts, None if self._by_split() else self.validation_fraction)
 
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
+        share, is_validation = shard.held_out, shard.split == 'validation'
+
         def is_selected(identifier: str) -> bool:
-            held_out = shard.held_out is not None and hash_of(self._hashed(identifier)) < shard.held_out
-            return shard.held_out is None or held_out == (shard.split == 'validation')
+            return share is None or not self.by_place or (self._hash_place(identifier) < share) == is_validation
 
         for part in shard.parts:
-            yield from self.read_part(part, max_bytes, is_selected)
+            for document in self.read_part(part, max_bytes, is_selected):
+                if share is None or self.by_place or (self._hash(document) < share) == is_validation:
+                    yield document
+
+    def _hash(self, document: Document) -> float:
+        """Returns a number uniform in [0, 1), which decides whether a document is held out."""
+        return self._hash_place(document.id) if document.error else fraction_of(document.digest())
+
+    def _hash_place(self, identifier: str) -> float:
+        return hash_of(self._hashed(identifier))
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ class TextFiles(Folder):
 
     Folders train/, validation/ and test/ in it are the splits: PG-19's own layout (its metadata.csv is not needed).
     Otherwise a share of the files, by a hash of their names, is held out for validation; of a single file its end.
+    Copies of a file stay together.
     """
 
     path: str = field(help='a folder of .txt files, or one that holds train/ validation/ test/')

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,12 @@ _BATCH = 256
 
 
 def _check_name(name: str) -> str | None:
-    alone, _, version = name.partition(':')
-    return f"must be a name alone; set tfds.name = '{alone}' and tfds.version = '{version}'" if version else None
+    alone, version, part = re.fullmatch(r'([^:\[]*):?([^\[]*)(.*)', name, re.DOTALL).groups()
+    if alone == name:
+        return None
+    remedy = [f"tfds.name = '{alone}'", *([f"tfds.version = '{version}'"] if version else [])]
+    remedy += ['prepare.splits to whole splits'] if part else []
+    return f'must be a name alone; set {" and ".join(remedy)}'
 
 
 @configurable('tfds')
@@ -87,7 +92,11 @@ class Tfds(Source):
             )
         split_info, parts = info.splits[split], []
         records, unit = sum(split_info.shard_lengths), shard_bytes(split_info.num_bytes)
-        for path, length in zip(split_info.filepaths, split_info.shard_lengths, strict=True):
+        try:
+            files = list(zip(split_info.filepaths, split_info.shard_lengths, strict=True))
+        except ValueError as error:
+            raise _unreadable(str(folder), error) from None
+        for path, length in files:
             size = split_info.num_bytes * length // max(1, records)
             pieces = max(1, -(-size // unit))
             cuts = [length * i // pieces for i in range(pieces + 1)]
@@ -152,7 +161,7 @@ def _info(folder: str) -> Any:
     try:
         info = tfds.builder_from_directory(folder).info
     except Exception as error:
-        raise MismatchError(f'{folder}: not a readable TFDS dataset ({" ".join(str(error).split())[:200]})') from None
+        raise _unreadable(folder, error) from None
     if not info.splits:
         raise MismatchError(f'{folder}: the dataset has no splits; prepare it again')
     if info.file_format is None or info.file_format.value not in ('array_record', 'tfrecord'):
@@ -161,6 +170,8 @@ def _info(folder: str) -> Any:
 
 
 def _records(path: AnyPath, part: Part) -> Iterator[bytes]:
+    if not path.exists():
+        raise MismatchError(f'{path}: dataset_info.json names this file, and it is gone; fetch the dataset again')
     if '.array_record' in path.name:
         return _array_records(path, part)
     return _tf_records(path, part)
@@ -207,6 +218,10 @@ def masked_crc(content: bytes) -> bytes:
     """Computes the checksum [4 bytes] of TFRecord files: crc32c, rotated by 15 bits, a constant added."""
     crc = google_crc32c.value(content)
     return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _unreadable(folder: str, error: Exception) -> MismatchError:
+    return MismatchError(f'{folder}: not a readable TFDS dataset ({" ".join(str(error).split())[:200]})')
 
 
 def _damaged(path: AnyPath, record: int, error: Exception | str) -> MismatchError:

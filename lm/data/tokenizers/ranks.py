@@ -32,6 +32,8 @@ PUBLISHED_SPECIALS = {
     }
 }
 """Number of ranks → the special tokens of Llama 3, first the token that ends a document."""
+MOST_IDS = 2**31
+"""Ids are below this number: tokens are int32 here."""
 _LINE = re.compile(rb'[A-Za-z0-9+/=]+ \d+\r?(\n|\Z)')
 _HEAD = b'{"ranks": '
 MOST_SPACES = 999_000
@@ -56,13 +58,12 @@ class Ranks(Tokenizer):
         try:
             head, _, lines = model.partition(b'\n')
             facts = parse_json(head)['ranks']
-            ranks = _parse(lines)
+            ranks, special = _parse(lines), _check_special(facts['special'])
             self._encoding = tiktoken.Encoding(
-                'ranks', pat_str=facts['pattern'], mergeable_ranks=ranks, special_tokens=facts['special']
+                'ranks', pat_str=facts['pattern'], mergeable_ranks=ranks, special_tokens=special
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise MismatchError(f'ranks of byte pairs: damaged ({error}); restore the file') from None
-        special = facts['special']
+            raise MismatchError(f'ranks of byte pairs: damaged: {error}; restore the file') from None
         if isinstance(eod, str) and eod.isdecimal():
             eod = int(eod)
         if isinstance(eod, str) and eod not in special:
@@ -85,9 +86,7 @@ class Ranks(Tokenizer):
         try:
             ranks = _parse(content)
         except ValueError as error:
-            raise MismatchError(f'ranks of byte pairs: damaged ({error})') from None
-        if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise MismatchError(f'ranks of byte pairs: without the byte {absent[0]}; every byte needs a rank')
+            raise MismatchError(f'ranks of byte pairs: damaged: {error}') from None
         facts = {'pattern': PATTERNS[config.pattern], 'special': _special_tokens(ranks, config.end_of_document)}
         return _HEAD + json.dumps(facts).encode() + b'}\n' + content
 
@@ -109,7 +108,7 @@ def _special_tokens(ranks: dict[bytes, int], end: str | None) -> dict[str, int]:
     Raises ConfigError for a name that a published vocabulary does not have, and for the number of a piece.
     """
     if end and end.isdecimal():
-        if int(end) in ranks.values() or int(end) >= 2**31:
+        if int(end) in ranks.values() or int(end) >= MOST_IDS:
             raise ConfigError(f"tokenizer.end_of_document = {end!r}: is the number of a piece; give a special token's")
         return {f'<|{end}|>': int(end)}
     if len(ranks) in PUBLISHED_SPECIALS:
@@ -135,9 +134,28 @@ def _cut(text: str) -> list[str]:
 
 
 def _parse(lines: bytes) -> dict[bytes, int]:
-    """Returns piece → id. Raises ValueError for lines of another form."""
+    """Returns piece → id. Raises ValueError for lines of another form, for two pieces with one id, and if a byte has
+    none."""
     ranks = {}
     for line in filter(None, lines.splitlines()):
         piece, rank = line.split()
-        ranks[base64.b64decode(piece, validate=True)] = int(rank)
+        ranks[base64.b64decode(piece, validate=True)] = _check_id(int(rank))
+    if len(set(ranks.values())) != len(ranks):  # tiktoken panics
+        raise ValueError('two pieces have the same rank')
+    if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f'without the byte {absent[0]}; every byte needs a rank')
     return ranks
+
+
+def _check_special(special: object) -> dict[str, int]:
+    """Returns the special tokens of a first line. Raises ValueError unless they are names with ids, at least one."""
+    if not isinstance(special, dict) or not special:
+        raise ValueError('its first line names no special tokens')
+    return {str(name): _check_id(index) for name, index in special.items()}
+
+
+def _check_id(index: object) -> int:
+    """Returns the id of a token. Raises ValueError if it is none."""
+    if type(index) is not int or not 0 <= index < MOST_IDS:
+        raise ValueError(f'{index!r} is no id of a token')
+    return index

@@ -54,14 +54,14 @@ class SentencePiece(Tokenizer):
             ConfigError: the model has no end-of-sentence token, or none of that name.
         """
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError:
+            self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            processor.id_to_piece(list(range(processor.vocab_size())))  # each is UTF-8
+        except (RuntimeError, UnicodeDecodeError):
             raise MismatchError('tokenizer.model: not a SentencePiece model; restore the file') from None
         self._cuts = False  # until it is known to be lossless
         space = [self._processor.piece_to_id(f'<0x{byte:02X}>') for byte in SPACE.encode()]
         self._space = np.array(space, np.int32)
         super().__init__(model, self._processor.vocab_size(), self._end(eod))
-        processor = self._processor
         control = {i for i in range(self.vocab_size) if processor.is_control(i) or processor.is_unknown(i)}
         self.special_ids = tuple(sorted(control | {self.eod_id}))
         self._cuts = self.lossless

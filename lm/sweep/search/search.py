@@ -133,7 +133,8 @@ class Search:
         try:
             return self.space.make_point(number, values)
         except ConfigError as error:
-            point = dataclasses.replace(self.space.make_point(number, {}), settings=self.space.write_values(values))
+            made = self.space.make_point(number, {})
+            point = dataclasses.replace(made, settings=self.space.write_values(values), fault=str(error))
             self.refuse(point, error)
             return point
 
