@@ -1,4 +1,7 @@
-"""What the tables of the papers run, from `configs/papers/PAPER/FOLDER/TABLE.toml`. Numbers stand in `published*.toml`."""
+"""What the tables of the papers run: the files TABLE.toml below `configs/papers/PAPER`.
+
+The papers' numbers stand beside them in `published*.toml`.
+"""
 
 import dataclasses
 import functools
@@ -81,8 +84,8 @@ def find_paths(names: tuple[str, ...]) -> list[str]:
 def load_descriptions() -> dict[str, Description]:
     """Returns name → description of every table, paper by paper in the order of their files."""
     folder = project_root() / FOLDER
-    files = sorted(path for path in folder.glob('*/*/*.toml') if not path.name.startswith('published'))
-    found = [_read(path, f'{path.parent.parent.name}/{path.stem}') for path in files]
+    files = sorted(path for path in folder.glob('*/**/*.toml') if not path.name.startswith('published'))
+    found = [_read(path, f'{path.relative_to(folder).parts[0]}/{path.stem}') for path in files]
     return {description.name: description for description in found}
 
 

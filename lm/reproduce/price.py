@@ -1,7 +1,7 @@
 """`lm reproduce --price`: what a table needs, before anything runs: row by row, and in total.
 
-Hours and memory are those of `lm check`: the step of each run is compiled for the slice. What was compiled is kept in the
-folder of the table, since a table of a hundred runs compiles for hours.
+Hours and memory are those of `lm check`: the step of each run is compiled for the slice. The folder of the table keeps
+what was compiled, since a table of a hundred runs compiles for hours.
 """
 
 import hashlib
@@ -159,7 +159,8 @@ def sum_up(prices: Sequence[RunPrice], topology: Topology | None, price_per_chip
     """Returns the total of the rows above it. It says how many rows it leaves out."""
     counted = [price for price in prices if price.hours is not None]
     hours = sum(price.hours for price in counted if price.hours is not None)
-    total = f'total of {len(counted)} of {format_count(len(prices), "run")}: {format_digits(hours)} hours, one after another'
+    counts = f'{len(counted)} of {format_count(len(prices), "run")}'
+    total = f'total of {counts}: {format_digits(hours)} hours, one after another'
     if topology is None:
         return [f'{total}, of one processor core, estimated from the measured rate in configs/papers/scales.toml']
     chips = sum(price.chip_hours for price in counted if price.chip_hours is not None)
@@ -178,7 +179,7 @@ def describe_data(description: Description, choice: Choice, runs: Sequence[Table
     if choice.scale in load_scales():
         return ['data: a store of a few MB, prepared in under a minute']
     if description.corpus is None:
-        return []
+        return ['store and preparation: configs/papers/corpora.toml has no size of this corpus']
     corpus = load_corpora()[description.corpus]
     tokens = corpus['text_bytes'] / corpus['bytes_per_token']
     hours = corpus['text_bytes'] / 1e9 * SECONDS_PER_GIGABYTE / 3600

@@ -20,7 +20,7 @@ from lm.errors import ConfigError, LmError, Preempted
 from lm.files import is_remote
 from lm.reproduce.descriptions import FOLDER, Description
 from lm.reproduce.runs import Choice, TableRun, list_runs
-from lm.reproduce.table import ReproducedTable
+from lm.reproduce.table import ReproducedTable, collect
 from lm.sweep.options import SweepOptions
 from lm.sweep.run import run_sweep
 from lm.sweep.sweep import Sweep
@@ -59,7 +59,7 @@ def reproduce(
     for line in description.commands.get(choice.scale, ()):
         run_command(line, root)
     if runs:
-        show(ReproducedTable(description, choice, runs, sweep), Path(root) / OUT, pictures)
+        show(ReproducedTable(description, choice, runs, collect(runs, sweep)), Path(root) / OUT, pictures)
     if failure:
         raise failure
 

@@ -83,11 +83,15 @@ class RankCorrelation(NamedTuple):
 
 
 class ReproducedTable:
-    """The table of the runs in the folder of a sweep."""
+    """The paper's table with ours beside it.
 
-    def __init__(self, description: Description, choice: Choice, runs: Sequence[TableRun], sweep: Sweep):
-        self.description, self.choice, self.runs = description, choice, runs
-        self.cells = _collect(runs, sweep)
+    Args:
+        runs: of the table.
+        cells: what they measured (`collect`).
+    """
+
+    def __init__(self, description: Description, choice: Choice, runs: Sequence[TableRun], cells: Sequence[CellResult]):
+        self.description, self.choice, self.runs, self.cells = description, choice, runs, list(cells)
         self.tables = list(dict.fromkeys(cell.table for run in runs for cell in run.cells))
 
     @property
@@ -124,7 +128,7 @@ class ReproducedTable:
             tokens = [e.train.steps * e.train.tokens_per_step for e in (ours, theirs)]
             text = f'text files ({self.choice.text})' if self.choice.text else 'Python sources'
             lines.append(
-                f'Scale {self.choice.scale}: every length of the paper (context, block, sketch, width, head, vocabulary) '
+                f'Scale {self.choice.scale}: lengths of the paper (context, block, sketch, width, head, vocabulary) '
                 f'divided by {factor}, {format_si(tokens[0])} training tokens in place of {format_si(tokens[1])}, on '
                 f'{text}. Columns have the names of the paper.'
             )
@@ -224,7 +228,8 @@ def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def _collect(runs: Sequence[TableRun], sweep: Sweep) -> list[CellResult]:
+def collect(runs: Sequence[TableRun], sweep: Sweep) -> list[CellResult]:
+    """Returns the cells of the runs, with the figures of those that are finished in the folder of the sweep."""
     measured = [_measure(run, sweep) for run in runs]
     names = list(dict.fromkeys(name for figures in measured for name in figures)) or ['perplexity']
     found: dict[tuple[TableRow, int | None, str], CellResult] = {}
