@@ -183,7 +183,8 @@ def _find_scale(choice: Choice) -> Scale | None:
         if choice.text:
             raise ConfigError(f'--text {choice.text}: is of smaller scales; the paper names its corpus')
         return None
-    return Scale(choice.scale, text=choice.text, **load_scales()[choice.scale])
+    found = load_scales()[choice.scale]
+    return Scale(choice.scale, found['divisor'], found['settings'], choice.text)
 
 
 def _change(index: int, name: str, point: Point, scale: Scale | None, params: Sequence[str]) -> Point:
