@@ -309,7 +309,7 @@ KERNEL, PAPERS_RUN = {'n_layers': 13}, {'steps': 125_000, 'log_every': 1000}
 
 
 def test_runs_stand_beside_the_papers_numbers(tmp_path, capsys):
-    random = Polysketch(sketch='gaussian', sketch_size=64, local=False)
+    random = Polysketch(sketch='gaussian', far_factor='published', sketch_size=64, local=False)
     for context in (512, 1024):
         write_run(tmp_path / f'a{context}', random, context=context, model=KERNEL, **PAPERS_RUN)
         write_run(tmp_path / f'b{context}', Polynomial(degree=8), context=context, **PAPERS_RUN)
