@@ -37,6 +37,7 @@ LAYERS = (
     ('session', 'inference'),
     ('eval_harness',),
     ('check', 'sweep', 'report', 'bench', 'summary', 'interop', 'doctor'),
+    ('reproduce',),
     ('commands',),
     ('cli',),
     ('__main__',),

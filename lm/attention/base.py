@@ -250,22 +250,25 @@ class AttentionModule(nnx.Module):
 
 
 class NormedModule(AttentionModule):
-    """Two layer normalizations, one for queries and one for keys, each shared by the heads of the layer.
+    """Layer normalizations of queries and of keys, one each or one for both, shared by the heads of the layer.
 
-    Statistics are float32; `normed_dtype` is the type of the results; None: the type of the inputs.
+    Statistics are float32; `normed_dtype` is the type of the results; None: the type of the inputs. Where `k_norm` is
+    None, `q_norm` serves keys too.
     """
 
     normed_dtype: ClassVar[Any] = None
 
-    def make_norms(self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0) -> None:
-        scale_init, bias_init = nnx.initializers.constant(gain), nnx.initializers.constant(bias)
-        self.q_norm, self.k_norm = (
-            layer_norm(head_dim, 'head', rngs, scale_init=scale_init, bias_init=bias_init) for _ in range(2)
-        )
+    def make_norms(
+        self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0, tied: bool = False
+    ) -> None:
+        start = {'scale_init': nnx.initializers.constant(gain), 'bias_init': nnx.initializers.constant(bias)}
+        self.q_norm = layer_norm(head_dim, 'head', rngs, **start)
+        self.k_norm = None if tied else layer_norm(head_dim, 'head', rngs, **start)
 
     @property
     def norms(self) -> HeadNorms | None:
-        (q_gain, q_bias), (k_gain, k_bias) = arrays_of(self.q_norm), arrays_of(self.k_norm)
+        q_gain, q_bias = arrays_of(self.q_norm)
+        k_gain, k_bias = arrays_of(self.k_norm or self.q_norm)
         return HeadNorms(q_gain, q_bias, k_gain, k_bias, self.normed_dtype)
 
 

@@ -26,7 +26,7 @@ from lm.attention.maps.monomials import APPROXIMATIONS, Monomials, n_terms
 from lm.attention.windowed import WindowedAttention
 from lm.config.configurable import configurable, field
 from lm.errors import ConfigError
-from lm.ops.linear_attention import ExpKernel, LinearCall, Options
+from lm.ops.linear_attention import ExpKernel, LinearCall, Options, decode
 
 MOST_TERMS = 2**23
 """Sums of a head, twice the paper's most: of each there are as many numbers as of a value. Listing many more would take
@@ -47,6 +47,13 @@ class Hybrid(WindowedAttention):
         default=1.0, above=0, help='scores in [-radius, radius] are approximated (chebyshev, minimax)'
     )
     scale: float | None = field(default=None, above=0, help='factor of the scores; None is 1 / sqrt(head size)')
+    implementation: str | None = field(
+        default=None,
+        choices=('reference', 'xla'),
+        resume=True,
+        help="'reference' weighs each pair by itself, quadratic in the length: for high degrees, which have too many "
+        'sums; results agree',
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'HybridAttention':
         if dims.head_dim % self.parts:
@@ -73,7 +80,7 @@ class Hybrid(WindowedAttention):
     @property
     def direct(self) -> bool:
         """The powers of the operation suffice, which weigh pairs inside a block without forming the terms."""
-        return self.parts == 1 and self.degree <= 2
+        return self.parts == 1 and (self.degree <= 2 or self.implementation == 'reference')
 
     @property
     def coefficients(self) -> np.ndarray:
@@ -88,6 +95,14 @@ class HybridAttention(LinearModule):
         self.config = config
         self.dims = dims
         self.scale = config.scale or dims.head_dim**-0.5
+        self.implementation = config.implementation
+
+    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
+        if self.config.implementation == 'reference':
+            raise ConfigError(
+                "hybrid.implementation = 'reference': computes whole windows alone, and keeps no sums; set it to None"
+            )
+        return super().init_state(batch, max_length, dtype, documents)
 
     def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         config = self.config

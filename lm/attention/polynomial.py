@@ -25,6 +25,11 @@ class Polynomial(Gated):
     )
     denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
     offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
+    score_norm: str = field(
+        default='separate',
+        choices=('separate', 'tied'),
+        help="'separate': one layer norm for queries, one for keys; 'tied': one for both, as in the published code",
+    )
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolynomialAttention':
         return PolynomialAttention(self, dims, rngs)
@@ -40,7 +45,8 @@ class PolynomialAttention(NormedModule, ExactModule):
 
     def __init__(self, config: Polynomial, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(config, dims)
-        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
+        tied = config.score_norm == 'tied'
+        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim), tied=tied)
 
     def compute(self, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, v_BxMxKxD: jax.Array, **options: Any) -> jax.Array:
         degree, scale = self.config.degree, score_scale(self.config.degree, self.dims.head_dim)

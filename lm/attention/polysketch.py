@@ -180,7 +180,7 @@ class PolysketchAttention(NormedModule, LinearModule):
         """Returns the vectors that the exact kernel compares, from normalized queries and keys."""
         if self.config.sketch_norm is None:
             return q_BxLxHxD, k_BxLxKxD
-        return _scaled(self.q_norm, q_BxLxHxD), _scaled(self.k_norm, k_BxLxKxD)
+        return _scaled(self.q_norm, q_BxLxHxD), _scaled(self.k_norm or self.q_norm, k_BxLxKxD)
 
     @jax.named_scope('sketches')
     def sketched(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array) -> Sketched:

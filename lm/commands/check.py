@@ -3,10 +3,14 @@
 import argparse
 import functools
 import math
+from typing import TYPE_CHECKING
 
 from lm.commands.flags import add_gin_flags, pick, read_experiment, read_index, read_points
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lm.check.check import CheckOptions
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,42 +56,59 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--run_dir', metavar='RUN', help='as of lm train: what this run says counts if no --gin_file is given'
     )
     parser.add_argument('--branch_from', metavar='RUN', help='as of lm train: what this run says counts')
-    parser.add_argument('--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check its --index')
     parser.add_argument(
-        '--index', type=read_index, metavar='I', help='the point of the sweep, from 0 or by its name; default: 0'
+        '--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check each point, by name'
+    )
+    parser.add_argument(
+        '--index', type=read_index, metavar='I', help='one point of the sweep, from 0 or by its name; default: all'
     )
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     add_gin_flags(parser)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
-    """Returns the check of the run that `lm train` would make of the same flags or, with --sweep_file, of one point.
+    """Returns the check of the run that `lm train` would make of the same flags or, with --sweep_file, of its points.
 
     With --if_possible, the call does nothing if this machine cannot read the run that the flags change.
     """
     check_together(arguments)
     if arguments.sweep_file:
-        from lm.sweep.points import find_point
+        return make_points_call(arguments)
+    from lm.check.check import run_check
+    from lm.check.reach import has_begun, is_in_reach
+    from lm.runs.base import find_base
 
-        experiment = find_point(read_points(arguments), arguments.index or 0).experiment
-    else:
-        from lm.check.reach import is_in_reach
-        from lm.runs.base import find_base
+    runs = arguments.run_dir, arguments.branch_from, bool(arguments.gin_file)
+    if not is_in_reach(*runs, if_possible=arguments.if_possible):
+        return int
+    experiment = read_experiment(arguments, base=find_base(*runs))
+    begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
+    return functools.partial(run_check, experiment, read_options(arguments), begun=begun)
 
-        runs = arguments.run_dir, arguments.branch_from, bool(arguments.gin_file)
-        if not is_in_reach(*runs, if_possible=arguments.if_possible):
-            return int
-        experiment = read_experiment(arguments, base=find_base(*runs))
 
-    from lm.check.check import CheckOptions, run_check
-    from lm.check.reach import has_begun
+def make_points_call(arguments: argparse.Namespace) -> Call:
+    """Returns the check of all points of a sweep, or of its --index."""
+    from lm.check.check import run_check
+    from lm.check.points import run_checks
+    from lm.sweep.points import find_point
+
+    points, options = read_points(arguments), read_options(arguments)
+    if arguments.index is not None or len(points) == 1:
+        experiment = find_point(points, arguments.index or 0).experiment
+        return functools.partial(run_check, experiment, options)
+    if arguments.json:
+        raise ConfigError(f'--json: is of one run, and the sweep has {len(points)} points; add --index')
+    return functools.partial(run_checks, {point.name: point.experiment for point in points}, options)
+
+
+def read_options(arguments: argparse.Namespace) -> 'CheckOptions':
+    """Returns how runs are checked."""
+    from lm.check.check import CheckOptions
 
     given = pick(arguments, 'if_possible', 'advice', 'best', 'price_per_chip_hour', 'gradients')
     limit = math.inf if arguments.best else CheckOptions.advice_seconds
     limit = limit if arguments.advice_minutes is None else 60 * arguments.advice_minutes
-    options = CheckOptions(tuple(arguments.topology), as_json=arguments.json, advice_seconds=limit, **given)
-    begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
-    return functools.partial(run_check, experiment, options, begun=begun)
+    return CheckOptions(tuple(arguments.topology), as_json=arguments.json, advice_seconds=limit, **given)
 
 
 def check_together(arguments: argparse.Namespace) -> None:

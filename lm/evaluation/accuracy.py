@@ -41,7 +41,8 @@ class Tally:
 class TaskEvaluator:
     """Scores all examples of a split with the weights of a model; compiles once per context length.
 
-    An answer is right if no other token is more probable. The model sees the right answers before it.
+    An answer is right if no other token is more probable. The model sees the right answers before it, or none where its
+    tokens see later ones.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class TaskEvaluator:
         """`refuse` raises an error for losses that are not finite (`lm.evaluation.finite`); None: they are reported."""
         self.refuse = refuse
         self.task, self.split, self.context_length = plan.task, plan.split, plan.context_length
+        self.unpack = unpack = plan.task.choose_unpacking(bool(functions.config.looks_ahead))
         self.mesh, self.batch_size = mesh, round_up_rows(plan.batch_size, mesh)
         self._sharding = batch_sharding(mesh)
 
         def score(weights, tokens_BxN):
             model = functions.merge(weights)
-            inputs_BxL, targets_BxL, scored_BxL = plan.task.unpack(tokens_BxN)
+            inputs_BxL, targets_BxL, scored_BxL = unpack(tokens_BxN)
             logits_BxLxV = model(inputs_BxL)
             nats_BxL = -jnp.take_along_axis(jax.nn.log_softmax(logits_BxLxV), targets_BxL[..., None], axis=-1)[..., 0]
             right_BxL = (logits_BxLxV.argmax(-1) == targets_BxL) & scored_BxL
@@ -105,7 +107,7 @@ class TaskEvaluator:
                 array = jax.make_array_from_callback(tokens.shape, self._sharding, tokens.__getitem__)
                 nats_B, right_B, scored_B = (np.asarray(x)[:real] for x in self._score(weights, array))
             if self.refuse and not np.isfinite(nats_B).all():
-                inputs_BxL = np.asarray(self.task.unpack(jnp.asarray(tokens))[0])
+                inputs_BxL = np.asarray(self.unpack(jnp.asarray(tokens))[0])
                 self.refuse(inputs_BxL[np.isfinite(nats_B).argmin()], f'the loss of {self.split!r}')
             whole = int((right_B == scored_B).sum())
             total += Tally(real, int(scored_B.sum()), int(right_B.sum()), whole, float(nats_B.astype(np.float64).sum()))

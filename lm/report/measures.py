@@ -10,6 +10,8 @@ from lm.config.names import may_change
 from lm.errors import ConfigError
 from lm.evaluation.conditioning import Conditioning
 from lm.experiment import load_registry
+from lm.report.published import Figure
+from lm.report.scores import read_scores
 from lm.runs import sweep_file
 from lm.runs.records import Run
 from lm.training.objectives import Distillation
@@ -82,6 +84,20 @@ class Measures:
         """Returns the accuracy in percent."""
         accuracy = _finite(self.find_newest(run).get('accuracy'))
         return None if accuracy is None else 100 * accuracy
+
+    def figure(self, run: Run, figure: Figure) -> float | None:
+        """Returns a figure of a further text (`evaluate.sets`), or of a task of the harness, as the paper asks it.
+
+        A score counts with the paper's shots. It may be of more questions than the paper asks.
+        """
+        if figure.set is not None:
+            found = (self.find_newest(run).get('sets') or {}).get(figure.set, {})
+            value = _finite(found.get(figure.measure))
+            return value if value is None or figure.measure != 'accuracy' else 100 * value
+        scores = [score for score in read_scores(run) if score.task == figure.task and score.shots == figure.shots]
+        enough = [s for s in scores if s.limit is None or s.limit >= (figure.examples or math.inf)]
+        value = _finite(enough[-1].metrics.get(figure.metric)) if enough else None
+        return None if value is None else 100 * value
 
 
 def choose_conditioning(runs: Sequence[Run], measures: Measures, allows_any: bool = False) -> Conditioning | None:

@@ -4,16 +4,19 @@ A run repeats the row whose fields its configuration has.
 """
 
 import collections
+import dataclasses
+import functools
 import statistics
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lm.report.published import PaperTable, Row, load_tables, make_label
+from lm.report.published import Figure, PaperTable, Row, load_tables, make_label
 from lm.runs.records import Run
 from lm.text import escape_markdown, format_digits, make_markdown_table, shorten
 
 Measure = Callable[[Run], float | None]
+ReadFigure = Callable[[Run, Figure], float | None]
 SHORTEST = 100
 """Steps of a run whose perplexity is compared; shorter runs measure speed."""
 FEWEST_INTERVALS = 10
@@ -24,6 +27,9 @@ SETTINGS = {
     'model.n_layers': 'layers',
     'model.d_model': 'width',
     'model.n_heads': 'heads',
+    'model.causal': 'causal',
+    'train.objective': 'objective',
+    'data.task': 'task',
     'train.context_length': 'context',
     'train.tokens_per_step': 'tokens per step',
     'train.steps': 'steps',
@@ -36,7 +42,12 @@ class Cell(NamedTuple):
 
     table: PaperTable
     row: Row
-    column: int
+    column: int | str | Figure
+
+    @property
+    def figure(self) -> Figure:
+        """What is measured."""
+        return self.column if isinstance(self.column, Figure) else Figure(measure=self.table.measure)
 
     @property
     def printed(self) -> float | str:
@@ -69,9 +80,9 @@ class Comparison(NamedTuple):
             'table': table.key,
             'group': row.group,
             'row': row.label,
-            'axis': SETTINGS[table.axis],
-            'column': column,
-            'measure': table.measure,
+            'axis': _name_axis(table),
+            'column': column.label if isinstance(column, Figure) else column,
+            'measure': self.cell.figure.measure or self.cell.figure.task,
             'paper': None if isinstance(self.cell.printed, str) else self.cell.printed,
             'ours': self.ours,
             'runs': ' '.join(run.name for run in self.runs),
@@ -113,7 +124,7 @@ def select_tables(runs: Sequence[Run]) -> list[PaperTable]:
 
     def counts(table: PaperTable) -> bool:
         needed = [row for row in table.rows if row.label == table.only_with]
-        return not needed or any(_has_attention(run, row) for run in runs for row in needed)
+        return not needed or any(_has_attention(run, table, row) for run in runs for row in needed)
 
     return [table for table in load_tables().values() if counts(table)]
 
@@ -123,21 +134,54 @@ def find_cells(run: Run, among: Sequence[PaperTable], corpus: str | None = None)
 
     A table of the run's text goes before a table of any text.
 
+    A run on a text of one paper has no cell in tables of other papers, whatever the text.
+
     Args:
         among: the tables that count.
         corpus: the text that the run was trained on; None: see `find_corpus`.
     """
-    task = run.refer('data.task').rpartition('/')[2] or 'None'
     text, near = corpus or find_corpus(run), {}
+    papers = {table.paper for table in among if text and table.corpus == text}
     for table in among:
-        column = run.value(table.axis)
-        is_too_short = table.measure == 'perplexity' and run.total_steps < SHORTEST
-        if (table.task or 'None') != task or table.corpus not in (None, text) or column not in table.columns:
+        if not _has_data(run, table, text) or (papers and table.paper not in papers):
             continue
-        for cell in (Cell(table, row, column) for row in table.rows if _has_attention(run, row) and not is_too_short):
+        rows = [row for row in table.rows if _has_attention(run, table, row)]
+        for cell in (Cell(table, row, column) for row in rows for column in _find_columns(run, table)):
+            if cell.figure.measure == 'perplexity' and run.total_steps < SHORTEST:
+                continue
             distance = table.corpus is None, len(list_differences(run, cell, corpus))
-            near.setdefault(table.measure, []).append((distance, cell))
+            near.setdefault(dataclasses.replace(cell.figure, label=''), []).append((distance, cell))
     return [min(cells, key=lambda pair: pair[0])[1] for cells in near.values()]
+
+
+def _has_data(run: Run, table: PaperTable, text: str | None) -> bool:
+    """Returns whether a table may have the task or the text of a run."""
+    task = run.refer('data.task').rpartition('/')[2] or 'None'
+    return table.corpus in (None, text) and (table.axis == 'data.task' or task == (table.task or 'None'))
+
+
+def _find_columns(run: Run, table: PaperTable) -> list[int | str | Figure]:
+    """Returns the columns of a table that a run fills."""
+    if table.axis is None:
+        return table.columns
+    value = run.refer(table.axis).rpartition('/')[2] if table.axis == 'data.task' else run.value(table.axis)
+    return [column for column in table.columns if column == value]
+
+
+def _name_axis(table: PaperTable) -> str:
+    return 'figure' if table.axis is None else SETTINGS[table.axis]
+
+
+def _name_column(column: float | str | Figure) -> str:
+    """Returns the heading of a column."""
+    if isinstance(column, Figure):
+        return column.label
+    return column if isinstance(column, str) else shorten(column)
+
+
+def _say(value: Any) -> str:
+    """Returns a value of a setting, with commas in numbers."""
+    return f'{value:,}' if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def list_differences(run: Run, cell: Cell, corpus: str | None = None) -> list[str]:
@@ -146,21 +190,26 @@ def list_differences(run: Run, cell: Cell, corpus: str | None = None) -> list[st
     for binding in cell.row.settings:
         ours, value = run.value(binding), cell.setting(binding)
         if ours != value:
-            found.append(f'{SETTINGS[binding]} {ours if ours is None else format(ours, ",")} (paper: {value:,})')
+            found.append(f'{SETTINGS[binding]} {_say(ours)} (paper: {_say(value)})')
     text, trained_on = cell.table.corpus, find_corpus(run)
     if text and trained_on != text and (trained_on or corpus != text):
         found.append(f'data {run.config.get("data.path")} (paper: {text})')
     return found
 
 
-def _find_mechanism(run: Run) -> tuple[str, str]:
-    """Returns (name, scope/name) of the one mechanism of a run, ('', '') for a pattern of several."""
+def _find_mechanism(run: Run, beside: str | None = None) -> tuple[str, str]:
+    """Returns (name, scope/name) of the one mechanism of a run, ('', '') for a pattern of several.
+
+    With `beside` the pattern has that mechanism and one other.
+    """
     found = run.mechanisms()
+    if beside is not None:
+        found = [name for name in found if name != beside] if beside in found else []
     return (found[0].rpartition('/')[2], found[0]) if len(found) == 1 else ('', '')
 
 
-def _has_attention(run: Run, row: Row) -> bool:
-    name, scoped = _find_mechanism(run)
+def _has_attention(run: Run, table: PaperTable, row: Row) -> bool:
+    name, scoped = _find_mechanism(run, table.beside)
     return name == row.mechanism and _has_fields(run, scoped, row.fields)
 
 
@@ -171,15 +220,22 @@ def _has_fields(run: Run, scoped: str, fields: Mapping[str, Any]) -> bool:
 # --------------------------------------------------------------------------------------------------- both numbers
 
 
-def compare(runs: Sequence[Run], measures: Mapping[str, Measure], corpus: str | None = None) -> list[Comparison]:
+def compare(
+    runs: Sequence[Run],
+    measures: Mapping[str, Measure],
+    corpus: str | None = None,
+    read: ReadFigure = lambda run, figure: None,
+) -> list[Comparison]:
     """Returns every cell of a table of which a run repeats one, with the mean of the runs that repeat the cell. The
     runs that come near a cell follow, one by one, with what differs. Speeds of other devices than most are among them.
 
     Args:
         measures: the perplexity and the accuracy, in percent, of a run.
         corpus: see `find_cells`.
+        read: the figure of a task of the harness or of a further text, of a run.
     """
     among = select_tables(runs)
+    measure = functools.partial(_measure, measures, read)
     found = [(run, cell, _list_obstacles(run, cell, corpus)) for run in runs for cell in find_cells(run, among, corpus)]
     kinds = collections.defaultdict(collections.Counter)
     for run, cell, obstacles in found:
@@ -199,8 +255,8 @@ def compare(runs: Sequence[Run], measures: Mapping[str, Measure], corpus: str | 
     for table in among:
         if any(cell.table is table for cell in same):
             cells = [Cell(table, row, column) for row in table.rows for column in table.columns]
-            compared += [_compare(cell, same.get(cell, []), measures, '') for cell in cells]
-        compared += [_compare(c, [run], measures, '; '.join(found)) for c, run, found in near if c.table is table]
+            compared += [_compare(cell, same.get(cell, []), measure, '') for cell in cells]
+        compared += [_compare(c, [run], measure, '; '.join(found)) for c, run, found in near if c.table is table]
     return compared
 
 
@@ -215,13 +271,20 @@ def _list_obstacles(run: Run, cell: Cell, corpus: str | None) -> list[str]:
     return found
 
 
-def _compare(cell: Cell, runs: Sequence[Run], measures: Mapping[str, Measure], differs: str) -> Comparison:
-    def steps_per_second(run: Run) -> float | None:
-        """Returns the steps per second of a run if they had as many tokens as the paper's steps."""
-        return run.tokens_per_second and run.tokens_per_second / cell.setting('train.tokens_per_step')
+def _measure(measures: Mapping[str, Measure], read: ReadFigure, run: Run, cell: Cell) -> float | None:
+    figure = cell.figure
+    if figure.task or figure.set:
+        return read(run, figure)
+    if figure.measure in measures:
+        return measures[figure.measure](run)
+    if figure.measure != 'steps_per_second':
+        return None
+    # As many steps as the run's tokens would have been with the paper's tokens per step.
+    return run.tokens_per_second and run.tokens_per_second / cell.setting('train.tokens_per_step')
 
-    measure = measures.get(cell.table.measure, steps_per_second)
-    values = [value for run in runs if (value := measure(run)) is not None]
+
+def _compare(cell: Cell, runs: Sequence[Run], measure: Callable[[Run, Cell], float | None], differs: str) -> Comparison:
+    values = [value for run in runs if (value := measure(run, cell)) is not None]
     return Comparison(cell, runs, statistics.fmean(values) if values else None, differs)
 
 
@@ -261,7 +324,7 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
                 row = c.cell.row
                 lines.setdefault(row.group, [f'*{row.group}*', *[''] * len(table.columns)])
                 lines.setdefault(row, [row.label]).append(f'{_format(c.cell.printed)} / {_format(c.ours)}')
-            text += [make_markdown_table([*lines.values()], ['', *map(shorten, table.columns)]), '']
+            text += [make_markdown_table([*lines.values()], ['', *map(_name_column, table.columns)]), '']
             if table.measure == 'steps_per_second':
                 devices = sorted({name for c in same for name in c.devices})
                 text += [f'Ours on {escape_markdown("; ".join(devices))}.', '']
@@ -269,8 +332,8 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
             text += ['Apart, as they are not what the paper ran:', '']
             names = ('runs', 'devices', 'differs', 'row')
             cells = [[escape_markdown(str(c.as_row()[name])) for name in names] for c in others]
-            figures = [[shorten(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
-            headings = ['run', 'on', 'differs', 'row', SETTINGS[table.axis], 'paper', 'ours']
+            figures = [[_name_column(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
+            headings = ['run', 'on', 'differs', 'row', _name_axis(table), 'paper', 'ours']
             text += [make_markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']
     return text
 

@@ -12,6 +12,29 @@ WORDS = {('sketch', 'gaussian'): 'random', ('local', True): ' + local', ('local'
 """(field, value) → its text in a label, if that is not the value."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What is measured of a run.
+
+    Attributes:
+        label: the heading of its column.
+        measure: perplexity, accuracy (in percent) or steps_per_second; None: a task of the harness.
+        set: of which text (`evaluate.sets`); None: the run's own.
+        task: the task of lm-evaluation-harness.
+        metric: of the task, in percent.
+        shots: examples in front of each question of the task.
+        examples: how many questions the paper asks, drawn at random; None: all.
+    """
+
+    label: str = ''
+    measure: str | None = None
+    set: str | None = None
+    task: str | None = None
+    metric: str = 'acc'
+    shots: int | None = None
+    examples: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """A row of a table.
@@ -42,13 +65,14 @@ class PaperTable:
         title: number and contents.
         source: the paper, and the place of the table in it.
         unit: of the values.
-        measure: perplexity, accuracy (in percent) or steps_per_second.
-        axis: the binding whose values are the columns.
-        columns: these values.
+        columns: values of the binding `axis`, or figures of one run.
         labels: mechanism → the template of its labels, and the fields that all its rows have.
         rows: in the paper's order.
+        measure: what is measured where columns are values (`Figure.measure`).
+        axis: the binding whose values are the columns; None: the columns are figures.
         corpus: the text of its runs; None: any text.
         task: the synthetic task of its runs.
+        beside: the mechanism, as scope/name, of the layers that stand beside the row's in a pattern.
         only_with: label of a row; the table counts only beside runs of its mechanism.
     """
 
@@ -56,14 +80,20 @@ class PaperTable:
     title: str
     source: str
     unit: str
-    measure: str
-    axis: str
-    columns: list[int]
+    columns: list[int | str | Figure]
     labels: Mapping[str, tuple[str, Mapping[str, Any]]]
     rows: list[Row]
+    measure: str | None = None
+    axis: str | None = None
     corpus: str | None = None
     task: str | None = None
+    beside: str | None = None
     only_with: str | None = None
+
+    @property
+    def paper(self) -> str:
+        """The paper of the source."""
+        return self.source.partition(', ')[0]
 
 
 @functools.cache
@@ -80,8 +110,9 @@ def make_label(template: str, fields: Mapping[str, Any]) -> str:
 
 
 def _table(data: dict[str, Any]) -> PaperTable:
-    labels = {name: (fields.pop('label'), fields) for name, fields in data.pop('mechanisms').items()}
+    labels = {name: (fields.pop('label'), fields) for name, fields in data.pop('mechanisms', {}).items()}
     settings, rows = _flatten(data.pop('settings', {})), []
+    columns = [Figure(**column) if isinstance(column, dict) else column for column in data.pop('columns')]
     for group in data.pop('groups'):
         for row in group['rows']:
             mechanism, values = row.pop('mechanism', None), row.pop('values')
@@ -94,7 +125,7 @@ def _table(data: dict[str, Any]) -> PaperTable:
             label = make_label(template, fields | {'layers': layers})
             bindings = settings | _flatten(group.get('settings', {})) | bindings
             rows.append(Row(group['title'], label, mechanism, fields, bindings, values))
-    return PaperTable(**data, labels=labels, rows=rows)
+    return PaperTable(**data, columns=columns, labels=labels, rows=rows)
 
 
 def _flatten(data: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:

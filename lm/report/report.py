@@ -294,7 +294,7 @@ class Report:
         if self.corpus == 'none':
             return []
         measures = {'perplexity': self.measures.perplexity, 'accuracy': self.measures.accuracy}
-        return paper.compare(self.runs, measures, self.corpus)
+        return paper.compare(self.runs, measures, self.corpus, self.measures.figure)
 
     def describe_provenance(self, run: Run) -> str:
         """Returns where the numbers of a run come from."""

@@ -16,7 +16,8 @@ from lm.plots import COLOURS, Curve
 from lm.report.measures import Measures, name_loss
 from lm.report.page import SortableTable, TableCell, make_cell
 from lm.report.pictures import Picture
-from lm.runs.records import Run, read_json
+from lm.report.scores import read_scores
+from lm.runs.records import Run
 from lm.text import escape_markdown, make_markdown_table, perplexity
 
 LAYER_ERROR = re.compile(r'layer_error/(\d+)')
@@ -123,20 +124,7 @@ def _read_data(run: Run, record: dict[str, Any]) -> Any:
 
 def _read_tasks(run: Run) -> dict[tuple, dict[str, float]]:
     """Returns (task, context length, limit) → metric → result, of the newest step."""
-    folder, found = run.directory.evaluations / 'harness', {}
-    records = [read_json(path) for path in sorted(folder.glob('*.json'))] if folder.exists() else []
-    whole = [r for r in records if isinstance(r, dict) and isinstance(r.get('results'), dict)]
-    own = [record for record in whole if not record.get('overrides')]
-    for record in sorted(own, key=lambda record: record.get('step', 0)):
-        for task, metrics in record['results'].items():
-            # The harness gives -1 where a task has no examples of a length.
-            numbers = {
-                metric.partition(',')[0]: float(value)
-                for metric, value in metrics.items()
-                if isinstance(value, int | float) and value >= 0 and '_stderr' not in metric
-            }
-            found[task, record.get('context_length'), record.get('limit')] = numbers
-    return found
+    return {(s.task, s.context_length, s.limit): dict(s.metrics) for s in read_scores(run)}
 
 
 def _compare_tasks(

@@ -3,24 +3,28 @@
     configuration   a frozen dataclass, `@configurable('name') class Name(Task)`; data.task = @name() in a gin file
     TaskStore       its examples where the trainer expects a token store
 
-An example is a sequence of tokens that the model reads from left to right; only the answers count, in the loss and in
-the accuracy. N examples of L + 1 tokens, L = train.context_length. Adding a task means adding one file with the
-configuration to this package, which finds it by itself.
+An example is a sequence of tokens; only the answers count, in the loss and in the accuracy. A model reads it from left
+to right, or sees it from both sides with its answers hidden (`model.causal = False`). N examples of L + 1 tokens, L =
+train.context_length. Adding a task means adding one file with the configuration to this package, which finds it by
+itself.
 """
 
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lm.config.configurable import Configurable, field
 from lm.errors import ConfigError
 from lm.tasks.draws import Draws
 
+HIDDEN = 0
+"""The token in place of what a model that sees later tokens shall tell. Tasks with filler have it as filler."""
 SPLITS = ('train', 'validation', 'test')
 
 
@@ -73,6 +77,16 @@ class Task(Configurable, abc.ABC):
         A task whose targets are not the next tokens packs both into the tokens of its examples.
         """
         return tokens_BxN[:, :-1], tokens_BxN[:, 1:], self.scored(tokens_BxN)
+
+    def unpack_hidden(self, tokens_BxN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Unpacks for a model whose tokens see later ones: `HIDDEN` stands in the inputs where answers were."""
+        inputs_BxL, targets_BxL, scored_BxL = self.unpack(tokens_BxN)
+        is_answer_BxL = jnp.pad(scored_BxL[:, :-1], ((0, 0), (1, 0)))
+        return jnp.where(is_answer_BxL, HIDDEN, inputs_BxL), targets_BxL, scored_BxL
+
+    def choose_unpacking(self, sees_later: bool) -> Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+        """Returns `unpack`, or `unpack_hidden` for a model whose tokens see later ones."""
+        return self.unpack_hidden if sees_later else self.unpack
 
     def slices(self, split: str, context_length: int) -> dict[str, Slice]:
         """Returns name → part of a split with its own accuracy; one part without a name is the whole split."""

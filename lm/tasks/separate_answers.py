@@ -31,3 +31,6 @@ class AnswersApart(Task):
     def unpack(self, tokens_BxN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         asked_BxL = self.scored(tokens_BxN)
         return tokens_BxN[:, :-1] % self.vocab_size, tokens_BxN[:, 1:] // self.vocab_size - asked_BxL, asked_BxL
+
+    def unpack_hidden(self, tokens_BxN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.unpack(tokens_BxN)

@@ -45,13 +45,13 @@ def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None
 
 
 def choose_unpacking(data: DataConfig, config: TrainConfig, model: ModelConfig, store: Store | None) -> Unpack | None:
-    """Returns the function that unpacks the windows of a step: the task's, or else the objective's
-    (`Objective.unpack`). None: each token predicts the next one, and the tokens are the inputs as they are.
+    """Returns the function that unpacks the windows of a step: the objective's (`Objective.unpack`), or else the
+    task's. None: each token predicts the next one, and the tokens are the inputs as they are.
 
     `Objective.unpack` describes the last two arguments and the errors.
     """
-    if data.task:
-        return data.task.unpack
+    if data.task and not config.objective.looks_ahead:
+        return data.task.choose_unpacking(bool(model.looks_ahead))
     unpack, begin = config.objective.unpack(store, model.vocab_size), data.text_begin(store)
     return functools.partial(next_token, begin=begin) if unpack is None and begin else unpack
 

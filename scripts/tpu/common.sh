@@ -362,9 +362,15 @@ complete_command() {
     *) COMMAND+=(--gin_param "mesh.processes = $PROCESSES") ;;
   esac
 }
+# Prints the path of lm on this machine; fails where there is none.
+find_lm() {
+  local program
+  program=$(command -v lm || echo "$ROOT/.venv/bin/lm")
+  [ -x "$program" ] && echo "$program"
+}
 # Refuses on this machine what would fail on a paid pod. Calls `lm check` with the configuration of an `lm train` (also of
-# the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and
-# CHECK=0, pass.
+# the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, a
+# sweep whose points lie in its folder, and CHECK=0, pass.
 check_command() {
   local words=() runs=() verb='' code=0 program topology=$ACCELERATOR_TYPE
   if [ "$SLICES" -gt 1 ]; then topology="$SLICES*$topology"; fi
@@ -385,6 +391,7 @@ check_command() {
     shift
   done
   if [ "$CHECK" != 1 ] || [ -z "$verb" ]; then return 0; fi
+  if [ "$verb" = sweep ] && ! has_flag --sweep_file ${words[@]+"${words[@]}"}; then return 0; fi
   if [ "$verb" = train ]; then
     words+=(${runs[@]+"${runs[@]}"})
     if ! has_flag --run_dir ${runs[@]+"${runs[@]}"}; then words+=(--run_dir "$RUN_DIR"); fi
@@ -395,8 +402,7 @@ check_command() {
     echo
     return 0
   fi
-  program=$(command -v lm || echo "$ROOT/.venv/bin/lm")
-  if [ ! -x "$program" ]; then
+  if ! program=$(find_lm); then
     note "lm is not installed on this machine (scripts/quickstart.sh does it): the step is not checked"
     return 0
   fi

@@ -1,24 +1,36 @@
 #!/usr/bin/env bash
 # Runs a sweep with one pod for each point: one supervise.sh per index, PARALLEL pods at a time.
 #
-#   scripts/tpu/sweep.sh 6 lm sweep --gin_file configs/models/small.gin --sweep_file mine.gin --run_dir gs://bucket/sweeps/a
+#   scripts/tpu/sweep.sh lm sweep --gin_file configs/models/small.gin --sweep_file mine.gin --run_dir gs://bucket/sweeps/a
 #   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
-#   DRY_RUN=1 scripts/tpu/sweep.sh 8 …        prints the commands
+#   scripts/tpu/sweep.sh 6 lm sweep …         the first six
+#   DRY_RUN=1 scripts/tpu/sweep.sh …          prints the commands
 #
-# Adds --index I to the command. First `lm check` compiles each point on this machine (CHECK=0 skips it). Pods are named
+# Adds --index I to the command, for each point that `lm sweep --count` counts on this machine. First `lm check` compiles each point on this machine (CHECK=0 skips it). Pods are named
 # TPU_NAME-I, and jobs RUN_NAME-I. Their output goes to SWEEP_LOG_DIR. Prints a table of exit codes at the end. The exit
 # code is 0 if all codes are 0, else 1. Look at the points first: lm sweep … --dry_run
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
-[ $# -ge 2 ] || fail "give the number of points (or a range, 3-5) and the command; see $SCRIPT --help"
+[ $# -ge 2 ] || fail "give the command, lm sweep …; see $SCRIPT --help"
+first=0 last=''
 case $1 in
-  *[!0-9-]* | -* | *- | *-*-*) fail "$1: give a number of points, or a range such as 3-5" ;;
+  -- | *[!0-9-]*) ;;
+  -* | *- | *-*-*) fail "$1: give a number of points, or a range such as 3-5" ;;
   *-*) first=$((10#${1%-*})) last=$((10#${1#*-})) ;;
-  *) first=0 last=$((10#$1 - 1)) ;;
+  *) last=$((10#$1 - 1)) ;;
 esac
-shift
+if [ -n "$last" ]; then shift; fi
 if [ "$1" = -- ]; then shift; fi
 load_settings
+
+# Sets COUNT to the number of points of the command, which begins with any words before `sweep`.
+count_points() {
+  local program
+  program=$(find_lm) || fail "lm is not installed on this machine, so the points cannot be counted: give their number first"
+  while [ "$1" != sweep ]; do shift; done
+  COUNT=$("$program" "$@" --count) || fail "the points could not be counted, as the line above says"
+  case $COUNT in '' | *[!0-9]*) fail "lm sweep --count printed '$COUNT' in place of a number: give the number first" ;; esac
+}
 case " $* " in
   *' sweep '*) ;;
   *) fail "$*: give a command of lm sweep" ;;
@@ -28,6 +40,10 @@ for flag in --index --jobs --gpus_per_job --dry_run --count; do
 done
 has_flag --run_dir "$@" || fail "no --run_dir; name the folder of the sweep, such as gs://my-bucket/sweeps/a"
 check_run_dir "$@"
+if [ -z "$last" ]; then
+  count_points "$@"
+  last=$((COUNT - 1))
+fi
 [ "$first" -le "$last" ] || fail "the range $first-$last is empty"
 
 if is_dry; then

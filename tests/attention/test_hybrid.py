@@ -48,6 +48,17 @@ def test_high_degrees_approach_softmax():
     assert errors[0] > 3 * errors[1] > 9 * errors[2]
 
 
+@pytest.mark.parametrize('degree', [2, 3, 4])
+def test_weighing_each_pair_equals_sums_of_terms(degree):
+    sums, pairs = (
+        mechanisms.build(Hybrid(window=5, degree=degree, implementation=name), DIMS) for name in (None, 'reference')
+    )
+    q, k, v = inputs()
+    np.testing.assert_allclose(mechanisms.apply(pairs, q, k, v), mechanisms.apply(sums, q, k, v), atol=2e-5)
+    with pytest.raises(ConfigError, match=r"hybrid\.implementation = 'reference': .* set it to None"):
+        pairs.init_state(1, 8, jnp.float32)
+
+
 @functools.cache
 def squares():
     """Returns a module and a program for the summed squares of its outputs and their gradients."""

@@ -334,6 +334,18 @@ def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
     assert 'must be 0 to 1' in capsys.readouterr().err
 
 
+def test_all_points_of_a_sweep_are_checked_by_name(tmp_path, capsys):
+    (tmp_path / 's.gin').write_text('model.n_layers = [2, 3]')
+    command = ['check', '--sweep_file', str(tmp_path / 's.gin'), *tiny.params({'model.d_model': 32})]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    parts = printed.split('point ')[1:]
+    assert [part.partition('\n')[0] for part in parts] == ['0 of 2: n_layers-2', '1 of 2: n_layers-3']
+    assert ['(2 layers' in parts[0], '(3 layers' in parts[1]] == [True, True]
+    assert cli.main([*command, '--json']) == 2
+    assert 'the sweep has 2 points; add --index' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [

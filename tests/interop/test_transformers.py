@@ -67,6 +67,7 @@ MORE = {
     ),
     'polysketch 16': Polysketch(degree=16, sketch_size=4, block=8),
     'polynomial 16': Polynomial(degree=16),
+    'polynomial tied': Polynomial(score_norm='tied'),
     'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=8),
     'hybrid parts': Hybrid(window=5, degree=3, parts=2, approximation='minimax'),
     'hybrid long window': Hybrid(window=64),

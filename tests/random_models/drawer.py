@@ -95,6 +95,7 @@ def _draw_polynomial(draw: Draw) -> dict[str, Any]:
         'degree': draw.one(2, 4, 6, 8, 16),
         'denominator_bias': draw.rarely(lambda: draw.number(0.1, 5), 1.0),
         'gate': draw.often(0.4),
+        'score_norm': draw.one('separate', 'separate', 'tied'),
     }
 
 

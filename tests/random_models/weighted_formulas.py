@@ -34,7 +34,8 @@ def attend_softmax(layer: Layer) -> np.ndarray:
 @formula('polynomial')
 def attend_polynomial(layer: Layer) -> np.ndarray:
     """Weighs by ⟨q', k'⟩^p / (b + Σ), ' is layer normalization (PolySketchFormer §2.1)."""
-    q, k = layer_norm(layer.q, layer.weights['q_norm']), layer_norm(layer.k, layer.weights['k_norm'])
+    norm_of_keys = 'q_norm' if layer.config.score_norm == 'tied' else 'k_norm'
+    q, k = layer_norm(layer.q, layer.weights['q_norm']), layer_norm(layer.k, layer.weights[norm_of_keys])
     weights = np.where(layer.visible, compare(q, k) ** layer.config.degree, 0.0) * layer.forgotten()
     return layer.mix(weights / (layer.config.denominator_bias + weights.sum(-1, keepdims=True)))
 

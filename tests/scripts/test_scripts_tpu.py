@@ -244,6 +244,23 @@ def test_a_sweep_with_a_wrong_command_creates_no_pod(command, message, tmp_path)
     assert not (tmp_path / 'cloud' / 'gcloud.calls').exists()
 
 
+@pytest.mark.parametrize(
+    ('counted', 'message'), [('echo 3', ''), ('exit 2', 'could not be counted'), ('echo x', 'in place of')]
+)
+def test_a_sweep_counts_its_points(counted, message, tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud')
+    program = tmp_path / 'bin' / 'lm'
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n{counted}\n')
+    program.chmod(0o755)
+    path = f'{program.parent}:{cloud.environment["PATH"]}'
+    done = cloud.run('sweep.sh', *SWEEP, DRY_RUN='1', PATH=path)
+    assert (tmp_path / 'asked').read_text() == f'{" ".join(SWEEP[1:])} --count\n'
+    assert done.returncode == (2 if message else 0), done.stderr
+    assert message in done.stderr
+    assert [line.rpartition(' ')[2] for line in done.stdout.splitlines()] == ([] if message else ['0', '1', '2'])
+
+
 def test_a_range_of_a_sweep_may_have_leading_zeros(tmp_path):
     printed = dry_run(['sweep.sh', '08-09', *SWEEP], {}, tmp_path)
     assert [line.rpartition(' ')[2] for line in printed.splitlines()] == ['8', '9']

@@ -29,6 +29,7 @@ from lm.tasks.associative_recall import AssociativeRecall
 from lm.tasks.draws import Draws
 from lm.tasks.induction_heads import InductionHeads
 from lm.tasks.selective_copying import SelectiveCopying
+from lm.training.objectives.masked import Masked
 from lm.training.optimizer import OptimizerConfig
 from lm.training.step import TrainStep
 
@@ -264,6 +265,49 @@ TINY = tiny.MODEL | {
     'evaluate.batch_size': 32,
     'checkpoint.save_every_steps': 10,
 }
+
+
+@pytest.mark.parametrize('name', ['induction_heads', 'selective_copying', 'associative_recall'])
+def test_a_model_that_sees_later_tokens_sees_no_answer(name):
+    """Other answers change no input, of the task and of hidden tokens. No answer is among the hidden tokens."""
+    experiment = load([shipped.experiment(name)])
+    task, length = experiment.data.task, experiment.train.context_length
+    tokens = jnp.asarray(task.examples('train', range(2), length))
+    scored = np.asarray(task.scored(tokens))
+    others = np.asarray(tokens).copy()
+    others[:, 1:][scored] = (others[:, 1:][scored] + 1) % task.vocab_size
+    inputs, targets, counted = task.unpack_hidden(tokens)
+    np.testing.assert_array_equal(counted, scored)
+    np.testing.assert_array_equal(targets, tokens[:, 1:])
+    np.testing.assert_array_equal(np.asarray(inputs)[:, 1:][scored[:, :-1]], 0)
+    kept = ~np.pad(scored, ((0, 0), (1, 0)))[:, :-1]
+    np.testing.assert_array_equal(np.asarray(inputs)[kept], np.asarray(tokens)[:, :-1][kept])
+    hiding = Masked(share=0.5).unpack(TaskStore(task, length), task.vocab_size)
+    shown, _, chosen = hiding(tokens, jnp.arange(2))
+    again, _, same = hiding(jnp.asarray(others), jnp.arange(2))
+    np.testing.assert_array_equal(shown, again)
+    np.testing.assert_array_equal(chosen, same)
+    assert 0.2 < np.asarray(chosen)[:, : 2 * length // 3].mean() < 0.6 or name == 'selective_copying'
+    assert not np.asarray(chosen)[~kept].any()
+
+
+@pytest.mark.slow  # two runs
+def test_a_task_is_learned_from_both_sides_after_hidden_tokens(tmp_path):
+    """The protocol of LLoPS Table 1: pre-training on the task's own tokens, then the task, both from both sides."""
+    both = TINY | {
+        'model.causal': 'False',
+        'model.attention': '@softmax()',
+        'train.steps': 30,
+        'train.eval_every': None,
+    }
+    before, after = tmp_path / 'before', tmp_path / 'after'
+    done = tiny.lm('train', '--run_dir', str(before), *tiny.params(both | {'train.objective': '@masked()'}))
+    assert done.returncode == 0, done.stderr
+    done = tiny.lm('train', '--run_dir', str(after), *tiny.params(both | {'train.init_from': str(before)}))
+    assert done.returncode == 0, done.stderr
+    assert 'accuracy' in done.stdout
+    assert tiny.losses(before)[30] < tiny.losses(before)[1]
+    assert tiny.losses(after)[30] < tiny.losses(after)[1]
 
 
 @pytest.fixture(scope='module')

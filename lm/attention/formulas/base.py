@@ -194,14 +194,15 @@ class Formula:
 
 
 class NormedFormula(Formula):
-    """A formula with layer normalizations of queries and keys."""
+    """A formula with layer normalizations of queries and keys, one each or one for both."""
 
-    def make_norms(self, size):
-        self.make_layer_norm('q_norm', size)
-        self.make_layer_norm('k_norm', size)
+    def make_norms(self, size, tied=False):
+        self.k_norm = 'q_norm' if tied else 'k_norm'
+        for name in dict.fromkeys(('q_norm', self.k_norm)):
+            self.make_layer_norm(name, size)
 
     def normalize(self, q, k):
-        return self.layer_norm('q_norm', q), self.layer_norm('k_norm', k)
+        return self.layer_norm('q_norm', q), self.layer_norm(self.k_norm, k)
 
 
 class OutputNormedFormula(Formula):

@@ -6,9 +6,11 @@ from lm.attention.formulas.base import NormedFormula, score_scale, scores
 class PolynomialFormula(NormedFormula, name='polynomial'):
     """Weights ⟨q', k'⟩^degree."""
 
-    def __init__(self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None):
+    def __init__(
+        self, heads, kv_heads, size, *, degree, denominator_bias, gate=False, offset=None, score_norm='separate'
+    ):
         super().__init__()
-        self.make_norms(size)
+        self.make_norms(size, tied=score_norm == 'tied')
         self.make_gate(gate, kv_heads)
         self.degree, self.scale = degree, score_scale(degree, size)
         self.bias = denominator_bias * self.scale**degree

@@ -2,7 +2,8 @@
 
     train.objective = @masked()
 
-Adding an objective means adding one file. The examples of a task (`data.task`) have another objective.
+Adding an objective means adding one file. The examples of a task (`data.task`) say themselves what is asked for.
+`@masked()` leaves their answers out and asks for hidden tokens of the rest, as pre-training does.
 """
 
 import abc
@@ -79,16 +80,7 @@ class Objective(Configurable, abc.ABC):
 def check_objective(objective: Objective, data: DataConfig, model: ModelConfig) -> None:
     """Raises ConfigError if objective, data and model contradict each other."""
     name, setting = f'@{objective.gin_name}()', model.looks_ahead
-    if data.task and objective.looks_ahead:
-        raise ConfigError(
-            f'train.objective = {name}: data.task = @{data.task.gin_name}() says itself what is asked for; delete one'
-        )
-    if data.task and setting:
-        raise ConfigError(
-            f'{setting}: the examples of data.task = @{data.task.gin_name}() are read from left to right, and later '
-            'tokens hold the answers; set it to True'
-        )
-    if bool(setting) != objective.looks_ahead:
+    if bool(setting) != objective.looks_ahead and not (data.task and setting):
         raise ConfigError(f'train.objective = {name}: {objective.remedy.format(setting)}')
     for field, given in (('begin_id', data.begin_id), ('begin_windows', data.begin_windows)):
         if setting and given not in (None, False):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from lm.config.configurable import configurable, field
 from lm.data.dataset import Store
 from lm.errors import ConfigError
+from lm.tasks.base import HIDDEN, Task, TaskStore
 from lm.training.objectives.base import Hiding, Objective
 
 TRAINING = 'training'
@@ -53,6 +54,8 @@ class Masked(Objective):
 
     def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
         pieces, mask_id, special = vocab_size - 1, None, ()
+        if isinstance(store, TaskStore):
+            return TaskMasking(self, split, HIDDEN, store.vocab_size, (HIDDEN,), store.task)
         if store is not None:
             tokenizer = store.tokenizer()
             pieces, mask_id, special = tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids
@@ -108,3 +111,15 @@ class Masking(Hiding):
         is_other_BxL = lots_BxL < config.share * (config.mask_share + config.random_share)
         hidden_BxL = jnp.where(is_mask_BxL, self.mask, jnp.where(is_other_BxL, others_BxL, tokens_BxL))
         return jnp.where(chosen_BxL, hidden_BxL, tokens_BxL).astype(tokens_BxL.dtype), chosen_BxL
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskMasking(Masking):
+    """Hides tokens of the examples of a task, whose answers no token shows and none is asked for."""
+
+    task: Task
+
+    def __call__(self, tokens_BxN: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        shown_BxL = self.task.unpack_hidden(tokens_BxN)[0]
+        hidden_BxL, chosen_BxL = self.hide(shown_BxL, numbers_B)
+        return hidden_BxL, shown_BxL, chosen_BxL

@@ -1,0 +1,44 @@
+"""What of the papers holds: the claims of configs/papers/claims.toml, and the tables of `lm reproduce`."""
+
+import re
+
+from lm.reproduce.claims import PAPERS, Claim, count_verdicts, describe_verdict, load_claims, sort_by_paper
+from lm_reference.markdown import code, prose, sentence, table
+
+HEADS = ('claim', 'verdict', 'ours')
+
+
+def page() -> str:
+    """A table of claims per paper, and the list of tables."""
+    claims = load_claims()
+    parts = [f'In all {len(claims)} claims: {count_verdicts(claims)}.']
+    for paper, name in PAPERS.items():
+        found = [claim for claim in claims if claim.paper == paper]
+        parts += [f'## {name}', f'{len(found)} claims: {count_verdicts(found)}.', table(HEADS, map(_row, found))]
+    rows = [
+        (code(name), prose(one.title), ', '.join(one.offered) or prose(f'none: {one.missing}'), describe_verdict(one))
+        for name, one in sort_by_paper().items()
+    ]
+    parts += ['## Tables and figures', table(('table', 'what', 'scales', 'verdicts'), rows)]
+    return '\n\n'.join(parts)
+
+
+def _row(claim: Claim) -> tuple[str, ...]:
+    said = f'**{prose(claim.place)}**: {sentence(prose(claim.statement))}'
+    return said, f'**{claim.verdict}**', ' '.join(_evidence(claim))
+
+
+def _evidence(claim: Claim) -> list[str]:
+    """Our figure, and how it was measured."""
+    facts = {'size': claim.size, 'tokens': claim.tokens, 'seeds': claim.seeds, 'device': claim.device}
+    parts = [sentence(prose(claim.ours))] if claim.ours else []
+    parts += [f'{name.capitalize()}: {prose(text)}.' for name, text in facts.items() if text]
+    parts += [f'Command: {code(claim.command)}.'] if claim.command else []
+    parts += [f'See [{prose(claim.section)}](results.md#{anchor(claim.section)}).'] if claim.section else []
+    parts += [f'See {code(claim.tests)}.'] if claim.tests else []
+    return [*parts, *([sentence(prose(claim.note))] if claim.note else [])]
+
+
+def anchor(heading: str) -> str:
+    """The anchor that MyST and GitHub give a heading."""
+    return re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-')

@@ -1,0 +1,119 @@
+"""The verb `lm reproduce`."""
+
+import argparse
+import functools
+from typing import TYPE_CHECKING
+
+from lm.commands.flags import add_option_flags, find_given, find_options, setting
+from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
+from lm.sweep.options import ClusterOptions, SweepOptions
+
+if TYPE_CHECKING:
+    from lm.reproduce.runs import Choice
+
+CHOICES = ('scale', 'rows', 'columns', 'seeds', 'text')
+"""Flags of what is reproduced; others are of how."""
+ON = ('tpu', 'jobset', 'slurm', 'skypilot')
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('table', nargs='?', metavar='PAPER/TABLE', help='as --list names it')
+    parser.add_argument('--list', action='store_true', help='print every table and figure with its verdict and stop')
+    parser.add_argument('--scale', help="paper, or a smaller scale with the paper's proportions; default: paper")
+    parser.add_argument('--rows', metavar='LIST', help='numbers from 1, ranges, parts of labels: 1-4,learned')
+    parser.add_argument('--columns', metavar='LIST', help='numbers from 1, or values: 1,8k')
+    parser.add_argument('--seeds', type=int, metavar='N', help='runs per cell, from seed 0; default: 1')
+    parser.add_argument(
+        '--text', metavar='DIR', help='text files of smaller scales, in train/ and validation/; default: Python sources'
+    )
+    parser.add_argument('--run_dir', metavar='ROOT', help='default: runs/reproduce/PAPER/TABLE/SCALE')
+    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='no PNG and PDF files')
+    parser.add_argument(
+        '--set',
+        action='append',
+        default=[],
+        dest='gin_param',
+        type=setting,
+        metavar='X.Y=VALUE',
+        help='one binding of all runs, which then differ from the paper',
+    )
+    parser.add_argument(
+        '--price', action='store_true', help='print memory, hours, chip-hours, stores and preparation, and stop'
+    )
+    parser.add_argument('--price_per_chip_hour', type=float, metavar='X', help='of --price; in any currency')
+    parser.add_argument('--on', choices=ON, help='hand the runs to this launcher in place of this machine')
+    parser.add_argument('--manifests', metavar='DIR', help='of --on jobset, slurm, skypilot: the folder for manifests')
+    add_option_flags(parser, SweepOptions)
+    machines = parser.add_argument_group(
+        'the machines of each run (--price, --on)', 'a format refuses what it does not use'
+    )
+    add_option_flags(machines, ClusterOptions)
+
+
+def make_call(arguments: argparse.Namespace) -> Call:
+    if arguments.list:
+        from lm.reproduce.claims import print_tables
+
+        return print_tables
+    if not arguments.table:
+        raise ConfigError('PAPER/TABLE: name a table; lm reproduce --list shows all')
+    from lm.reproduce.descriptions import PAPER_SCALE, find_description
+
+    description, choice = find_description(arguments.table), read_choice(arguments)
+    description.check_scale(choice.scale)
+    root = arguments.run_dir or f'runs/reproduce/{description.name}/{choice.scale}'
+    if arguments.price:
+        from lm.hardware import parse
+        from lm.reproduce.price import print_price
+
+        named = arguments.topology or (description.topology if choice.scale == PAPER_SCALE else None)
+        topology = parse(named) if named else None
+        return functools.partial(print_price, description, choice, root, topology, arguments.price_per_chip_hour)
+    if arguments.price_per_chip_hour is not None:
+        raise ConfigError(f'--price_per_chip_hour {arguments.price_per_chip_hour:g}: is of --price')
+    if arguments.on:
+        return make_hand_over_call(arguments, root)
+    from lm.reproduce.run import reproduce
+
+    for flag, value in find_options(arguments, ClusterOptions).items():
+        raise ConfigError(f'--{flag} {value}: is of machines elsewhere; add --on')
+    options = SweepOptions(**find_options(arguments, SweepOptions))
+    return functools.partial(reproduce, description, choice, root, options, arguments.pictures)
+
+
+def make_hand_over_call(arguments: argparse.Namespace, root: str) -> Call:
+    """Returns the call of --on."""
+    from lm.commands.sweep import read_cluster_options
+    from lm.reproduce.descriptions import find_description
+    from lm.reproduce.hand_over import HandOver, hand_over
+
+    asked = HandOver(arguments.on, root, arguments.manifests, bool(arguments.retry_failed))
+    options = read_cluster_options(arguments)
+    return functools.partial(hand_over, find_description(arguments.table), read_choice(arguments), asked, options)
+
+
+def read_choice(arguments: argparse.Namespace) -> 'Choice':
+    """Returns what of the table is asked for. Raises ConfigError for an impossible number of seeds."""
+    from lm.reproduce.runs import Choice
+
+    if arguments.seeds is not None and arguments.seeds < 1:
+        raise ConfigError(f'--seeds {arguments.seeds}: must be at least 1')
+    given = find_given(arguments, *CHOICES)
+    lists = {
+        name: tuple(part.strip() for part in given.pop(name).split(','))
+        for name in ('rows', 'columns')
+        if name in given
+    }
+    return Choice(**given, **lists, gin_params=tuple(arguments.gin_param))
+
+
+VERB = Verb(
+    name='reproduce',
+    place=85,
+    help="repeat a table of a paper: data, runs, and the paper's numbers beside ours",
+    example='lm reproduce polysketchformer/table_2 --scale tiny --columns 1',
+    add_flags=add_flags,
+    make_call=make_call,
+    resumes=True,
+)

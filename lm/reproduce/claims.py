@@ -1,0 +1,108 @@
+"""What the papers claim, and what of it holds: `configs/papers/claims.toml`."""
+
+import dataclasses
+import functools
+import sys
+import tomllib
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from lm.config.project import project_root
+from lm.errors import ConfigError
+from lm.reproduce.descriptions import FOLDER, Description, load_descriptions
+
+PAPERS = {
+    'polysketchformer': 'PolySketchFormer',
+    'polysketchformer_draft': 'First draft of PolySketchFormer',
+    'performer': 'Performer (FAVOR, 2020)',
+    'llops': 'LLoPS',
+    'approximate_attention': 'Approximate attention',
+}
+VERDICTS = ('repeated', 'refuted', 'untried', 'not ours')
+TRIED = ('repeated', 'refuted')
+NEEDED = ('size', 'tokens', 'seeds', 'device', 'command', 'ours')
+"""Fields without which nothing counts as tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim.
+
+    Attributes:
+        paper: key of PAPERS.
+        place: in the paper.
+        statement: what the paper says, in a sentence.
+        verdict: one of VERDICTS; it holds for the size of this row.
+        tables: the tables of `lm reproduce` that it is about.
+        size, tokens, seeds, device, command: of our runs.
+        ours: our figure.
+        section: the heading of docs/results.md that has it.
+        tests: the file of tests that has it.
+        note: what else a reader should know.
+    """
+
+    paper: str
+    place: str
+    statement: str
+    verdict: str
+    tables: tuple[str, ...] = ()
+    size: str = ''
+    tokens: str = ''
+    seeds: str = ''
+    device: str = ''
+    command: str = ''
+    ours: str = ''
+    section: str = ''
+    tests: str = ''
+    note: str = ''
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a verdict without its evidence."""
+        where = f'claims.toml: {self.paper}, {self.place}'
+        if self.paper not in PAPERS or self.verdict not in VERDICTS:
+            raise ConfigError(f'{where}: {self.verdict}: the verdict must be one of {", ".join(VERDICTS)}')
+        missing = [name for name in NEEDED if not getattr(self, name)]
+        if self.verdict in TRIED and missing:
+            raise ConfigError(f'{where}: {self.verdict} without {", ".join(missing)}')
+        if self.ours and not (self.section or self.tests):
+            raise ConfigError(f'{where}: name the section of docs/results.md, or the tests, with this figure')
+
+
+@functools.cache
+def load_claims() -> tuple[Claim, ...]:
+    """Returns all claims in the order of the file. Raises ConfigError for one without its evidence."""
+    rows = tomllib.loads((project_root() / FOLDER / 'claims.toml').read_text(encoding='utf-8'))['claims']
+    return tuple(Claim(tables=tuple(row.pop('tables', ())), **row) for row in rows)
+
+
+def count_verdicts(claims: Iterable[Claim]) -> str:
+    """Returns '2 repeated, 1 untried'; a dash for no claim."""
+    found = [claim.verdict for claim in claims]
+    return ', '.join(f'{found.count(verdict)} {verdict}' for verdict in VERDICTS if verdict in found) or '–'
+
+
+def describe_verdict(description: Description) -> str:
+    """Returns the verdicts of the claims about a table."""
+    return count_verdicts(claim for claim in load_claims() if description.name in claim.tables)
+
+
+def print_tables() -> None:
+    """Prints every table and figure of the papers, what `lm reproduce` offers for it, and the verdicts."""
+    table = Table(title='Tables and figures of the papers', title_justify='left')
+    for heading in ('PAPER/TABLE', 'what', 'scales', 'verdicts'):
+        table.add_column(heading, overflow='fold')
+    for name, description in sort_by_paper().items():
+        scales = ', '.join(description.offered) or f'none: {description.missing}'
+        table.add_row(name, description.title, scales, describe_verdict(description))
+    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
+    print(
+        'A verdict holds at the size that its claim names (configs/papers/claims.toml), not at the size of the paper.'
+    )
+
+
+def sort_by_paper() -> dict[str, Description]:
+    """Returns the descriptions, the papers in the order of PAPERS."""
+    found, order = load_descriptions(), list(PAPERS)
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0].partition('/')[0])))

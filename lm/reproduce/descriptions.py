@@ -1,0 +1,120 @@
+"""What the tables of the papers run: the files TABLE.toml below `configs/papers/PAPER`.
+
+The papers' numbers stand beside them in `published*.toml`.
+"""
+
+import dataclasses
+import functools
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm.config.checks import did_you_mean
+from lm.config.project import project_root
+from lm.errors import ConfigError
+
+FOLDER = Path('configs') / 'papers'
+PAPER_SCALE = 'paper'
+
+
+@dataclasses.dataclass(frozen=True)
+class RunGroup:
+    """Experiments of a table: gin files, and the sweep files on top of them.
+
+    Attributes:
+        name: a word; run directories begin with it.
+        gin_files, sweep_files: below configs/papers.
+        gin_params: bindings that win over both.
+    """
+
+    name: str
+    gin_files: tuple[str, ...]
+    sweep_files: tuple[str, ...] = ()
+    gin_params: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A table or figure of a paper.
+
+    Attributes:
+        name: PAPER/TABLE, as on the command line.
+        title: its place in the paper and contents.
+        runs: the experiments at the paper's size.
+        published: keys of the tables with its numbers (`lm.report.published`).
+        corpus: key of `corpora.toml`; None: its data are drawn, or come from elsewhere.
+        topology: the slice of TPUs that `--price` takes if none is named.
+        scales: smaller scales at which the same runs are made, with all lengths divided (`scales.toml`).
+        commands: scale → commands that follow the runs, or make up the table where it has no runs; `{root}` is
+            replaced by the folder of the table.
+        missing: why no command repeats it; '': one does.
+    """
+
+    name: str
+    title: str
+    runs: tuple[RunGroup, ...] = ()
+    published: tuple[str, ...] = ()
+    corpus: str | None = None
+    topology: str = 'v4-64'
+    scales: tuple[str, ...] = ()
+    commands: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    missing: str = ''
+
+    @property
+    def offered(self) -> list[str]:
+        """The scales that the table has, the smallest first."""
+        known = [*self.scales, *self.commands, *([PAPER_SCALE] if self.runs else [])]
+        return [scale for scale in (*load_scales(), PAPER_SCALE) if scale in known]
+
+    def check_scale(self, scale: str) -> None:
+        """Raises ConfigError where the table has no such scale."""
+        if not self.offered:
+            raise ConfigError(f'{self.name}: nothing repeats it: {self.missing}')
+        if scale not in self.offered:
+            raise ConfigError(f'--scale {scale}: {self.name} has {", ".join(self.offered)}')
+
+
+def find_paths(names: tuple[str, ...]) -> list[str]:
+    """Returns files below configs/papers as paths that gin finds from any folder."""
+    return [str(FOLDER / name) for name in names]
+
+
+@functools.cache
+def load_descriptions() -> dict[str, Description]:
+    """Returns name → description of every table, paper by paper in the order of their files."""
+    folder = project_root() / FOLDER
+    files = sorted(path for path in folder.glob('*/**/*.toml') if not path.name.startswith('published'))
+    found = [_read(path, f'{path.relative_to(folder).parts[0]}/{path.stem}') for path in files]
+    return {description.name: description for description in found}
+
+
+def find_description(name: str) -> Description:
+    """Returns the description of PAPER/TABLE. Raises ConfigError where there is none."""
+    known = load_descriptions()
+    if name not in known:
+        raise ConfigError(f'{name}: no such table{did_you_mean(name, known)}; lm reproduce --list shows all')
+    return known[name]
+
+
+@functools.cache
+def load_scales() -> dict[str, dict[str, Any]]:
+    """Returns scale → its divisor and settings, from the smallest scale up."""
+    return tomllib.loads((project_root() / FOLDER / 'scales.toml').read_text(encoding='utf-8'))
+
+
+@functools.cache
+def load_corpora() -> dict[str, dict[str, Any]]:
+    """Returns corpus → its size."""
+    return tomllib.loads((project_root() / FOLDER / 'corpora.toml').read_text(encoding='utf-8'))
+
+
+def _read(path: Path, name: str) -> Description:
+    data = tomllib.loads(path.read_text(encoding='utf-8'))
+    runs = tuple(
+        RunGroup(**{key: value if key == 'name' else tuple(value) for key, value in group.items()})
+        for group in data.pop('runs', ())
+    )
+    commands = {scale: tuple(lines) for scale, lines in data.pop('commands', {}).items()}
+    lists = {key: tuple(data.pop(key)) for key in ('published', 'scales') if key in data}
+    return Description(name, runs=runs, commands=commands, **lists, **data)

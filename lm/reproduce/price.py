@@ -1,0 +1,190 @@
+"""`lm reproduce --price`: what a table needs, before anything runs: row by row, and in total.
+
+Hours and memory are those of `lm check`: the step of each run is compiled for the slice. The folder of the table keeps
+what was compiled, since a table of a hundred runs compiles for hours.
+"""
+
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+from rich.console import Console
+from rich.table import Table
+
+from lm.config.text import dump
+from lm.cost_model.compiled_step import Check, check, compute_budget
+from lm.errors import ConfigError, writing
+from lm.experiment import Experiment
+from lm.files import write_atomically
+from lm.hardware import Topology
+from lm.plan import PlanCache, plan_step
+from lm.reproduce.descriptions import Description, load_corpora, load_scales
+from lm.reproduce.runs import SEED, Choice, TableRun, list_runs
+from lm.runs.config_diff import parse_bindings
+from lm.runs.records import read_json, to_json
+from lm.text import format_count, format_digits, format_si, shorten
+
+NAME = 'price.json'
+BYTES_PER_TOKEN_IN_STORE = 2
+SECONDS_PER_GIGABYTE = 190.7
+"""Processor time of `lm prepare` for 1 GB of text with 32,000 pieces (docs/how_to/prepare.md)."""
+
+
+class RunPrice(NamedTuple):
+    """The needs of one run.
+
+    Attributes:
+        fits: None without a topology.
+        hours: predicted, or on a processor core estimated from FLOPs; None: the step does not fit.
+        least_hours: no machine is faster than this; None without a topology.
+        chip_hours: None without a topology.
+    """
+
+    run: TableRun
+    flops: float
+    fits: bool | None
+    hours: float | None
+    least_hours: float | None
+    chip_hours: float | None
+    needed_gib: float | None
+
+    @property
+    def is_expected(self) -> bool:
+        """Tells whether it fits, or the paper has no number there either."""
+        return self.fits is not False or any(isinstance(cell.printed, str) for cell in self.run.cells)
+
+
+def print_price(
+    description: Description,
+    choice: Choice,
+    root: str,
+    topology: Topology | None,
+    price_per_chip_hour: float | None = None,
+) -> None:
+    """Prints the needs of each run that is asked for, and their sum.
+
+    Args:
+        root: the folder of the table, which keeps what was compiled.
+        topology: the slice of TPUs; None: a processor core of the kind in scales.toml.
+
+    Raises ConfigError, after everything was printed, where a run does not fit that fits in the paper.
+    """
+    jax.config.update('jax_platforms', 'cpu')
+    runs = list_runs(description, choice)
+    for line in description.commands.get(choice.scale, ()):
+        print(f'not priced, a command of this machine: {line}')
+    prices = price_runs(runs, choice, epath.Path(root), topology)
+    if prices:
+        console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+        console.print(make_price_table(description, prices, topology))
+        for line in sum_up(prices, topology, price_per_chip_hour):
+            print(line)
+    for line in describe_data(description, choice, runs):
+        print(line)
+    if failing := [price for price in prices if not price.is_expected]:
+        names = ', '.join(price.run.point.name for price in failing)
+        raise ConfigError(f'--topology {topology and topology.name}: does not fit: {names}; take a larger topology')
+
+
+def price_runs(runs: Sequence[TableRun], choice: Choice, root: epath.Path, topology: Topology | None) -> list[RunPrice]:
+    """Returns the needs of each run. With a topology, a run takes a minute or two, unless `root` has its figures."""
+    known, cache = read_json(root / NAME) or {}, PlanCache()
+    prices = []
+    for i, run in enumerate(runs):
+        experiment = run.point.experiment
+        flops = compute_budget(plan_step(experiment, cache=cache)).flops_total
+        if topology is None:
+            hours = estimate_hours(flops, choice)
+            prices.append(RunPrice(run, flops, None, hours, None, None, None))
+            continue
+        key = identify(experiment, topology)
+        if key not in known:
+            print(f'compiling {i + 1} of {len(runs)}: {run.point.name} …', file=sys.stderr, flush=True)
+            known[key] = summarize(check(experiment, topology))
+            with writing(root / NAME):
+                root.mkdir(parents=True, exist_ok=True)
+                write_atomically(root / NAME, to_json(known) + '\n')
+        prices.append(RunPrice(run, flops, **known[key]))
+    return prices
+
+
+def identify(experiment: Experiment, topology: Topology) -> str:
+    """Returns a hash of all that a compiled step depends on."""
+    bindings = {name: text for name, text in parse_bindings(dump(experiment)).items() if name != SEED}
+    versions = [f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'libtpu')]
+    return hashlib.sha256(repr([bindings, topology.name, versions]).encode()).hexdigest()
+
+
+def summarize(found: Check) -> dict[str, Any]:
+    """Returns the figures of a check that a price has."""
+    run = found.predicted or found.speed if found.fits else None
+    return {
+        'fits': found.fits,
+        'hours': run and run.run_hours,
+        'least_hours': found.speed and found.speed.run_hours if found.fits else None,
+        'chip_hours': run and run.run_chip_hours,
+        'needed_gib': found.memory.needed_gib,
+    }
+
+
+def estimate_hours(flops: float, choice: Choice) -> float | None:
+    """Returns hours of one processor core, from the measured rate of the scale; None: it has none."""
+    scale = load_scales().get(choice.scale, {})
+    if 'flops_per_second' not in scale:
+        return None
+    return (flops / scale['flops_per_second'] + scale['seconds_to_start']) / 3600
+
+
+def make_price_table(description: Description, prices: Sequence[RunPrice], topology: Topology | None) -> Table:
+    """Returns the runs, one per line."""
+    where = topology.name if topology else 'one processor core'
+    table = Table(title=f'{description.title}: {format_count(len(prices), "run")} on {where}', title_justify='left')
+    for i, heading in enumerate(('row', 'column', 'seed', 'FLOPs', 'GiB', 'fits', 'hours', 'chip-hours')):
+        table.add_column(heading, justify='right' if i else 'left', overflow='fold')
+    for price in prices:
+        run = price.run
+        fits = {None: '–', True: 'yes', False: 'no'}[price.fits]
+        column = '' if run.column is None else shorten(run.column)
+        figures = (price.needed_gib, price.hours, price.chip_hours)
+        gib, hours, chips = ('–' if figure is None else format_digits(figure) for figure in figures)
+        table.add_row(run.row.label, column, str(run.seed), format_si(price.flops), gib, fits, hours, chips)
+    return table
+
+
+def sum_up(prices: Sequence[RunPrice], topology: Topology | None, price_per_chip_hour: float | None) -> list[str]:
+    """Returns the total of the rows above it. It says how many rows it leaves out."""
+    counted = [price for price in prices if price.hours is not None]
+    hours = sum(price.hours for price in counted if price.hours is not None)
+    counts = f'{len(counted)} of {format_count(len(prices), "run")}'
+    total = f'total of {counts}: {format_digits(hours)} hours, one after another'
+    if topology is None:
+        return [f'{total}, of one processor core, estimated from the measured rate in configs/papers/scales.toml']
+    chips = sum(price.chip_hours for price in counted if price.chip_hours is not None)
+    least = sum(price.least_hours for price in counted if price.least_hours is not None)
+    total += f' (at least {format_digits(least)}), {format_digits(chips)} chip-hours'
+    if price_per_chip_hour is not None:
+        total += f', {price_per_chip_hour * chips:,.2f} at {price_per_chip_hour:g} each'
+    left_out = [price.run.point.name for price in prices if price.hours is None]
+    return [total, *([f'left out, as they do not fit: {", ".join(left_out)}'] if left_out else [])]
+
+
+def describe_data(description: Description, choice: Choice, runs: Sequence[TableRun]) -> list[str]:
+    """Returns the size of the store, and the time of its preparation."""
+    if any(run.point.experiment.data.task for run in runs):
+        return ['data: drawn by the training, no store']
+    if choice.scale in load_scales():
+        return ['data: a store of a few MB, prepared in under a minute']
+    if description.corpus is None:
+        return ['store and preparation: configs/papers/corpora.toml has no size of this corpus']
+    corpus = load_corpora()[description.corpus]
+    tokens = corpus['text_bytes'] / corpus['bytes_per_token']
+    hours = corpus['text_bytes'] / 1e9 * SECONDS_PER_GIGABYTE / 3600
+    return [
+        f'store: about {format_si(tokens)} tokens, {format_si(BYTES_PER_TOKEN_IN_STORE * tokens)}B, from '
+        f'{format_si(corpus["text_bytes"])}B of text ({corpus["source"]})',
+        f'preparation: about {format_digits(hours)} hours of one processor core, shared out by --processes and --shard',
+    ]

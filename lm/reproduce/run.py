@@ -1,0 +1,98 @@
+"""`lm reproduce` on this machine: prepares the data, trains the runs, runs what follows, and writes the table.
+
+Each part leaves out what is done, so the same command goes on wherever it was stopped.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from etils import epath
+from rich.console import Console
+
+from lm import plots
+from lm.config.project import project_root
+from lm.data.prepare.run import run as run_preparation
+from lm.data.prepare.stages import prepare
+from lm.errors import ConfigError, LmError, Preempted
+from lm.files import is_remote
+from lm.reproduce.descriptions import FOLDER, Description
+from lm.reproduce.runs import Choice, TableRun, list_runs
+from lm.reproduce.table import ReproducedTable, collect
+from lm.sweep.options import SweepOptions
+from lm.sweep.run import run_sweep
+from lm.sweep.sweep import Sweep
+from lm.text import format_count
+
+OUT = 'table'
+"""The folder of the table, in the folder of the runs."""
+
+
+def reproduce(
+    description: Description, choice: Choice, root: str, options: SweepOptions, pictures: bool = True
+) -> None:
+    """Repeats a table on this machine.
+
+    Raises:
+        ConfigError: the table has no such scale, row or column.
+        Preempted: it was asked to stop; the same command goes on.
+        LmError: a run did not succeed; the table has the others.
+    """
+    if pictures:
+        plots.check_matplotlib(', or pass --no_pictures')
+    if is_remote(root):
+        raise ConfigError(f'--run_dir {root}: the table is written beside the runs; name a local folder, or give --on')
+    runs = list_runs(description, choice)
+    sweep = Sweep(root, [run.point for run in runs])
+    sweep.check()
+    prepare_data(runs, sweep)
+    failure = None
+    if runs:
+        try:
+            run_sweep(sweep, options)
+        except Preempted:
+            raise
+        except LmError as error:
+            failure = error
+    for line in description.commands.get(choice.scale, ()):
+        run_command(line, root)
+    if runs:
+        show(ReproducedTable(description, choice, runs, collect(runs, sweep)), Path(root) / OUT, pictures)
+    if failure:
+        raise failure
+
+
+def prepare_data(runs: Sequence[TableRun], sweep: Sweep) -> None:
+    """Prepares the stores of the runs that are not finished, each once."""
+    due = [run.point.experiment for run in runs if not sweep.is_finished(run.point)]
+    stores = {e.data.path: e.prepare for e in due if not e.data.task and not e.data.mixture and e.prepare.source}
+    for path, config in stores.items():
+        if not (epath.Path(path) / 'dataset.json').exists():
+            print(f'preparing {path}', flush=True)
+            run_preparation(prepare, config, path)
+
+
+def run_command(line: str, root: str) -> None:
+    """Runs a command of a description. Raises LmError where it fails."""
+    words = [word.replace('{root}', root) for word in shlex.split(line)]
+    own = {'lm': [sys.executable, '-m', 'lm'], 'python': [sys.executable]}
+    words = own.get(words[0], words[:1]) + words[1:]
+    files = [str(project_root() / word) if word.startswith(f'{FOLDER.as_posix()}/') else word for word in words]
+    print(f'$ {shlex.join(words)}', flush=True)
+    code = subprocess.run(files, check=False).returncode
+    if code == Preempted.exit_code:
+        raise Preempted('stopped: run the same command again')
+    if code:
+        raise LmError(f'{shlex.join(words)}: ended with {code}; run the same command again when mended')
+
+
+def show(table: ReproducedTable, folder: Path, pictures: bool) -> None:
+    """Prints the table, and writes its files."""
+    names = table.write(folder, pictures)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    console.print(table.make_terminal_table())
+    for line in table.list_remarks():
+        print(line)
+    print(f'{format_count(len(names), "file")} in {folder}: {", ".join(names)}')

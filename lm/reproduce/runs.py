@@ -1,0 +1,193 @@
+"""The runs of a table: each fills a row and a column, for one seed."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lm.config.checks import did_you_mean
+from lm.config.text import dump
+from lm.errors import ConfigError
+from lm.experiment import load
+from lm.report import paper
+from lm.report.paper import SETTINGS, Cell
+from lm.report.published import PaperTable, load_tables
+from lm.reproduce.descriptions import PAPER_SCALE, Description, RunGroup, find_paths, load_scales
+from lm.reproduce.scale import Scale
+from lm.runs.config_diff import parse_bindings
+from lm.runs.paths import check_name
+from lm.runs.records import Run
+from lm.runs.run_dir import RunDir
+from lm.sweep.points import Point, make_points
+from lm.text import shorten
+
+SEED = 'train.seed'
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What of a table is asked for.
+
+    Attributes:
+        scale: paper, or a key of scales.toml.
+        rows: numbers from 1, or parts of labels; empty: all.
+        columns: numbers from 1, or the values that the table prints; empty: all.
+        seeds: how many, from 0.
+        text: a folder of text for the smaller scales; None: Python sources.
+        gin_params: bindings that win over everything.
+    """
+
+    scale: str = PAPER_SCALE
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    seeds: int = 1
+    text: str | None = None
+    gin_params: tuple[str, ...] = ()
+
+
+class TableRow(NamedTuple):
+    """A row of a table: its heading, and its label."""
+
+    group: str
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRun:
+    """A run of a table.
+
+    Attributes:
+        row: which row it fills; without published numbers, the row of its own name.
+        column: of the paper's axis; None: the table has one column.
+        cells: what the paper printed there: one per measure.
+        seed: of its weights and data.
+        point: its name and experiment at the chosen scale.
+        original: the experiment at the paper's size, of the same name.
+    """
+
+    row: TableRow
+    column: int | None
+    cells: tuple[Cell, ...]
+    seed: int
+    point: Point
+    original: Point
+
+
+def list_runs(description: Description, choice: Choice) -> list[TableRun]:
+    """Returns the runs that are asked for, row by row in the paper's order.
+
+    Raises ConfigError for a scale, row or column that the table does not have.
+    """
+    description.check_scale(choice.scale)
+    if choice.scale not in (PAPER_SCALE, *description.scales):
+        return []  # its commands make the whole table
+    tables = [load_tables()[key] for key in description.published]
+    found = [
+        _fill(group, point, tables) for group in description.runs for point in _make_points(group)
+    ]  # (group, point, cells)
+    if tables:
+        found = sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
+    rows = list(dict.fromkeys(_name_row(*one) for one in found))
+    columns = sorted({cell.column for *_, cells in found for cell in cells})
+    kept_rows, kept_columns = choose_rows(rows, choice.rows), choose_columns(columns, choice.columns)
+    taken = [one for one in found if _name_row(*one) in kept_rows and (not one[2] or one[2][0].column in kept_columns)]
+    scaled = _find_scale(choice)
+    runs = []
+    for group, point, cells in taken:
+        for seed in range(choice.seeds):
+            column = cells[0].column if cells else None
+            row = _name_row(group, point, cells)
+            name = _make_name(group, row.label if cells else point.name, column, seed)
+            params = (f'{SEED} = {seed}', *choice.gin_params)
+            runs.append(
+                TableRun(
+                    row,
+                    column,
+                    cells,
+                    seed,
+                    _change(len(runs), name, point, scaled, params),
+                    _change(len(runs), name, point, None, params[:1]),
+                )
+            )
+    names = [run.point.name for run in runs]
+    assert len(set(names)) == len(names), f'{description.name}: two runs have one name'
+    return runs
+
+
+def choose_rows(rows: Sequence[TableRow], asked: Sequence[str]) -> list[TableRow]:
+    """Returns the rows of these numbers, ranges of numbers (2-4), or parts of labels. Raises ConfigError."""
+    kept = []
+    for text in asked:
+        if match := re.fullmatch(r'(\d+)(?:-(\d+))?', text):
+            first, last = int(match[1]), int(match[2] or match[1])
+            if not 1 <= first <= last <= len(rows):
+                raise ConfigError(f'--rows {text}: must be 1 to {len(rows)}')
+            kept += rows[first - 1 : last]
+        else:
+            fitting = [row for row in rows if text.lower() in row.label.lower()]
+            if not fitting:
+                labels = [row.label for row in rows]
+                raise ConfigError(f'--rows {text}: no row has this in its label{did_you_mean(text, labels)}')
+            kept += fitting
+    return [row for row in rows if row in kept or not asked]
+
+
+def choose_columns(columns: Sequence[int], asked: Sequence[str]) -> list[int]:
+    """Returns the columns of these values (4096 or 4k), or of these numbers from 1. Raises ConfigError."""
+    named = {name: column for column in columns for name in (str(column), shorten(column))}
+    kept = []
+    for text in asked:
+        if text not in named and not (text.isdigit() and 1 <= int(text) <= len(columns)):
+            listed = ', '.join(shorten(column) for column in columns) or 'none'
+            raise ConfigError(f'--columns {text}: must be 1 to {len(columns)}, or one of {listed}')
+        kept.append(named[text] if text in named else columns[int(text) - 1])
+    return [column for column in columns if column in kept or not asked]
+
+
+def name_axis(tables: Sequence[PaperTable]) -> str:
+    """Returns what the columns are, in words."""
+    return SETTINGS[tables[0].axis] if tables else ''
+
+
+@functools.cache
+def _make_points(group: RunGroup) -> list[Point]:
+    files = find_paths(group.gin_files), find_paths(group.sweep_files)
+    if group.sweep_files:
+        return make_points(*files, group.gin_params)
+    return [Point(0, group.name, {}, load(files[0], group.gin_params))]
+
+
+def _fill(group: RunGroup, point: Point, tables: Sequence[PaperTable]) -> tuple[RunGroup, Point, tuple[Cell, ...]]:
+    """Returns the run with the cells that it repeats."""
+    run = Run(RunDir(point.name), parse_bindings(point.config), {}, [], [], [])
+    cells = paper.find_cells(run, tables)
+    return group, point, tuple(cell for cell in cells if not paper.list_differences(run, cell))
+
+
+def _rank(cell: Cell, tables: Sequence[PaperTable]) -> tuple[int, int, int]:
+    return tables.index(cell.table), cell.table.rows.index(cell.row), cell.table.columns.index(cell.column)
+
+
+def _name_row(group: RunGroup, point: Point, cells: Sequence[Cell]) -> TableRow:
+    return TableRow(cells[0].row.group, cells[0].row.label) if cells else TableRow(group.name, point.name)
+
+
+def _make_name(group: RunGroup, label: str, column: int | None, seed: int) -> str:
+    words = re.sub('[^A-Za-z0-9]+', '-', label).strip('-').lower()[:80].strip('-')
+    return check_name('_'.join([group.name, words, *([] if column is None else [str(column)]), f'seed-{seed}']))
+
+
+def _find_scale(choice: Choice) -> Scale | None:
+    if choice.scale == PAPER_SCALE:
+        if choice.text:
+            raise ConfigError(f'--text {choice.text}: is of smaller scales; the paper names its corpus')
+        return None
+    found = load_scales()[choice.scale]
+    return Scale(choice.scale, found['divisor'], found['settings'], choice.text)
+
+
+def _change(index: int, name: str, point: Point, scale: Scale | None, params: Sequence[str]) -> Point:
+    experiment = scale.shrink(point.experiment) if scale else point.experiment
+    bindings = [f'{key} = {text}' for key, text in parse_bindings(dump(experiment)).items()]
+    return Point(index, name, point.settings, load((), [*bindings, *params]))

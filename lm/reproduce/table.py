@@ -1,0 +1,260 @@
+"""The paper's table with ours beside it, and the rank correlation of both orders."""
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from lm import plots
+from lm.files import write_atomically
+from lm.plots import Curve
+from lm.report.measures import Measures
+from lm.report.out_folder import HEAD, check_folder
+from lm.report.page import SortableTable, TableCell, format_page
+from lm.reproduce.descriptions import PAPER_SCALE, Description
+from lm.reproduce.runs import Choice, TableRow, TableRun, name_axis
+from lm.runs.records import Run, is_run
+from lm.sweep.sweep import Sweep
+from lm.text import format_si, make_markdown_table, shorten
+
+FEWEST_RANKED = 3
+"""Rows that a rank correlation needs."""
+NAMES = ('report.md', 'report.html', 'table.csv', 'table.png', 'table.pdf')
+
+
+class CellResult(NamedTuple):
+    """A cell of the table.
+
+    Attributes:
+        measure: of the paper; 'perplexity' or 'accuracy' of ours where the paper has no number.
+        printed: the paper's number or text; None: it has none.
+        ours: seed → our figure, of finished runs.
+        planned: how many runs the cell has.
+    """
+
+    row: TableRow
+    column: int | None
+    measure: str
+    printed: float | str | None
+    ours: dict[int, float]
+    planned: int
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.ours.values()) if self.ours else None
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.ours.values()) if len(self.ours) > 1 else None
+
+    def format_ours(self) -> str:
+        """Returns the mean, with the deviation over seeds if there are several."""
+        if self.mean is None:
+            return '–'
+        spread = f' ± {self.deviation:.2f}' if self.deviation is not None else ''
+        return f'{self.mean:.2f}{spread}'
+
+    def format_both(self) -> str:
+        """Returns the paper's number / ours."""
+        return f'{"–" if self.printed is None else self.printed} / {self.format_ours()}'
+
+
+class RankCorrelation(NamedTuple):
+    """Spearman's correlation of the paper's order of rows and ours in one column, by seed."""
+
+    column: int | None
+    rows: int
+    by_seed: dict[int, float]
+    of_means: float
+
+    def describe(self) -> str:
+        values = list(self.by_seed.values())
+        text = f'{self.of_means:+.2f}' if len(values) < 2 else f'{self.of_means:+.2f} of the means'
+        if len(values) > 1:
+            text += f', {min(values):+.2f} to {max(values):+.2f} over {len(values)} seeds'
+            text += f' (standard deviation {statistics.stdev(values):.2f})'
+        return f'{text}, {self.rows} rows'
+
+
+class ReproducedTable:
+    """The paper's table with ours beside it.
+
+    Args:
+        runs: of the table.
+        cells: what they measured (`collect`).
+    """
+
+    def __init__(self, description: Description, choice: Choice, runs: Sequence[TableRun], cells: Sequence[CellResult]):
+        self.description, self.choice, self.runs, self.cells = description, choice, runs, list(cells)
+        self.tables = list(dict.fromkeys(cell.table for run in runs for cell in run.cells))
+
+    @property
+    def measures(self) -> list[str]:
+        return list(dict.fromkeys(cell.measure for cell in self.cells))
+
+    @property
+    def columns(self) -> list[int | None]:
+        return list(dict.fromkeys(cell.column for cell in self.cells))
+
+    def correlate(self) -> list[RankCorrelation]:
+        """Returns the rank correlation of each column with enough numbers on both sides."""
+        found = []
+        for column in self.columns:
+            cells = [c for c in self.cells if c.column == column and isinstance(c.printed, int | float) and c.ours]
+            if len({c.printed for c in cells}) < 2 or len(cells) < FEWEST_RANKED or len(self.measures) > 1:
+                continue
+            seeds = sorted(set.intersection(*(set(c.ours) for c in cells)))
+            by_seed = {
+                seed: correlate_ranks([c.printed for c in cells], [c.ours[seed] for c in cells]) for seed in seeds
+            }
+            means = correlate_ranks([c.printed for c in cells], [c.mean for c in cells])
+            found.append(RankCorrelation(column, len(cells), by_seed, means))
+        return found
+
+    def list_remarks(self) -> list[str]:
+        """Returns sentences on scale, state, order, and what they do not show."""
+        done, planned = sum(len(c.ours) for c in self.cells), sum(c.planned for c in self.cells)
+        lines = [] if done == planned else [f'{done} of {planned} figures are there; the same command goes on.']
+        if self.choice.scale != PAPER_SCALE and self.runs:
+            run = self.runs[0]
+            ours, theirs = (p.experiment for p in (run.point, run.original))
+            factor = theirs.model.d_model // ours.model.d_model
+            tokens = [e.train.steps * e.train.tokens_per_step for e in (ours, theirs)]
+            text = f'text files ({self.choice.text})' if self.choice.text else 'Python sources'
+            lines.append(
+                f'Scale {self.choice.scale}: lengths of the paper (context, block, sketch, width, head, vocabulary) '
+                f'divided by {factor}, {format_si(tokens[0])} training tokens in place of {format_si(tokens[1])}, on '
+                f'{text}. Columns have the names of the paper.'
+            )
+        axis = name_axis(self.tables)
+        for found in self.correlate():
+            where = '' if found.column is None else f' at {axis} {shorten(found.column)}'
+            lines.append(f"Rank correlation with the paper's order{where}: {found.describe()}.")
+        if self.choice.scale != PAPER_SCALE:
+            lines.append(
+                'A model this small may rank otherwise than the paper: differences below the spread of the seeds say '
+                'nothing, and an order here neither confirms nor refutes the order at the size of the paper.'
+            )
+        return lines
+
+    def make_rows(self) -> list[list[str]]:
+        """Returns the cells as texts: a row per row of the paper."""
+        rows: dict[tuple[TableRow, str], list[str]] = {}
+        for cell in self.cells:
+            names = [cell.row.group, cell.row.label, *([cell.measure] if len(self.measures) > 1 else [])]
+            rows.setdefault((cell.row, cell.measure), names).append(cell.format_both())
+        return list(rows.values())
+
+    def make_headings(self) -> list[str]:
+        """Returns the headings of `make_rows`."""
+        columns = ['paper / ours' if column is None else f'{shorten(column)}' for column in self.columns]
+        return ['', 'row', *(['measure'] if len(self.measures) > 1 else []), *columns]
+
+    def make_terminal_table(self) -> Table:
+        """Returns the table for a terminal."""
+        table = Table(title=f"{self.description.title}: the paper's number / ours", title_justify='left')
+        for i, heading in enumerate(self.make_headings()):
+            table.add_column(heading, justify='left' if i < 2 else 'right', overflow='fold')
+        for row in self.make_rows():
+            table.add_row(*row)
+        return table
+
+    def format_markdown(self) -> str:
+        sources = [f'{table.title}, {table.unit} ({table.source})' for table in self.tables]
+        table = make_markdown_table(self.make_rows(), self.make_headings(), left=2)
+        axis = f' Columns: {name_axis(self.tables)}.' if self.tables else ''
+        head = [*HEAD, f"**{self.description.title}**: the paper's number / ours.{axis}", '', *sources, '']
+        return '\n'.join([*head, table, '', *(f'- {line}' for line in self.list_remarks()), ''])
+
+    def format_csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator='\n')
+        writer.writerow(['group', 'row', 'column', 'measure', 'paper', 'ours', 'deviation', 'seeds', 'runs_planned'])
+        for cell in self.cells:
+            seeds = ' '.join(map(str, cell.ours))
+            figures = [cell.printed, cell.mean, cell.deviation, seeds, cell.planned]
+            writer.writerow([*cell.row, cell.column, cell.measure, *figures])
+        return text.getvalue()
+
+    def format_html(self) -> str:
+        rows = [[TableCell(text, text) for text in row] for row in self.make_rows()]
+        table = SortableTable(self.description.title, self.make_headings(), rows, 2, self.list_remarks())
+        return format_page([table], [], [], NAMES, None)
+
+    def draw(self, path: Path) -> bool:
+        """Draws our figure against the paper's, a mark per cell; returns whether there was one to draw."""
+        curves = []
+        for i, row in enumerate(dict.fromkeys(cell.row for cell in self.cells)):
+            cells = [c for c in self.cells if c.row == row and isinstance(c.printed, int | float) and c.ours]
+            if cells:
+                values = [list(c.ours.values()) for c in cells]
+                figures = [
+                    [c.printed for c in cells],
+                    [c.mean for c in cells],
+                    [*map(min, values)],
+                    [*map(max, values)],
+                ]
+                x, y, low, high = (np.array(figure, float) for figure in figures)
+                curves.append(Curve(row.label, i, x, y, low, high, joined=False))
+        if curves:
+            unit = ' or '.join(self.measures)
+            plots.draw_lines(path, curves, f'the paper: {unit}', f'ours: {unit}', markers=True)
+        return bool(curves)
+
+    def write(self, folder: Path, pictures: bool = True) -> list[str]:
+        """Writes the files of the table into a folder, and returns their names."""
+        check_folder(folder, NAMES)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / 'report.md', self.format_markdown())
+        write_atomically(folder / 'report.html', self.format_html())
+        write_atomically(folder / 'table.csv', self.format_csv())
+        drawn = pictures and self.draw(folder / 'table')
+        return [name for name in NAMES if drawn or not name.endswith(('.png', '.pdf'))]
+
+
+def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:
+    """Returns Spearman's rank correlation; equal numbers share the mean of their ranks. NaN where all are equal."""
+    from scipy.stats import rankdata
+
+    ranks = [rankdata(values) for values in (first, second)]
+    if any(np.ptp(r) == 0 for r in ranks):
+        return math.nan
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def collect(runs: Sequence[TableRun], sweep: Sweep) -> list[CellResult]:
+    """Returns the cells of the runs, with the figures of those that are finished in the folder of the sweep."""
+    measured = [_measure(run, sweep) for run in runs]
+    names = list(dict.fromkeys(name for figures in measured for name in figures)) or ['perplexity']
+    found: dict[tuple[TableRow, int | None, str], CellResult] = {}
+    for run, figures in zip(runs, measured, strict=True):
+        printed = {cell.table.measure: cell.printed for cell in run.cells} or dict.fromkeys(names)
+        for measure, number in printed.items():
+            key = (run.row, run.column, measure)
+            cell = found.get(key) or CellResult(*key, number, {}, 0)
+            if measure in figures:
+                cell.ours[run.seed] = figures[measure]
+            found[key] = cell._replace(planned=cell.planned + 1)
+    return list(found.values())
+
+
+def _measure(run: TableRun, sweep: Sweep) -> dict[str, float]:
+    """Returns measure → figure of a finished run."""
+    path = sweep.root / run.point.name
+    if not is_run(path) or not sweep.is_finished(run.point):
+        return {}
+    found, measures = Run.read(path), Measures()
+    rate = found.tokens_per_second and found.tokens_per_second / run.original.experiment.train.tokens_per_step
+    figures = {
+        'perplexity': measures.perplexity(found),
+        'accuracy': measures.accuracy(found),
+        'steps_per_second': rate,
+    }
+    wanted = {cell.table.measure for cell in run.cells} or {'perplexity', 'accuracy'}
+    return {name: value for name, value in figures.items() if value is not None and name in wanted}

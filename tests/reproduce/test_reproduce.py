@@ -1,0 +1,202 @@
+"""`lm reproduce`: what the tables run, their proportions, the choice of cells, and the table."""
+
+import csv
+import io
+import statistics
+
+import pytest
+import tiny
+from scipy.stats import spearmanr
+
+from lm import cli
+from lm.errors import ConfigError
+from lm.experiment import load
+from lm.report.published import load_tables
+from lm.reproduce.descriptions import PAPER_SCALE, find_description, find_paths, load_descriptions, load_scales
+from lm.reproduce.runs import Choice, TableRow, choose_columns, choose_rows, list_runs
+from lm.reproduce.scale import Scale
+from lm.reproduce.table import CellResult, ReproducedTable, correlate_ranks
+
+TABLE_2 = 'polysketchformer/table_2'
+ROWS = [TableRow('', label) for label in ('Softmax', 'Polynomial (degree 4)', 'Learned, r = 32', 'Learned, r = 64')]
+
+
+@pytest.mark.parametrize('name', load_descriptions())
+def test_a_description_names_what_exists(name):
+    description = load_descriptions()[name]
+    assert description.offered or description.missing
+    assert not (description.offered and description.missing)
+    assert set(description.published) <= load_tables().keys()
+    assert set(description.scales) <= load_scales().keys()
+    for group in description.runs:
+        for path in find_paths((*group.gin_files, *group.sweep_files)):
+            assert (tiny.ROOT / path).exists(), path
+    for line in [line for lines in description.commands.values() for line in lines]:
+        for word in line.split():
+            assert not word.startswith('configs/') or (tiny.ROOT / word).exists(), word
+
+
+@pytest.mark.slow  # resolves hundreds of configurations
+@pytest.mark.parametrize('name', [name for name, one in load_descriptions().items() if one.runs])
+def test_every_published_number_has_a_run(name):
+    """At each scale; a number without a mechanism in `published.toml` has none."""
+    description = load_descriptions()[name]
+    for scale in {PAPER_SCALE, *description.scales}:
+        runs = list_runs(description, Choice(scale))
+        filled = {(cell.row, cell.column) for run in runs for cell in run.cells}
+        columns = {run.column for run in runs}
+        for table in map(load_tables().get, description.published):
+            rows = [row for row in table.rows if row.mechanism and any(row is known for known, _ in filled)]
+            assert {(row, column) for row in rows for column in table.columns if column in columns} <= filled
+
+
+def test_all_rows_of_a_column_in_the_order_of_the_paper():
+    runs = list_runs(find_description(TABLE_2), Choice('tiny', columns=('1',)))
+    assert [run.row.label for run in runs] == [row.label for row in load_tables()['pg19'].rows]
+    assert [run.cells[0].printed for run in runs] == [row.values[0] for row in load_tables()['pg19'].rows]
+    assert {run.column for run in runs} == {512}
+    assert len({run.point.name for run in runs}) == 13
+
+
+def test_lengths_have_the_proportions_of_the_paper():
+    runs = list_runs(find_description(TABLE_2), Choice('tiny', rows=('12-13',), columns=('8k',)))
+    for run in runs:
+        ours, theirs = run.point.experiment, run.original.experiment
+        (small,), (large,) = ours.model.pattern, theirs.model.pattern
+        for section, name in (('model', 'd_model'), ('model', 'vocab_size'), ('train', 'context_length')):
+            assert 8 * getattr(getattr(ours, section), name) == getattr(getattr(theirs, section), name)
+        assert 8 * ours.model.layer.head_dim == theirs.model.layer.head_dim
+        assert 8 * small.block == large.block
+        assert (ours.model.n_layers, ours.model.layer.n_heads) == (13, 12)
+        assert ours.optimizer.warmup_steps / ours.train.steps == theirs.optimizer.warmup_steps / theirs.train.steps
+    learned, performer = (run.point.experiment.model.pattern[0] for run in runs)
+    assert performer.n_features == 2 * (learned.sketch_size // 2) ** 2
+
+
+def test_seeds_and_bindings_reach_the_runs():
+    choice = Choice('tiny', rows=('softmax',), columns=('512',), seeds=2, gin_params=('train.steps = 7',))
+    runs = list_runs(find_description(TABLE_2), choice)
+    assert [run.point.experiment.train.seed for run in runs] == [0, 1]
+    assert {run.point.experiment.train.steps for run in runs} == {7}
+    assert {run.original.experiment.train.steps for run in runs} == {125_000}
+
+
+def test_a_length_that_cannot_be_divided_is_named():
+    experiment = load(['configs/models/small.gin'], ['model.head_dim = 60', 'train.context_length = 512'])
+    scale = Scale('tiny', 8, {'train.steps': 4})
+    with pytest.raises(ConfigError, match=r'model\.head_dim = 60: is no multiple of 8, so --scale tiny has none'):
+        scale.shrink(experiment)
+
+
+@pytest.mark.parametrize(
+    ('asked', 'kept'),
+    [((), [0, 1, 2, 3]), (('2',), [1]), (('2-3',), [1, 2]), (('learned', '1'), [0, 2, 3]), (('r = 64',), [3])],
+)
+def test_rows_are_chosen_by_number_and_label(asked, kept):
+    assert choose_rows(ROWS, asked) == [ROWS[i] for i in kept]
+
+
+@pytest.mark.parametrize('asked', ['0', '5', '3-2', 'performer'])
+def test_a_row_that_is_not_there_is_named(asked):
+    with pytest.raises(ConfigError, match=f'--rows {asked}: '):
+        choose_rows(ROWS, (asked,))
+
+
+def test_columns_are_chosen_by_value_and_number():
+    columns = [512, 1024, 32_768]
+    assert choose_columns(columns, ()) == columns
+    assert choose_columns(columns, ('1', '32k')) == [512, 32_768]
+    assert choose_columns(columns, ('1024',)) == [1024]
+    with pytest.raises(ConfigError, match='--columns 4: must be 1 to 3, or one of 512, 1k, 32k'):
+        choose_columns(columns, ('4',))
+
+
+def test_ranks_with_ties_are_those_of_scipy():
+    first, second = [13.57, 13.37, 13.37, 14.3, 13.84], [40.0, 38.0, 39.0, 50.0, 37.0]
+    assert correlate_ranks(first, second) == pytest.approx(spearmanr(first, second).statistic)
+    assert correlate_ranks([1, 2, 3], [2, 2, 2]) != correlate_ranks([1, 2, 3], [2, 2, 2])  # NaN
+
+
+@pytest.fixture
+def table():
+    """A table of four rows, three of which are measured with two seeds."""
+    description, choice = find_description(TABLE_2), Choice('tiny', rows=('1-4',), columns=('8k',), seeds=2)
+    runs = list_runs(description, choice)
+    figures = [{0: 40.0, 1: 41.0}, {0: 44.0, 1: 45.0}, {0: 42.0, 1: 40.5}, {}]
+    rows = list(dict.fromkeys(run.row for run in runs))
+    printed = [11.65, 12.72, 11.85, 11.64]
+    found = zip(rows, printed, figures, strict=True)
+    return ReproducedTable(description, choice, runs, [CellResult(r, 8192, 'perplexity', p, f, 2) for r, p, f in found])
+
+
+def test_the_table_has_both_numbers_and_says_what_is_missing(table):
+    lines = table.format_markdown().splitlines()
+    assert lines[0] == '# Report'
+    assert f'| Softmax (using FlashAttention) | 11.65 / 40.50 ± {statistics.stdev([40, 41]):.2f} |' in '\n'.join(lines)
+    assert any('11.64 / –' in line for line in lines)
+    text = '\n'.join(table.list_remarks())
+    assert '6 of 8 figures are there' in text
+    assert 'divided by 8, 819k training tokens in place of 131B, on Python sources' in text
+    assert 'A model this small may rank otherwise' in text
+    rows = list(csv.DictReader(io.StringIO(table.format_csv())))
+    assert [row['seeds'] for row in rows] == ['0 1', '0 1', '0 1', '']
+    assert rows[0]['ours'] == '40.5'
+
+
+def test_the_order_is_compared_over_seeds(table):
+    (found,) = table.correlate()
+    assert found.rows == 3
+    assert found.by_seed == {0: pytest.approx(1.0), 1: pytest.approx(0.5)}
+    assert '+0.50 to +1.00 over 2 seeds' in found.describe()
+    table.cells = table.cells[:2]
+    assert table.correlate() == []  # two rows have no order
+
+
+def test_the_files_of_a_table(table, tmp_path):
+    names = table.write(tmp_path / 'out', pictures=False)
+    assert names == ['report.md', 'report.html', 'table.csv']
+    assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == sorted(names)
+    table.write(tmp_path / 'out', pictures=False)  # which replaces its own
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'table.csv').write_text('mine')
+    with pytest.raises(ConfigError, match=r'holds table\.csv, which no report has written'):
+        table.write(tmp_path / 'mine', pictures=False)
+
+
+@pytest.mark.parametrize(
+    ('command', 'message'),
+    [
+        ('', 'PAPER/TABLE: name a table; lm reproduce --list shows all'),
+        (
+            'polysketchformer/table_22',
+            'polysketchformer/table_22: no such table; did you mean polysketchformer/table_2?',
+        ),
+        (f'{TABLE_2} --scale huge', f'--scale huge: {TABLE_2} has tiny, small, paper'),
+        (f'{TABLE_2} --seeds 0', '--seeds 0: must be at least 1'),
+        (f'{TABLE_2} --topology v5e:4x4', '--topology v5e:4x4: is of machines elsewhere; add --on'),
+        (f'{TABLE_2} --text books', '--text books: is of smaller scales'),
+        (f'{TABLE_2} --run_dir gs://b/t', '--run_dir gs://b/t: the table is written beside the runs'),
+        (f'{TABLE_2} --price_per_chip_hour 2', '--price_per_chip_hour 2: is of --price'),
+        (f'{TABLE_2} --on slurm --columns 1 --rows 1', '--on slurm: name the folder for its manifests'),
+        (f'{TABLE_2} --on tpu --columns 1 --rows 1', 'pods need a bucket, such as gs://my-bucket/table_2'),
+        ('polysketchformer/figure_5', 'polysketchformer/figure_5: nothing repeats it'),
+    ],
+)
+def test_wrong_flags_are_named(command, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(['reproduce', *command.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_are_handed_to_a_cluster(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = '--scale tiny --rows 1-2 --columns 1 --on slurm --manifests jobs --gpus 1 --run_dir runs'
+    assert cli.main(['reproduce', TABLE_2, *flags.split()]) == 0
+    assert '2 points of 2 in ' in capsys.readouterr().out
+    points = sorted(path.name for path in (tmp_path / 'runs' / 'points').glob('*.gin'))
+    assert points == [
+        'exact_polynomial-deg-2_512_seed-0.gin',
+        'exact_softmax-using-flashattention_512_seed-0.gin',
+    ]
+    assert list((tmp_path / 'jobs').glob('*'))
