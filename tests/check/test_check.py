@@ -303,7 +303,7 @@ def test_without_libtpu_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--topology', 'v5e:2x2']) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "'lm-tpu[tpu]'" in error
+    assert "-e '.[tpu]'" in error
 
 
 def test_a_batch_that_does_not_divide_raises_the_error_of_training(on_cpus):
@@ -321,7 +321,7 @@ def test_if_possible_goes_on_without_libtpu_or_for_an_unknown_slice(monkeypatch,
     assert 'not compiled: --topology v3-32' in capsys.readouterr().err
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--if_possible', '--topology', 'v5e:2x2', *flags]) == 0
-    assert "'lm-tpu[tpu]'" in capsys.readouterr().err
+    assert "-e '.[tpu]'" in capsys.readouterr().err
 
 
 def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
