@@ -16,6 +16,14 @@ run=${1:-runs/quickstart}
 shift $(($# > 0))
 flags=$*
 
+if ! command -v "$python" >/dev/null; then
+  echo "quickstart: PYTHON=$python: no such program; install Python 3.11 or newer, or set PYTHON=/path/to/python3.11" >&2
+  exit 2
+fi
+if [ ! -w . ]; then
+  echo "quickstart: $PWD cannot be written, and .venv, data and runs go there; copy the checkout: cp -r $(printf %q "$PWD") ~/lm" >&2
+  exit 2
+fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "quickstart: $("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON=/path/to/python3.11" >&2
   exit 2
