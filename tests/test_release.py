@@ -97,7 +97,9 @@ def test_a_checkout_is_found_beside_a_clone_named_lm(source, tmp_path):
     (tmp_path / 'packages').mkdir()
     (tmp_path / 'packages' / 'lm.pth').write_bytes(path)
     (tmp_path / 'parent' / 'lm' / 'lm').mkdir(parents=True)
-    code = f'import site; site.addsitedir({str(tmp_path / "packages")!r}); import lm; print(lm.__version__, lm.__file__)'
+    code = (
+        f'import site; site.addsitedir({str(tmp_path / "packages")!r}); import lm; print(lm.__version__, lm.__file__)'
+    )
     command = [sys.executable, '-S', '-c', code]  # -S: nothing that is installed, this checkout included
     done = subprocess.run(command, cwd=tmp_path / 'parent', env={}, capture_output=True, text=True)
     assert done.stdout == f'{lm.__version__} {source / "lm" / "__init__.py"}\n', done.stderr
@@ -118,7 +120,9 @@ def try_out(environment: pathlib.Path, folder: pathlib.Path) -> None:
     def run(*arguments: str, command: Sequence[str] = (str(environment / 'bin' / 'lm'),)) -> str:
         variables = tiny.environment()
         del variables['PYTHONPATH']
-        done = subprocess.run([*command, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [*command, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
