@@ -362,6 +362,16 @@ complete_command() {
     *) COMMAND+=(--gin_param "mesh.processes = $PROCESSES") ;;
   esac
 }
+# Refuses the names of settings.env.example and of the documentation among settings and arguments.
+check_placeholders() {
+  local word
+  for word in "PROJECT=$PROJECT" "RUN_DIR=$RUN_DIR" "LOG_URL=$LOG_URL" "$@"; do
+    case $word in
+      *my-project*) fail "$word: my-project is the name in the example; write the name of your project" ;;
+      *//my-bucket*) fail "$word: my-bucket is the name in the example; write the name of your bucket" ;;
+    esac
+  done
+}
 # Refuses on this machine what would fail on a paid pod. Calls `lm check` with the configuration of an `lm train` (also of
 # the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and
 # CHECK=0, pass.
@@ -395,6 +405,7 @@ check_command() {
     echo
     return 0
   fi
+  check_placeholders ${words[@]+"${words[@]}"}
   program=$(command -v lm || echo "$ROOT/.venv/bin/lm")
   if [ ! -x "$program" ]; then
     note "lm is not installed on this machine (scripts/quickstart.sh does it): the step is not checked"

@@ -564,3 +564,32 @@ def test_a_resumed_run_needs_no_initial_run(run, tokens, tmp_path, capsys):
     (run / 'checkpoints' / '10' / 'commit_success.txt').touch()
     assert cli.main(['check', '--run_dir', str(run), *changes]) == 0
     assert 'not checked' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        (
+            ['data.path=data/pg19'],
+            'is a folder of this machine, which a pod does not have; prepare the tokens in a bucket',
+        ),
+        (
+            ['model.attention=polysketch', 'train.context_length=512'],
+            'no sketch takes part; train.context_length = 512',
+        ),
+    ],
+)
+def test_what_a_pod_would_be_paid_for_in_vain_is_refused(settings, words, capsys):
+    """`scripts/tpu` ask with --if_possible before they make a pod."""
+    flags = ['--gin_file', 'configs/models/small.gin', *(word for text in settings for word in ('--set', text))]
+    assert cli.main(['check', *flags]) == 0
+    assert cli.main(['check', '--if_possible', *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_store_that_is_not_in_the_bucket_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('lm.check.reach.is_remote', lambda path: True)
+    flags = ['--gin_file', 'configs/models/small.gin', '--set', f'data.path={tmp_path / "nothing"}']
+    assert cli.main(['check', '--if_possible', *flags]) == 2
+    assert 'no finished token store is there' in (error := capsys.readouterr().err)
+    assert error.endswith('; scripts/tpu/prepare_data.sh lm prepare … makes it\n')
