@@ -46,7 +46,7 @@ def refuse_waste(experiment: Experiment) -> None:
     if data.task is None and data.path:
         if not is_remote(data.path) and not os.path.isabs(os.path.expanduser(data.path)):
             raise ConfigError(
-                f'data.path = {data.path!r}: is a folder of this machine, which a pod does not have; prepare the tokens '
+                f'data.path = {data.path!r}: is a folder of this machine, which a pod does not have; prepare tokens '
                 f'in a bucket and name them: --set data.path=gs://BUCKET/{data.path}'
             )
         try:

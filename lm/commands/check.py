@@ -47,8 +47,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--if_possible',
         action='store_true',
         help='before machines are paid for, as scripts/tpu calls it: compile nothing where libtpu is missing or does '
-        'not know the slice; check nothing where the run that is changed cannot be read from here; refuse tokens that are '
-        'not there, and attention of which nothing is approximated',
+        'not know the slice; check nothing where the run that is changed cannot be read from here; refuse tokens that '
+        'are not there, and attention of which nothing is approximated',
     )
     parser.add_argument(
         '--run_dir',

@@ -571,7 +571,7 @@ def test_a_resumed_run_needs_no_initial_run(run, tokens, tmp_path, capsys):
     [
         (
             ['data.path=data/pg19'],
-            'is a folder of this machine, which a pod does not have; prepare the tokens in a bucket',
+            'is a folder of this machine, which a pod does not have; prepare tokens in a bucket',
         ),
         (
             ['model.attention=polysketch', 'train.context_length=512'],

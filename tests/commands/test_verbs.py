@@ -36,7 +36,7 @@ def test_each_verb_has_its_own_place_in_the_help():
     assert places == sorted(set(places))
     first, last = (
         ('prepare', 'train', 'distill', 'evaluate', 'generate'),
-        ('report', 'bench', 'inspect', 'doctor', 'demo'),
+        ('report', 'bench', 'inspect', 'doctor', 'demo', 'help'),
     )
     assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', *last]
 

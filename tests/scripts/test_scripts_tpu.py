@@ -468,9 +468,7 @@ def test_no_pod_is_requested_if_the_check_refuses(script, tmp_path):
     checking(cloud, 2)
     sweep = ['1', 'lm', 'sweep', '--sweep_file', 'a b.gin', '--run_dir=gs://b/s']
     settings = {'CHECK': '1', 'SWEEP_LOG_DIR': str(tmp_path / 'l')}
-    done = cloud.run(
-        script, *(sweep if script == 'sweep.sh' else TRAIN), CHECK='1', SWEEP_LOG_DIR=str(tmp_path / 'l'), **OURS
-    )
+    done = cloud.run(script, *(sweep if script == 'sweep.sh' else TRAIN), **OURS, **settings)
     assert done.returncode == (1 if script == 'sweep.sh' else 2), done.stdout + done.stderr
     assert cloud.verbs() <= {'describe'}, 'a supervisor asks first whether the run goes on already'
     words = (cloud.path / 'checked').read_text().splitlines()
