@@ -11,7 +11,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import lm  # noqa: E402
 
 project = 'lm'
-author = 'The lm-tpu authors'
+author = 'The authors of lm'
 copyright = author
 version = release = lm.__version__
 

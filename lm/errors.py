@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import pathlib
+import shlex
 from collections.abc import Collection, Iterator
+from importlib import metadata
 
 from lm.ops.errors import OperationError
 
@@ -33,8 +36,19 @@ class MissingPackageError(ConfigError):
             extra: the extra of this project that installs it; empty: none does.
             remark: what to do without it.
         """
-        wanted = f"'lm-tpu[{extra}]'" if extra else package
+        wanted = _name_extra(extra) if extra else package
         super().__init__(f'{what}: needs {package}; pip install {wanted}{remark}')
+
+
+def _name_extra(extra: str) -> str:
+    """Returns what pip installs for an extra. The project is on no index: its checkout, or without one the packages."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    if (root / 'pyproject.toml').is_file():
+        place = '.' if os.path.samefile(root, '.') else root
+        return f'-e {shlex.quote(f"{place}[{extra}]")}'
+    (name,) = set(metadata.packages_distributions()['lm'])
+    lines = [line.replace("'", '"').partition(';') for line in metadata.requires(name) or ()]
+    return shlex.join(wanted.strip() for wanted, _, condition in lines if f'extra == "{extra}"' in condition)
 
 
 class UnnamedError(ConfigError):

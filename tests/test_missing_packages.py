@@ -17,7 +17,7 @@ the machines of a cloud; and a line of code in the card of an exported model, fo
 
 def test_the_hint_has_one_form_and_the_code_of_a_wrong_command():
     error = MissingPackageError('--out x', 'matplotlib', 'report', ', or leave it out')
-    assert str(error) == "--out x: needs matplotlib; pip install 'lm-tpu[report]', or leave it out"
+    assert str(error) == "--out x: needs matplotlib; pip install -e '.[report]', or leave it out"
     assert error.exit_code == ConfigError.exit_code == 2
     assert str(MissingPackageError('data.path', 'gcsfs')) == 'data.path: needs gcsfs; pip install gcsfs'
 
@@ -25,7 +25,7 @@ def test_the_hint_has_one_form_and_the_code_of_a_wrong_command():
 @pytest.mark.parametrize('check', [check_safetensors, lambda: check_libtpu(parse('v5e:2x2'))])
 def test_checks_raise_it(check, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"needs \w+; pip install 'lm-tpu\[\w+\]'"):
+    with pytest.raises(MissingPackageError, match=r"needs \w+; pip install -e '\.\[\w+\]'"):
         check()
 
 

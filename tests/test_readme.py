@@ -63,7 +63,8 @@ def test_command(command, monkeypatch, reference_run, tmp_path):
         return
     # The test is about the bindings of the command. Where it reads a run directory, the tiny run stands in.
     if verb in ('evaluate', 'generate', 'export'):
-        arguments[arguments.index('--run_dir') + 1] = str(reference_run[0])
+        place = arguments.index('--run_dir') + 1 if '--run_dir' in arguments else 1
+        arguments[place] = str(reference_run[0])
     if verb == 'distill':
         arguments[arguments.index('--teacher') + 1] = str(reference_run[0])
     if verb == 'sweep' and '--sweep_file' not in arguments:

@@ -82,7 +82,15 @@ def draw_points(panel: dict, ax) -> None:
     ax.set_xticks(panel['x'], [f'{n // 1000}k' for n in panel['x']])
 
 
-SHAPES = {'lines': draw_lines, 'rows': draw_rows, 'points': draw_points}
+def draw_curve(panel: dict, ax) -> None:
+    """Draws values against steps, and single points such as the last evaluation."""
+    for name, values in panel['curves'].items():
+        ax.plot(panel['x'], values, label=name, color=COLOURS[0])
+    for name, (x, y) in panel['end'].items():
+        ax.plot([x], [y], label=name, linestyle='', color=COLOURS[1], marker=MARKERS[1])
+
+
+SHAPES = {'curve': draw_curve, 'lines': draw_lines, 'rows': draw_rows, 'points': draw_points}
 
 
 def draw(figures: dict, path: pathlib.Path) -> None:

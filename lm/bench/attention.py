@@ -106,7 +106,7 @@ def bench_attention(options: AttentionOptions) -> None:
     sizes = contexts, options.passes, tokens, dims, jnp.dtype(dtype), options.repeats
     rows = measure(layers, *sizes, say=printer.progress)
     printer.progress()
-    printer.table([_printed(row) for row in rows], COLUMNS)
+    printer.table([make_cells(row) for row in rows], COLUMNS)
     for line in summary(rows):
         printer.line(line)
     settings = {
@@ -314,7 +314,8 @@ COLUMNS = {
 }
 
 
-def _printed(row: LayerRow) -> dict[str, Any]:
+def make_cells(row: LayerRow) -> dict[str, Any]:
+    """Returns what `COLUMNS` show of a row."""
     time = 'OOM' if row.milliseconds is None else format_digits(row.milliseconds)
     ratios = {base: f'{ratio:.2f}×' for base, ratio in row.speed_over.items()}
     ratios |= {base: f'{ratios[base]} ({ratio:.2f}× CPU)' for base, ratio in row.cpu_over.items()}

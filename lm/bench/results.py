@@ -106,7 +106,7 @@ class Output:
 
     def __init__(self, file: str | None, folder: str | None = None):
         self.json = None if file is None else _check_file(local_path(file, '--save').absolute())
-        self.pictures = None if folder is None else _check_folder(local_path(folder, '--out'))
+        self.pictures = None if folder is None else _check_pictures(local_path(folder, '--out'))
 
     def write(self, part: str, found: dict[str, Any], settings: dict[str, Any], rows: Sequence[Any]) -> None:
         """Writes {benchmark, machine, settings, rows} to the file, if there is one. Rows are dataclasses or dicts."""
@@ -130,11 +130,16 @@ def _check_file(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _check_folder(path: pathlib.Path) -> pathlib.Path:
+def _check_pictures(path: pathlib.Path) -> pathlib.Path:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise MissingPackageError(f'--out {path}', 'matplotlib', 'report') from None
+    return make_folder(path)
+
+
+def make_folder(path: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of --out, which it makes. Raises ConfigError if it cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,6 +12,7 @@ import jax
 
 from lm.check.advice import BUDGET_SECONDS, advise
 from lm.check.gradients import check_gradients, describe_faults
+from lm.check.reach import refuse_waste
 from lm.check.tables import print_budget, print_check, print_gradients
 from lm.cost_model.compiled_step import Check, check, compute_budget
 from lm.errors import ConfigError
@@ -27,7 +28,8 @@ class CheckOptions:
 
     Attributes:
         topologies: the slices to compile for, such as 'v5e:4x8'.
-        if_possible: leave out the slices that this machine cannot describe.
+        if_possible: leave out the slices that this machine cannot describe; refuse what machines would be paid for in
+            vain.
         advice: try changes if a step does not fit.
         best: try changes even if a step fits.
         advice_seconds: no more changes are tried so long after one fitted.
@@ -54,6 +56,8 @@ def run_check(experiment: Experiment, options: CheckOptions, begun: bool = False
     """
     # Nothing runs on devices here, and an accelerator of this machine may be busy.
     jax.config.update('jax_platforms', 'cpu')
+    if options.if_possible:
+        refuse_waste(experiment)
     topologies = list(find_slices(options.topologies, options.if_possible))
     price = options.price_per_chip_hour
     cache = PlanCache()

@@ -1,9 +1,12 @@
 """The run that `lm check` is about, as far as this machine sees it: another machine trains, with its own disks."""
 
+import os
 import queue
 import sys
 import threading
 
+from lm.errors import AbsentError, ConfigError, LmError
+from lm.experiment import Experiment
 from lm.files import is_remote
 from lm.runs.paths import check_path
 from lm.runs.run_dir import RunDir
@@ -31,6 +34,33 @@ def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: boo
     for reason in reasons:
         print(f'not checked: {reason}', file=sys.stderr, flush=True)
     return not reasons
+
+
+def refuse_waste(experiment: Experiment) -> None:
+    """Refuses what machines would be paid for in vain, as far as it is known here.
+
+    Raises ConfigError for tokens that are not there or that lie in a folder of this machine, and where all layers
+    approximate but the context is so short that nothing is approximated.
+    """
+    data, length = experiment.data, experiment.train.context_length
+    if data.task is None and data.path:
+        if not is_remote(data.path) and not os.path.isabs(os.path.expanduser(data.path)):
+            raise ConfigError(
+                f'data.path = {data.path!r}: is a folder of this machine, which a pod does not have; prepare tokens '
+                f'in a bucket and name them: --set data.path=gs://BUCKET/{data.path}'
+            )
+        try:
+            data.open(length, PATIENCE_SECONDS)
+        except AbsentError as error:
+            if is_remote(data.path):
+                raise ConfigError(f'{error}; scripts/tpu/prepare_data.sh lm prepare … makes it') from None
+        except LmError:
+            pass  # this machine may have no rights there
+    reasons = [attention.why_exact(length) for attention in experiment.model.pattern]
+    if all(reasons):
+        raise ConfigError(
+            f'{reasons[0]}; train.context_length = {length:,} must be larger: --set train.context_length={8 * length}'
+        )
 
 
 def has_begun(run_dir: str | None, branch_from: str | None, init_from: str | None) -> bool:

@@ -29,7 +29,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--advice_minutes',
         type=float,
         metavar='X',
-        help='look for faster changes so long after one fitted; default: 5, and with --best no limit',
+        help='after a change that makes the step fit, search for X minutes for a faster one; default: 5, and no limit '
+        'with --best',
     )
     parser.add_argument(
         '--best',
@@ -49,13 +50,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--if_possible',
         action='store_true',
-        help='compile nothing where libtpu is missing or does not know the slice, and check nothing where the run that '
-        'is changed is not to be seen from here',
+        help='before machines are paid for, as scripts/tpu calls it: compile nothing where libtpu is missing or does '
+        'not know the slice; check nothing where the run that is changed cannot be read from here; refuse tokens that '
+        'are not there, and attention of which nothing is approximated',
     )
     parser.add_argument(
-        '--run_dir', metavar='RUN', help='as of lm train: what this run says counts if no --gin_file is given'
+        '--run_dir',
+        metavar='RUN',
+        help='the run that lm train would write; without --gin_file, its config.gin is checked',
     )
-    parser.add_argument('--branch_from', metavar='RUN', help='as of lm train: what this run says counts')
+    parser.add_argument(
+        '--branch_from', metavar='RUN', help='the run that lm train would branch from: its config.gin is checked'
+    )
     parser.add_argument(
         '--sweep_file', action='append', default=[], metavar='FILE', help='a sweep: check each point, by name'
     )

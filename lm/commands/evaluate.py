@@ -8,6 +8,7 @@ from lm.commands.flags import (
     add_job_flags,
     add_run_flags,
     bindings,
+    choose_run,
     job_address,
     pick,
     read_experiment_of_run,
@@ -44,7 +45,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     flags = pick(arguments, 'split', 'context_length', 'window', 'batch_size', 'chunk')
     experiment = read_experiment_of_run(arguments, bindings('evaluate', flags))
     check_together(arguments)
-    run, job = (experiment, arguments.run_dir, arguments.step), job_address(arguments)
+    run, job = (experiment, choose_run(arguments), arguments.step), job_address(arguments)
     if arguments.tasks is None:
         from lm.inference.evaluation import evaluate_split
 
@@ -77,7 +78,7 @@ VERB = Verb(
     name='evaluate',
     place=30,
     help='measure the perplexity of a run on a split',
-    example='lm evaluate --run_dir runs/tiny --split validation --window sliding:256',
+    example='lm evaluate runs/quickstart --split validation --window sliding:256',
     add_flags=add_flags,
     make_call=make_call,
 )

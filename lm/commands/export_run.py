@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from lm.commands.flags import add_gin_flags, add_run_flags, read_experiment_of_run
+from lm.commands.flags import add_gin_flags, add_run_flags, choose_run, read_experiment_of_run
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -39,7 +39,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     size = arguments.file_gb
     if size is not None and not 1e-6 <= size <= 1e6:
         raise ConfigError(f'--file_gb {size:g}: must be 0.000001 to 1,000,000')
-    run = experiment, arguments.run_dir, arguments.step
+    run = experiment, choose_run(arguments), arguments.step
     weights = WeightFiles(arguments.dtype, None if size is None else int(size * 1e9))
     return functools.partial(export_run, *run, format_name=arguments.format, out=arguments.out, weights=weights)
 
@@ -48,7 +48,7 @@ VERB = Verb(
     name='export',
     place=50,
     help='write the weights of a run for other programs',
-    example='lm export --run_dir runs/tiny --format huggingface --out exports/tiny',
+    example='lm export runs/quickstart --format huggingface --out exports/quickstart',
     add_flags=add_flags,
     make_call=make_call,
 )

@@ -151,8 +151,19 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the run whose weights a verb reads."""
-    parser.add_argument('--run_dir', required=True, metavar='DIR', help='a run of lm train')
+    parser.add_argument('run', nargs='?', metavar='RUN', help='a run of lm train; --run_dir RUN means the same')
+    parser.add_argument('--run_dir', metavar='RUN', help=argparse.SUPPRESS)
     parser.add_argument('--step', type=int, metavar='N', help='the checkpoint of this step; default: the newest')
+
+
+def choose_run(arguments: argparse.Namespace) -> str:
+    """Returns the value of `add_run_flags`. Raises ConfigError unless exactly one run is named."""
+    verb = arguments.verb
+    if arguments.run is None and arguments.run_dir is None:
+        raise ConfigError(f'name the run: lm {verb} runs/quickstart')
+    if None not in (arguments.run, arguments.run_dir):
+        raise ConfigError(f'{arguments.run} and --run_dir {arguments.run_dir}: name one run: lm {verb} {arguments.run}')
+    return arguments.run or arguments.run_dir
 
 
 def pick(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -193,11 +204,12 @@ def read_experiment(arguments: argparse.Namespace, params: Sequence[str] = (), b
 
 
 def read_experiment_of_run(arguments: argparse.Namespace, params: Sequence[str] = ()) -> 'Experiment':
-    """Returns the configuration of the run --run_dir, changed by --gin_file, --gin_param and then `params`."""
+    """Returns the configuration of the run that `choose_run` names, changed by --gin_file, --gin_param and then
+    `params`."""
     from lm.experiment import load_of_run
 
     params = [*arguments.gin_param, *params]
-    return load_of_run(arguments.run_dir, arguments.gin_file, params, allow_imports=arguments.allow_gin_imports)
+    return load_of_run(choose_run(arguments), arguments.gin_file, params, allow_imports=arguments.allow_gin_imports)
 
 
 def read_index(text: str) -> int | str:

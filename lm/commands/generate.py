@@ -5,7 +5,15 @@ import functools
 import pathlib
 from collections.abc import Sequence
 
-from lm.commands.flags import add_gin_flags, add_job_flags, add_run_flags, job_address, pick, read_experiment_of_run
+from lm.commands.flags import (
+    add_gin_flags,
+    add_job_flags,
+    add_run_flags,
+    choose_run,
+    job_address,
+    pick,
+    read_experiment_of_run,
+)
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -53,7 +61,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(
         write_continuations,
         experiment,
-        arguments.run_dir,
+        choose_run(arguments),
         arguments.step,
         job_address(arguments),
         prompts=read_prompts(arguments.prompt, arguments.prompt_file, arguments.text_file),
@@ -99,7 +107,7 @@ VERB = Verb(
     name='generate',
     place=40,
     help='continue a text with the weights of a run',
-    example="lm generate --run_dir runs/tiny --prompt 'def main(' --max_tokens 200",
+    example="lm generate runs/quickstart --prompt 'def main(' --max_tokens 200",
     add_flags=add_flags,
     make_call=make_call,
     only_prints=True,

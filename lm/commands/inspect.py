@@ -8,6 +8,7 @@ from lm.commands.flags import add_gin_flags, pick
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
+SENTENCE = 'The cat sat on the mat.'
 OF_ATTENTION = ('heads', 'tokens', 'step', 'out', 'gin_file', 'gin_param')
 """The flags that only have a meaning with --attention."""
 
@@ -16,7 +17,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('path', metavar='PATH', help='a run directory, a sweep or a token store')
     parser.add_argument('--verify', action='store_true', help='read everything and compare checksums')
     parser.add_argument('--json', action='store_true', help='print JSON instead of tables')
-    parser.add_argument('--attention', metavar='TEXT', help='of a run: draw what each head weighs for this text')
+    parser.add_argument(
+        '--attention',
+        nargs='?',
+        const=SENTENCE,
+        metavar='TEXT',
+        help=f'of a run: draw what each head weighs for this text; without one: {SENTENCE!r}',
+    )
     parser.add_argument(
         '--heads', type=read_heads, metavar='LAYER-HEAD,…', help='of --attention: draw only these, counted from 0'
     )
@@ -39,7 +46,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         return make_attention_call(arguments)
     for name in OF_ATTENTION:
         if (value := getattr(arguments, name)) not in (None, []):
-            raise ConfigError(f'--{name} {value}: is of the picture of weights; add --attention TEXT')
+            raise ConfigError(f'--{name} {value}: is of the picture of weights; add --attention')
     from lm.summary.inspect import inspect_path
 
     return functools.partial(
@@ -78,7 +85,7 @@ VERB = Verb(
     name='inspect',
     place=110,
     help='show what a run, a sweep or a token store holds, or what its attention weighs',
-    example='lm inspect runs/tiny --verify',
+    example='lm inspect runs/quickstart --verify',
     add_flags=add_flags,
     make_call=make_call,
     only_prints=True,

@@ -258,7 +258,17 @@ def _find_file(name: str, includer: AnyPath | None = None, where: str = '') -> A
             return moved
     folders = [path.parent for path in candidates if os.path.isdir(path.parent)]
     siblings = [os.path.join(os.path.dirname(name), p.name) for folder in folders[:1] for p in folder.glob('*.gin')]
-    raise ConfigError(f'{where}{name!r}: no such file{did_you_mean(name, siblings)}')
+    hint = did_you_mean(name, siblings)
+    if not hint and (shipped := _find_shipped(pathlib.PurePath(name).stem)):
+        hint = f'; did you mean {shipped[0]}?'
+    raise ConfigError(f'{where}{name!r}: no such file{hint}')
+
+
+def _find_shipped(stem: str) -> list[str]:
+    """Returns the gin files of the project that have this name without its suffix, experiments first."""
+    root = project_root()
+    found = [path.relative_to(root).as_posix() for path in (root / 'configs').rglob('*.gin') if path.stem == stem]
+    return sorted(found, key=lambda name: (not name.startswith('configs/experiments/'), name))
 
 
 def _list_roots() -> list[AnyPath]:

@@ -19,7 +19,8 @@ def write_binding(setting: str) -> str:
     """Returns `name=value` as a binding of gin: 'data.path=runs/x' → "data.path = 'runs/x'".
 
     Numbers, True, False, None, lists, references and values in quotes stay as they are. A field that takes nothing but
-    text gets quotes around a number, too.
+    text gets quotes around a number, too. A name that the field takes may be bare: `model.attention=polysketch` means
+    `@polysketch()`.
 
     Raises:
         ConfigError: there is no `=`, or a section that `lm` has does not have this field.
@@ -60,6 +61,10 @@ def _quote(value: str, kinds: Collection[type]) -> str:
     try:
         literal = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
+        name = value.removesuffix('()')
+        chosen = REGISTRY.get(name.rpartition('/')[2])
+        if chosen is not None and not takes_text_alone and any(issubclass(chosen, kind) for kind in kinds):
+            return f'@{name}()'
         # Text may begin with a bracket, such as '{split}-*.jsonl'.
         return value if value.startswith(REFERENCES if takes_text_alone else KEPT) else repr(value)
     return repr(value) if takes_text_alone and isinstance(literal, bool | int | float | complex) else value

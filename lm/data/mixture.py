@@ -16,7 +16,7 @@ import numpy as np
 
 from lm.data.batches import BatchWindows, Order
 from lm.data.shares import Shares
-from lm.data.store import TokenStore
+from lm.data.store import NamedFile, TokenStore
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote
@@ -106,6 +106,9 @@ class Mixture:
             if own.any():
                 windows[own] = store.read_many(split, starts[own] - (ends[i - 1] if i else 0), length)
         return windows
+
+    def read_tokenizer_file(self) -> NamedFile:
+        return self._first.read_tokenizer_file()
 
     def tokenizer(self) -> Tokenizer:
         return self._first.tokenizer()

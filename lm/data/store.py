@@ -44,6 +44,10 @@ VERIFIED = 2**24
 """Elements that `TokenStore.verify` holds in memory."""
 
 
+NamedFile = tuple[str, bytes | None]
+"""The name and the contents of a file; None: it is missing."""
+
+
 class TokenStore:
     """A finished token store, opened for reading."""
 
@@ -169,11 +173,15 @@ class TokenStore:
         except ValueError as error:
             raise self._damage(split, 'document_ends', error) from None
 
+    def read_tokenizer_file(self) -> NamedFile:
+        """Returns the name of the tokenizer's file and its contents, which need no library; None: it is missing."""
+        name = self.info['tokenizer'].get('file', 'tokenizer.model')
+        return name, read_file(self._kvstore, name)
+
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Returns the tokenizer that made the tokens. Raises MismatchError if its file is missing or another one."""
         if self._tokenizer is None:
-            name = self.info['tokenizer'].get('file', 'tokenizer.model')
-            model = read_file(self._kvstore, name)
+            name, model = self.read_tokenizer_file()
             if model is None:
                 raise MismatchError(f'{self.path}: {name} is missing; restore it or prepare the data again')
             if hashlib.sha256(model).hexdigest() != self.info['tokenizer']['sha256']:

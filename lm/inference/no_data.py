@@ -1,5 +1,6 @@
 """The data of a run that has a tokenizer and no tokens, such as an import."""
 
+import dataclasses
 import hashlib
 import shlex
 from pathlib import Path
@@ -8,17 +9,22 @@ from typing import Any
 from lm.data import tokenizers
 from lm.data.dataset import Store
 from lm.data.tokenizers import Tokenizer
-from lm.errors import AbsentError, MismatchError, UnnamedError
+from lm.errors import AbsentError, LmError, MismatchError, UnnamedError
 from lm.experiment import Experiment
 from lm.runs.info import read_info, read_raw
 from lm.runs.run_dir import RunDir
 
 
 class NoData:
-    """Only a tokenizer: texts can be written and scored, and no split can be read."""
+    """Only a tokenizer: texts can be written and scored, and no split can be read.
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer: of the model.
+        absence: the data that the configuration names are not there; None: it names none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, absence: AbsentError | None = None):
+        self._tokenizer, self._absence = tokenizer, absence
         self.vocab_size = tokenizer.vocab_size
         self.fingerprints = {'tokenizer': tokenizer.sha256}
 
@@ -27,9 +33,9 @@ class NoData:
         return self._tokenizer
 
     @property
-    def error(self) -> UnnamedError:
+    def error(self) -> LmError:
         """The error where a split is wanted."""
-        return UnnamedError(
+        return self._absence or UnnamedError(
             "data.path = '': this run has a tokenizer and no data; name a token store that lm prepare made with it: "
             "--set data.path=data/mine, or score a text with run.score('…')"
         )
@@ -37,6 +43,8 @@ class NoData:
 
 def open_data(experiment: Experiment, directory: RunDir) -> Store | NoData:
     """Opens the data that the configuration names, or else reads the tokenizer of the run.
+
+    A relative path counts from the current folder, and then from the folder where the run was started.
 
     Raises the errors of `DataConfig.open` and `read_tokenizer`, and UnnamedError if there are neither data nor a
     tokenizer.
@@ -47,12 +55,11 @@ def open_data(experiment: Experiment, directory: RunDir) -> Store | NoData:
             return data.open(experiment.train.context_length)
         except AbsentError as error:
             folder = read_info(directory.info).get('folder')
-            if not isinstance(folder, str) or not data.path or not (path := Path(folder, data.path)).exists():
+            if isinstance(folder, str) and data.path and (path := Path(folder, data.path)).exists():
+                return dataclasses.replace(data, path=str(path)).open(experiment.train.context_length)
+            if (tokenizer := read_tokenizer(directory, info)) is None:
                 raise
-            raise AbsentError(
-                f'data.path = {data.path!r}: counts from {folder}, where the run was started; give this command there, '
-                f'or name the place: --set {shlex.quote(f"data.path={path}")}'
-            ) from error
+            return NoData(tokenizer, error)
     tokenizer = read_tokenizer(directory, info)
     if tokenizer is None:
         command = shlex.join(['lm', 'import', '--run_dir', str(directory.path), '--tokenizer', 'tokenizer.json'])

@@ -204,6 +204,13 @@ class RunDir(RunPaths):
             write_atomically(self.config, text)
         return found.resumed
 
+    def keep_file(self, name: str, contents: bytes) -> None:
+        """Writes a file beside config.gin, on process 0, unless it is there. Raises LmError where that fails."""
+        path = self.path / name
+        if jax.process_index() == 0 and not path.exists():
+            with writing(path):
+                write_atomically(path, contents)
+
     def keep_evaluation(self, path: epath.Path, text: str) -> None:
         """Writes a file below `evaluations`. Raises LmError where that fails, as in the run of another user."""
         with writing(path):

@@ -221,6 +221,12 @@ def write_start(run: RunDir, plan: RunPlan, origin: Origin, start: Start) -> Non
         facts['branch'] = origin.branch.record(plan.text)
     if start.is_from_memory:
         facts['saved_step'] = start.stored
+    is_task = plan.experiment.data.task is not None
+    name, tokenizer = ('', None) if is_task else plan.store.read_tokenizer_file()
+    if tokenizer is not None:
+        facts['end_id'] = plan.store.info['tokenizer'].get('eod_id')
     run.create_or_resume(plan.text, facts, start.step, origin.rewind_to is not None)
+    if tokenizer is not None:  # a copy of the run can write text without the data
+        run.keep_file(name, tokenizer)
     if origin.branch:
         origin.branch.copy_metrics()

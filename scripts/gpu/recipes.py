@@ -20,7 +20,7 @@ from typing import Any
 
 from train_row import read_metrics, unpack
 
-GIN = 'configs/experiments/quickstart.gin'
+GIN = 'configs/papers/study/options/options.gin'
 Job = tuple[int, int | None]
 """The number of a point, and its seed; None: the seed of the file."""
 
@@ -62,7 +62,7 @@ def set_up() -> None:
 
 
 def make_points(sweep_file: str, params: list[str]) -> list[Any]:
-    """Returns the points of the sweep on the quickstart, in float32."""
+    """Returns the points of the sweep on the baseline of options, in float32."""
     from lm.sweep.points import make_points
 
     return make_points([GIN], [sweep_file], ["model.dtype = 'float32'", 'train.tensorboard = False', *params])

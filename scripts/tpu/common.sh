@@ -368,6 +368,16 @@ find_lm() {
   program=$(command -v lm || echo "$ROOT/.venv/bin/lm")
   [ -x "$program" ] && echo "$program"
 }
+# Refuses the names of settings.env.example and of the documentation among settings and arguments.
+check_placeholders() {
+  local word
+  for word in "PROJECT=$PROJECT" "RUN_DIR=$RUN_DIR" "LOG_URL=$LOG_URL" "$@"; do
+    case $word in
+      *my-project*) fail "$word: my-project is the name in the example; write the name of your project" ;;
+      *//my-bucket*) fail "$word: my-bucket is the name in the example; write the name of your bucket" ;;
+    esac
+  done
+}
 # Refuses on this machine what would fail on a paid pod. Calls `lm check` with the configuration of an `lm train` (also of
 # the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, a
 # sweep whose points lie in its folder, and CHECK=0, pass.
@@ -402,6 +412,7 @@ check_command() {
     echo
     return 0
   fi
+  check_placeholders ${words[@]+"${words[@]}"}
   if ! program=$(find_lm); then
     note "lm is not installed on this machine (scripts/quickstart.sh does it): the step is not checked"
     return 0

@@ -2,10 +2,11 @@
 # Keeps a run alive until it is done: creates the pod, sets it up, starts the command and watches it. After a preemption it
 # does all of this again with the same run directory.
 #
-#   scripts/tpu/supervise.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin --gin_param 'train.microbatches = 4'
+#   scripts/tpu/supervise.sh lm train --gin_file configs/models/small.gin --gin_file data/pg19.gin --set data.path=gs://BUCKET/tokens/pg19 --set train.microbatches=4
 #   DRY_RUN=1 scripts/tpu/supervise.sh …   prints the commands of one attempt
 #
-# First runs `lm check` on this machine, to see whether the step fits ACCELERATOR_TYPE (CHECK=0 skips it).
+# First runs `lm check` on this machine, to see whether the tokens are there and the step fits ACCELERATOR_TYPE
+# (CHECK=0 skips it).
 #
 # Exit code of the run → what happens:
 #   0                 done

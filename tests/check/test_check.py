@@ -303,7 +303,7 @@ def test_without_libtpu_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--topology', 'v5e:2x2']) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "'lm-tpu[tpu]'" in error
+    assert "-e '.[tpu]'" in error
 
 
 def test_a_batch_that_does_not_divide_raises_the_error_of_training(on_cpus):
@@ -321,7 +321,7 @@ def test_if_possible_goes_on_without_libtpu_or_for_an_unknown_slice(monkeypatch,
     assert 'not compiled: --topology v3-32' in capsys.readouterr().err
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     assert cli.main(['check', '--if_possible', '--topology', 'v5e:2x2', *flags]) == 0
-    assert "'lm-tpu[tpu]'" in capsys.readouterr().err
+    assert "-e '.[tpu]'" in capsys.readouterr().err
 
 
 def test_a_point_of_a_sweep_is_checked(tmp_path, capsys):
@@ -576,3 +576,32 @@ def test_a_resumed_run_needs_no_initial_run(run, tokens, tmp_path, capsys):
     (run / 'checkpoints' / '10' / 'commit_success.txt').touch()
     assert cli.main(['check', '--run_dir', str(run), *changes]) == 0
     assert 'not checked' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        (
+            ['data.path=data/pg19'],
+            'is a folder of this machine, which a pod does not have; prepare tokens in a bucket',
+        ),
+        (
+            ['model.attention=polysketch', 'train.context_length=512'],
+            'no sketch takes part; train.context_length = 512',
+        ),
+    ],
+)
+def test_what_a_pod_would_be_paid_for_in_vain_is_refused(settings, words, capsys):
+    """`scripts/tpu` ask with --if_possible before they make a pod."""
+    flags = ['--gin_file', 'configs/models/small.gin', *(word for text in settings for word in ('--set', text))]
+    assert cli.main(['check', *flags]) == 0
+    assert cli.main(['check', '--if_possible', *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_store_that_is_not_in_the_bucket_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('lm.check.reach.is_remote', lambda path: True)
+    flags = ['--gin_file', 'configs/models/small.gin', '--set', f'data.path={tmp_path / "nothing"}']
+    assert cli.main(['check', '--if_possible', *flags]) == 2
+    assert 'no finished token store is there' in (error := capsys.readouterr().err)
+    assert error.endswith('; scripts/tpu/prepare_data.sh lm prepare … makes it\n')

@@ -34,7 +34,10 @@ VERB = Verb(
 def test_each_verb_has_its_own_place_in_the_help():
     places = [verb.place for verb in VERBS.values()]
     assert places == sorted(set(places))
-    first, last = ('prepare', 'train', 'distill', 'evaluate', 'generate'), ('report', 'bench', 'inspect', 'doctor')
+    first, last = (
+        ('prepare', 'train', 'distill', 'evaluate', 'generate'),
+        ('report', 'bench', 'inspect', 'doctor', 'demo', 'help'),
+    )
     assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', *last]
 
 

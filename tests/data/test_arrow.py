@@ -119,5 +119,5 @@ def test_bad_rows_files_and_columns_are_named(tmp_path, monkeypatch):
         with pytest.raises(MismatchError, match=r'cut.arrow: not a readable Arrow file \(.*fetch the file again'):
             documents(Arrow(path=str(tmp_path / 'cut.arrow')), 'train')
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
-    with pytest.raises(ConfigError, match=r"@arrow\(\): needs pyarrow; pip install 'lm-tpu\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"@arrow\(\): needs pyarrow; pip install -e '\.\[parquet\]'"):
         Arrow(path=path).shards('train')

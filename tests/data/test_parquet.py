@@ -101,7 +101,7 @@ def test_wrong_columns_and_files_are_one_line(tmp_path, monkeypatch):
             source.shards('train')
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, 'pyarrow', None)
-        with pytest.raises(ConfigError, match=r"needs pyarrow; pip install 'lm-tpu\[parquet\]'"):
+        with pytest.raises(ConfigError, match=r"needs pyarrow; pip install -e '\.\[parquet\]'"):
             source.shards('train')
 
 

@@ -106,5 +106,5 @@ def test_wrong_flags_and_a_missing_package_are_named(config, tmp_path, monkeypat
         assert main(['prepare', *flags]) == 2
         assert message in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"--engine beam: needs apache-beam; pip install 'lm-tpu\[beam\]'"):
+    with pytest.raises(MissingPackageError, match=r"--engine beam: needs apache-beam; pip install -e '\.\[beam\]'"):
         prepare_with_beam(config, str(tmp_path / 'beam'))

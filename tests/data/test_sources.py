@@ -319,7 +319,7 @@ def test_missing_data(source, message):
 
 def test_data_that_is_not_there_says_what_to_install(monkeypatch):
     monkeypatch.setattr(tfds_module.importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[tfds\]' and run this again"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tfds\]' and run this again"):
         Tfds(name='wiki40b/en', data_dir='/nowhere').fetch(print)
 
 

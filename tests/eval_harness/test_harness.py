@@ -53,7 +53,7 @@ def test_a_wrong_line_is_named(questions, line):
 
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is not None, reason='lm_eval is installed')
 def test_a_missing_package_is_named_with_its_installation():
-    with pytest.raises(ConfigError, match=r"pip install 'lm-tpu\[harness\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[harness\]'"):
         evaluate_tasks(None, ['piqa'])
 
 

@@ -159,7 +159,7 @@ def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, capsys, monk
     assert 'is no GGUF file, or a damaged one' in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, 'gguf', None)
     assert main(['import', str(path), '--run_dir', str(tmp_path / 'run')]) == 2
-    assert "needs gguf; pip install 'lm-tpu[gguf]'" in capsys.readouterr().err
+    assert "needs gguf; pip install -e '.[gguf]'" in capsys.readouterr().err
 
 
 def test_an_import_without_a_tokenizer_says_so_and_is_completed_later(tmp_path, capsys, caplog):

@@ -14,7 +14,7 @@ cd "the clone"
 
 step 'the quickstart, shortened'
 expect scripts/quickstart.sh runs/quickstart --set train.steps=100
-shows 'validation' 'Expect a validation perplexity' '28 to 32 without your flags'
+shows 'validation' 'Expect a validation perplexity' '20 to 23 without your flags'
 is_there runs/quickstart/evaluations runs/quickstart-report/loss.png runs/quickstart-report/report.html
 expect .venv/bin/lm inspect runs/quickstart
 shows 'finished, step 100 of 100'

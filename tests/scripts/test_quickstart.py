@@ -36,7 +36,7 @@ def test_without_arguments_the_run_has_its_usual_place(clone):
     assert done.returncode == 0, done.stderr
     commands = (clone / 'commands.txt').read_text()
     assert '<--run_dir> <runs/quickstart> <evaluate> <--run_dir> <runs/quickstart> <report>' in commands
-    assert 'perplexity per token of 28 to 32;' in done.stdout
+    assert 'perplexity per token of 20 to 23;' in done.stdout
 
 
 def test_flags_reach_the_training_alone(clone):
@@ -46,7 +46,7 @@ def test_flags_reach_the_training_alone(clone):
     flags = "<--set> <train.steps=5> <--gin_param> <data.path = 'a b'>"
     assert f'<--run_dir> <my runs/short> {flags} <evaluate> <--run_dir> <my runs/short> <report>' in commands
     assert commands.count(flags) == 1
-    assert '28 to 32 without your flags' in done.stdout
+    assert '20 to 23 without your flags' in done.stdout
 
 
 @pytest.mark.parametrize(('flag', 'code', 'message'), [('--set', 2, 'name the folder of the run first'), ('-h', 0, '')])

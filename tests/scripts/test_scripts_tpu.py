@@ -468,6 +468,10 @@ def test_secrets_reach_the_jobs_and_no_log(tmp_path):
     assert not (home / '.lm-env').exists()
 
 
+OURS = {'PROJECT': 'ours', 'RUN_DIR': 'gs://ours/runs/small'}
+"""Names that are not those of the examples."""
+
+
 def checking(cloud: FakeCloud, code: int) -> None:
     """Puts an `lm` on this machine that notes its arguments and ends with `code`."""
     program = cloud.path / 'bin' / 'lm'
@@ -480,15 +484,33 @@ def test_no_pod_is_requested_if_the_check_refuses(script, tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', workers=1)
     checking(cloud, 2)
     sweep = ['1', 'lm', 'sweep', '--sweep_file', 'a b.gin', '--run_dir=gs://b/s']
-    done = cloud.run(script, *(sweep if script == 'sweep.sh' else TRAIN), CHECK='1', SWEEP_LOG_DIR=str(tmp_path / 'l'))
+    settings = {'CHECK': '1', 'SWEEP_LOG_DIR': str(tmp_path / 'l')}
+    done = cloud.run(script, *(sweep if script == 'sweep.sh' else TRAIN), **OURS, **settings)
     assert done.returncode == (1 if script == 'sweep.sh' else 2), done.stdout + done.stderr
     assert cloud.verbs() <= {'describe'}, 'a supervisor asks first whether the run goes on already'
     words = (cloud.path / 'checked').read_text().splitlines()
-    run = ['--run_dir', SETTINGS['RUN_DIR']]
+    run = ['--run_dir', OURS['RUN_DIR']]
     given = ['--sweep_file', 'a b.gin', '--index', '0'] if script == 'sweep.sh' else [*TRAIN[2:], *run]
     assert words == ['check', *given, '--topology', 'v4-8', '--if_possible']
     if script == 'run.sh':
         assert 'CHECK=0' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ('given', 'settings', 'name'),
+    [
+        ([], {'RUN_DIR': OURS['RUN_DIR']}, 'PROJECT=my-project: my-project is'),
+        ([], {'PROJECT': 'ours'}, 'RUN_DIR=gs://my-bucket/runs/small: my-bucket is'),
+        (['--set', 'data.path=gs://my-bucket/tokens/pg19'], OURS, 'data.path=gs://my-bucket/tokens/pg19: my-bucket is'),
+    ],
+)
+def test_names_of_the_examples_are_refused_before_a_pod_is_asked_for(given, settings, name, tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=1)
+    checking(cloud, 0)
+    done = cloud.run('supervise.sh', *TRAIN, *given, CHECK='1', **settings)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f'{name} the name in the example; write the name of your ' in done.stderr
+    assert cloud.verbs() <= {'describe'}
 
 
 def test_a_resumed_or_branched_run_is_checked_first(tmp_path):
@@ -497,7 +519,7 @@ def test_a_resumed_or_branched_run_is_checked_first(tmp_path):
     rewound = ['--run_dir', 'gs://b/a b', '--rewind_to', '40', '--gin_param', 'muon.rms = 0.2']
     branch = ['--run_dir=gs://b/new', '--branch_from', 'gs://b/run', '--step', '7']
     for given in (rewound, branch):
-        assert cloud.run('run.sh', 'lm', 'train', *given, CHECK='1').returncode == 2
+        assert cloud.run('run.sh', 'lm', 'train', *given, CHECK='1', **OURS).returncode == 2
     words = (cloud.path / 'checked').read_text().splitlines()
     end = ['--topology', 'v4-8', '--if_possible']
     assert words == [
@@ -509,7 +531,7 @@ def test_a_resumed_or_branched_run_is_checked_first(tmp_path):
 def test_a_supervisor_checks_once(tmp_path):
     cloud = FakeCloud(tmp_path / 'cloud', scenario='42 0', workers=1)
     checking(cloud, 0)
-    done = cloud.run('supervise.sh', *TRAIN, CHECK='1')
+    done = cloud.run('supervise.sh', *TRAIN, CHECK='1', **OURS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (cloud.path / 'checked').read_text().splitlines().count('check') == 1
     assert len(cloud.lm_calls()) == 2

@@ -23,7 +23,7 @@ def test_the_citation_names_this_version():
     assert set(cff) == CFF_KEYS
     assert (cff['cff-version'], cff['type'], cff['license']) == ('1.2.0', 'software', 'Apache-2.0')
     assert cff['version'] == lm.__version__
-    assert cff['authors'] == [{'name': 'The lm-tpu authors'}]
+    assert cff['authors'] == [{'name': 'The authors of lm'}]
     assert all(isinstance(cff[key], str) for key in ('title', 'message', 'abstract'))
 
 

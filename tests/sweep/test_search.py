@@ -414,7 +414,7 @@ def test_a_trial_that_is_trained_by_itself_stays_a_part_of_the_search(search, tm
 
 def test_optuna_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"--search: needs optuna; pip install 'lm-tpu\[search\]'"):
+    with pytest.raises(MissingPackageError, match=r"--search: needs optuna; pip install -e '\.\[search\]'"):
         check_optuna()
 
 

@@ -1,0 +1,106 @@
+"""`lm demo`: what a token costs at growing context lengths, with softmax and with attention that is linear in them.
+
+It is `lm bench attention` with settings that take less than a minute of processor time on two cores.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from lm.attention import HeadDims
+from lm.bench import results
+from lm.bench.attention import COLUMNS, Layer, LayerRow, build, make_cells, measure
+from lm.bench.candidates import BASELINE, FEATURED, read_candidates
+from lm.bench.options import AttentionOptions, DemoOptions
+from lm.files import local_path
+
+LINEAR = 'gated_linear'
+"""The mechanism beside the featured one: it has no exact blocks, so its curve is level from the first context on."""
+BLOCK = 256
+PASS = 'forward+backward'
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoSize:
+    """The size of the measurement.
+
+    Attributes:
+        contexts: tokens per sequence.
+        dims: of the heads.
+        repeats: timed calls of each mechanism at each context.
+    """
+
+    contexts: Sequence[int] = (512, 2048, 8192)
+    dims: HeadDims = dataclasses.field(default_factory=lambda: HeadDims(2, 2, 64))
+    repeats: int = 3
+
+
+def show_costs(options: DemoOptions, size: DemoSize | None = None) -> None:
+    """Prints the figures, and writes them and their picture to the folder of the options.
+
+    Raises ConfigError if the folder cannot be written.
+    """
+    size = size or DemoSize()
+    is_cpu = jax.default_backend() == 'cpu'
+    folder = results.make_folder(local_path(options.out, '--out'))
+    printer, machine = results.Printer(), results.machine() | {'device_count': 1}
+    printer.line(results.heading('lm demo', machine))
+    printer.line('One layer of attention and its gradients, in less than a minute of processor time on two idle cores.')
+    sizes = size.contexts, (PASS,), max(size.contexts), size.dims, jnp.dtype('float32'), size.repeats
+    rows = measure(_build_layers(size.dims), *sizes, say=printer.progress)
+    printer.progress()
+    printer.table(
+        [make_cells(row) for row in rows],
+        {name: COLUMNS[name] for name in ('context', 'mechanism', 'time', 'cpu_milliseconds')},
+    )
+    costs = {name: find_costs([row for row in rows if row.mechanism == name], is_cpu) for name in _names(rows)}
+    for name, points in costs.items():
+        printer.line(describe_growth(name, points, is_cpu))
+    settings = {'repeats': size.repeats, 'heads': size.dims.n_heads, 'head_dim': size.dims.head_dim, 'dtype': 'float32'}
+    settings |= {'polysketch.block': BLOCK, 'tokens': max(size.contexts), 'pass': PASS}
+    output = results.Output(str(folder / 'demo.json'))
+    output.write('demo', machine, settings, rows)
+    if importlib.util.find_spec('matplotlib') is None:
+        printer.line('The picture needs matplotlib: pip install matplotlib, then run this again')
+    else:
+        results.draw_contexts(folder / 'demo', costs, _label(is_cpu), 'float32', devices=1)
+        printer.line(f'The picture: {folder / "demo.png"}')
+    printer.line('Next: docs/explanation/which_attention.md, or lm bench attention --help for sizes of your own')
+
+
+def _build_layers(dims: HeadDims) -> dict[str, Layer]:
+    names = (BASELINE, FEATURED, LINEAR)
+    options = AttentionOptions(mechanisms=names, gin_param=[f'polysketch.block = {BLOCK}'])
+    return {candidate.name: build(candidate, dims) for candidate in read_candidates(options)}
+
+
+def find_costs(rows: Sequence[LayerRow], is_cpu: bool) -> list[results.ContextFigure]:
+    """Returns microseconds per token at each context: processor time on a CPU, where other work disturbs the clock."""
+    found = []
+    for row in rows:
+        tokens = row.sequences * row.context
+        if is_cpu and row.cpu_milliseconds is not None:
+            cost = 1e3 * row.cpu_milliseconds / tokens
+            found.append(results.ContextFigure(row.context, cost, cost, cost))
+        elif not row.out_of_memory:
+            times = results.present(row.milliseconds, row.least_milliseconds, row.greatest_milliseconds)
+            found.append(results.ContextFigure(row.context, *(1e3 * time / tokens for time in times)))
+    return found
+
+
+def describe_growth(name: str, points: Sequence[results.ContextFigure], is_cpu: bool) -> str:
+    """Returns a sentence on the growth from the first context to the last."""
+    first, last = points[0], points[-1]
+    growth = f'{last.value / first.value:.1f} times the {"processor " if is_cpu else ""}time at {first.context:,}'
+    return f'{name}: {last.value:.1f} µs per token at {last.context:,} tokens, {growth}'
+
+
+def _names(rows: Sequence[LayerRow]) -> Mapping[str, None]:
+    return dict.fromkeys(row.mechanism for row in rows)
+
+
+def _label(is_cpu: bool) -> str:
+    return f'{"processor " if is_cpu else ""}time per token (µs)'
