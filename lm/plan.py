@@ -33,7 +33,14 @@ from lm.pod.mesh import MeshShape
 from lm.runs.initial import InitialParameters, describe_misfit
 from lm.runs.weights import SavedWeights
 from lm.text import format_count, format_si
-from lm.training.inputs import check_training, check_vocabulary, choose_unpacking, make_windows
+from lm.training.inputs import (
+    check_training,
+    check_vocabulary,
+    choose_reader,
+    choose_unpacking,
+    make_windows,
+    reads_marks,
+)
 from lm.training.objectives import Distillation, Objective
 from lm.training.program import StepProgram
 from lm.training.replay import describe_replay
@@ -144,6 +151,11 @@ class RunPlan(StepPlan):
         """The split for training."""
         return self.experiment.data.train_split
 
+    @property
+    def origins(self) -> list[str]:
+        """The directories of the runs whose weights a new run starts from, or learns from."""
+        return [one.run_dir for one in (self.initial, self.teacher) if one]
+
     @functools.cached_property
     def text(self) -> str:
         """The whole configuration as gin text."""
@@ -230,7 +242,8 @@ def make_plan(
     # Errors of the data.
     source = data, train.context_length if data.task else None
     store = cache.get(('store', source), lambda: data.open(train.context_length, timeout))
-    dtype = cache.get(('dtype', source), lambda: store.read(data.train_split, 0, 1).dtype)
+    reader, marks = choose_reader(train, store), reads_marks(train, store)
+    dtype = cache.get(('dtype', source, marks), lambda: reader.read_many(data.train_split, [0], 1).dtype)
     documents = data.documents(store)
     check_vocabulary(store, data, model)
     windows = make_windows(data, train, store)

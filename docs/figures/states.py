@@ -9,7 +9,7 @@ import json
 from flax import nnx
 
 from lm.experiment import load
-from lm.inference.generation import state_bytes
+from lm.inference.decoding import state_bytes
 from lm.model import build
 
 LENGTHS = (2048, 8192, 32768, 131072)

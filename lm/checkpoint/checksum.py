@@ -49,6 +49,10 @@ def group_arrays(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
         yield group
 
 
+PART = 2**20
+"""Elements whose checksum NumPy computes together: they fit a cache."""
+
+
 @functools.cache
 def _compiled(function: Callable[[jax.Array], jax.Array], out_sharding: NamedSharding | None) -> jax.stages.Wrapped:
     # One jaxpr for all arrays of a shape: there are few shapes, and tracing is a part of every restart.
@@ -68,6 +72,27 @@ def checksum(x: jax.Array) -> jax.Array:
         stride *= words.shape[axis]
     key = lax.add(lax.mul(index, np.uint32(0x9E3779B1)), np.uint32(0x7F4A7C15))
     return lax.reduce_sum(_mix(lax.bitwise_xor(words, key)), tuple(range(words.ndim)))
+
+
+def checksum_of_part(part: np.ndarray, first: int) -> int:
+    """Returns the share of `checksum` that a part of an array has, modulo 2³².
+
+    `first` is the flat index of its first element in the whole array; elements have at most 32 bits.
+    """
+    if part.dtype.itemsize > 4:
+        raise ValueError(f'{part.dtype}: has more than 32 bits')
+    flat, total = part.reshape(-1), 0
+    for start in range(0, flat.size, PART):
+        own = flat[start : start + PART]
+        words = own.view(f'u{own.dtype.itemsize}').astype(np.uint32)
+        index = np.arange(first + start, first + start + own.size, dtype=np.uint64).astype(np.uint32)
+        words ^= index * np.uint32(0x9E3779B1) + np.uint32(0x7F4A7C15)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            words ^= words >> np.uint32(shift)
+            words *= np.uint32(factor)
+        words ^= words >> np.uint32(16)
+        total += int(words.sum(dtype=np.uint64))
+    return total % 2**32
 
 
 _traced_once = jax.jit(checksum, inline=True)

@@ -195,12 +195,24 @@ def make_record(
 ) -> dict:
     """Makes the record of a step. Metrics that are not finite become strings: JSON has no such numbers."""
     sums = checksums(arrays)
+    leaves = {
+        name: {'dtype': x.dtype.name, 'shape': list(x.shape), 'checksum': sums[name]} for name, x in arrays.items()
+    }
+    return make_record_of_leaves(step, leaves, fingerprints, metrics, metadata)
+
+
+def make_record_of_leaves(
+    step: int,
+    leaves: Mapping[str, Mapping[str, Any]],
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, float | str],
+    metadata: Mapping[str, Any],
+) -> dict:
+    """Makes the record of a step like `make_record`; `leaves` are the types, shapes and checksums of its arrays."""
     record = {
         'format': FORMAT,
         'step': step,
-        'leaves': {
-            name: {'dtype': x.dtype.name, 'shape': list(x.shape), 'checksum': sums[name]} for name, x in arrays.items()
-        },
+        'leaves': {name: dict(leaf) for name, leaf in leaves.items()},
         'fingerprints': dict(fingerprints),
         'metrics': _plain(metrics),
         'metadata': dict(metadata),

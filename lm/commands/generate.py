@@ -43,6 +43,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar='TEXT',
         help="end before this text, or before the token of this name, such as '<|im_end|>'; several may be given",
     )
+    parser.add_argument(
+        '--special_tokens',
+        action='store_true',
+        help="names of special tokens in a prompt become these tokens, such as '<|im_start|>'",
+    )
     parser.add_argument('--json', action='store_true', help='print JSON instead of text: an object per prompt')
     add_gin_flags(parser)
     add_job_flags(parser)
@@ -51,7 +56,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def make_call(arguments: argparse.Namespace) -> Call:
     experiment = read_experiment_of_run(arguments)
 
-    from lm.inference.generation import Sampling, write_continuations
+    from lm.inference.decoding import Sampling
+    from lm.inference.generation import write_continuations
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     if arguments.max_tokens < 1:
@@ -67,7 +73,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
         prompts=read_prompts(arguments.prompt, arguments.prompt_file, arguments.text_file),
         sampling=sampling,
         as_json=arguments.json,
-        **pick(arguments, 'max_tokens', 'seed', 'stop'),
+        **pick(arguments, 'max_tokens', 'seed', 'stop', 'special_tokens'),
     )
 
 

@@ -10,6 +10,12 @@ from lm.errors import ConfigError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--strict', action='store_true', default=None, help='stop at the first bad record')
+    parser.add_argument(
+        '--special_tokens',
+        action='store_true',
+        default=None,
+        help='names of special tokens in the text become these tokens',
+    )
     parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one per CPU core')
     parser.add_argument('--shard', metavar='I/N', help='do the share I, from 0, of the work of N machines')
     parser.add_argument(
@@ -46,7 +52,9 @@ def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.beam_options and not arguments.engine:
         raise ConfigError(f'--beam_options {arguments.beam_options!r}: is of Beam; add --engine beam')
     share = read_share(arguments.shard or '0/1')
-    experiment = read_experiment(arguments, bindings('prepare', pick(arguments, 'strict', 'processes')))
+    experiment = read_experiment(
+        arguments, bindings('prepare', pick(arguments, 'strict', 'processes', 'special_tokens'))
+    )
     job = experiment.prepare, experiment.data.path
     if arguments.prove is not None:
         if arguments.engine or in_shares:

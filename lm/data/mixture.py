@@ -97,14 +97,27 @@ class Mixture:
 
     def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Windows [n, length] of token ids, each of one store; see `TokenStore.read_many`."""
+        return self._read_many(split, starts, length, 'read_many')
+
+    @property
+    def marks_answers(self) -> bool:
+        """Only some tokens of some stores are predicted in training."""
+        return any(store.marks_answers for store in self.stores.values())
+
+    def read_marked(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Windows [n, length], each of one store; see `TokenStore.read_marked`."""
+        return self._read_many(split, starts, length, 'read_marked')
+
+    def _read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int, how: str) -> np.ndarray:
         parts = self.parts(split)
         starts, ends = np.asarray(starts, np.int64), np.cumsum([store.tokens(split) for store in parts.values()])
         source = np.searchsorted(ends, starts, side='right')
-        windows = np.empty((len(starts), length), self._first.info['dtype'])
+        dtypes = [np.int32] if how == 'read_marked' else [store.info['dtype'] for store in parts.values()]
+        windows = np.empty((len(starts), length), np.result_type(*dtypes))
         for i, store in enumerate(parts.values()):
             own = source == i
             if own.any():
-                windows[own] = store.read_many(split, starts[own] - (ends[i - 1] if i else 0), length)
+                windows[own] = getattr(store, how)(split, starts[own] - (ends[i - 1] if i else 0), length)
         return windows
 
     def read_tokenizer_file(self) -> NamedFile:

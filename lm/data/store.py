@@ -40,6 +40,10 @@ SHARD = 2**26
 INDEX_CACHE_BYTES = 2**26
 COPIES = 'in_train'
 """The entry of a split in dataset.json: its documents that are also in train, and their tokens."""
+MARK = 2**31
+"""The bit of a token that is read and not predicted, where a store marks answers."""
+MARKS = 'marks_answers'
+"""The entry of dataset.json of such a store."""
 VERIFIED = 2**24
 """Elements that `TokenStore.verify` holds in memory."""
 
@@ -107,6 +111,11 @@ class TokenStore:
         """The token that each document of the store begins with; None: none, or the store is of an earlier version."""
         return self.info['tokenizer'].get('begin_id')
 
+    @property
+    def marks_answers(self) -> bool:
+        """Only some tokens are predicted in training (`read_marked`)."""
+        return bool(self.info.get(MARKS))
+
     def tokens(self, split: str) -> int:
         """Returns the number of tokens, the end-of-document tokens among them."""
         return self._split(split)['tokens']
@@ -147,6 +156,19 @@ class TokenStore:
         Returns:
             [n, length], uint16 or uint32.
         """
+        windows = self._read_many(split, starts, length)
+        return windows & np.uint32(MARK - 1) if self.marks_answers else windows
+
+    def read_marked(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Reads windows [n, length] like `read_many`, int32; ~token stands for a token that is not predicted."""
+        windows = self._read_many(split, starts, length)
+        if not self.marks_answers:
+            return windows.astype(np.int32)
+        ids = (windows & np.uint32(MARK - 1)).astype(np.int32)
+        return np.where(windows >= MARK, ~ids, ids)
+
+    def _read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Reads the elements of the array as they are."""
         array, total = self._array(split, 'tokens'), self.tokens(split)
         for start in starts:
             if not 0 <= start <= start + length <= total:
@@ -160,7 +182,8 @@ class TokenStore:
         except ValueError as error:
             raise self._damage(split, 'tokens', error) from None
         # An accelerator takes the nearest row of the embedding for such a token, and reports nothing.
-        if windows.size and (largest := int(windows.max())) >= self.vocab_size:
+        ids = windows & np.uint32(MARK - 1) if self.marks_answers else windows
+        if ids.size and (largest := int(ids.max())) >= self.vocab_size:
             what = f'token {largest} is beyond the {self.vocab_size} pieces of the tokenizer'
             raise MismatchError(f'{self.path}: split {split!r}: {what}; prepare the data again')
         return windows
@@ -196,7 +219,7 @@ class TokenStore:
         """Reads the whole split, in blocks, and compares it with dataset.json. Raises MismatchError."""
         digest, total, documents = hashlib.sha256(), self.tokens(split), self.documents(split)
         for start in range(0, total, VERIFIED):
-            digest.update(self.read(split, start, min(start + VERIFIED, total)).data)
+            digest.update(self._read_many(split, [start], min(VERIFIED, total - start)).data)
         for start in range(0, documents, VERIFIED):
             ends = self.document_ends(split, start, min(start + VERIFIED, documents))
             digest.update(ends.astype('<i8', copy=False).data)

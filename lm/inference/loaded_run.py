@@ -18,10 +18,12 @@ from lm.checkpoint.finite import refuse_not_finite
 from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.tokenizers import Tokenizer
+from lm.data.tokenizers.companions import FOLDER, find_ends, read_companions
 from lm.errors import ConfigError, MismatchError
 from lm.evaluation.scoring import Scorer, Scores
 from lm.experiment import Experiment, find_begin_id, load_of_run
 from lm.hardware import Target
+from lm.inference.decoding import Decoder
 from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
@@ -74,6 +76,17 @@ class LoadedRun:
         stated = find_begin_id(self.experiment, self.directory)
         return self.tokenizer.eod_id if stated is None else stated
 
+    @functools.cached_property
+    def companions(self) -> dict[str, bytes]:
+        """Name → contents of the files that came along with imported weights."""
+        return read_companions(self.directory.path / FOLDER)
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text: the end-of-document token, and those of an imported generation_config.json."""
+        known = (i for i in find_ends(self.companions) if i < self.tokenizer.vocab_size)
+        return tuple(dict.fromkeys([self.tokenizer.eod_id, *known]))
+
     @property
     def data(self) -> DataConfig:
         """The section `data` of the configuration, with the token before every text."""
@@ -85,6 +98,11 @@ class LoadedRun:
     def model(self) -> Transformer:
         """Computes logits [B, L, V] of tokens [B, L]."""
         return self.functions.merge(self.weights)
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        """The programs that continue prompts with `model`."""
+        return Decoder(self.model)
 
     @functools.cached_property
     def scorer(self) -> Scorer:

@@ -1,12 +1,14 @@
 """Checkpoints of other programs: folders of Hugging Face, exports of lm, and GGUF files, in one form."""
 
 import functools
+import json
 import logging
 import pathlib
 import re
 from typing import NamedTuple
 
 from lm.data import tokenizers
+from lm.data.tokenizers.companions import GENERATION_CONFIG, OF_THE_TOKENIZER, TEMPLATE, read_companions
 from lm.data.tokenizers.marks import TextMarks, check_marks, find_marks, read_config_marks
 from lm.errors import ConfigError, MismatchError
 from lm.files import parse_json_object, refuse_special_files
@@ -86,6 +88,17 @@ class CheckpointFolder:
         # Earlier exports name the end-of-document token as the beginning too, where the run has no other.
         return TextMarks(found.ends, None if found.begin in found.ends else found.begin, is_exact=True)
 
+    def read_companions(self) -> dict[str, bytes]:
+        """Returns name → contents of the files that go along with the weights as they are.
+
+        Where only config.json names several tokens that end a text, generation_config.json says so, as transformers
+        would write it.
+        """
+        found = read_companions(self.path)
+        if GENERATION_CONFIG not in found and len(self.marks.ends) > 1:
+            found[GENERATION_CONFIG] = json.dumps({'eos_token_id': list(self.marks.ends)}, indent=2).encode() + b'\n'
+        return found
+
     def find_tokenizers(self) -> list[FoundTokenizer]:
         """Returns the tokenizers in the folder that can be read here, tokenizer.json first."""
         paths = [self.path / name for name in tokenizers.FILE_NAMES]
@@ -127,6 +140,11 @@ class GgufCheckpoint:
         """Returns how many tensors the file holds."""
         return self._file.count
 
+    def read_companions(self) -> dict[str, bytes]:
+        """Returns the chat template by the name of its file, if there is one."""
+        template = self._file.chat_template
+        return {} if template is None else {TEMPLATE: template.encode()}
+
     @property
     def marks(self) -> TextMarks:
         """The tokens around a text, as the metadata say."""
@@ -142,6 +160,16 @@ class GgufCheckpoint:
             log.warning('the tokenizer of %s cannot be read: %s', self.path, error)
             return []
         return [add_begin(tokenizer, self.path, self.marks)]
+
+
+def choose_companions(checkpoint: 'Checkpoint', tokenizer: pathlib.Path | None) -> dict[str, bytes]:
+    """Returns the companions of a checkpoint; of another `tokenizer`'s file, the ones beside it are its own."""
+    found = checkpoint.read_companions()
+    if tokenizer is None or tokenizer.parent == checkpoint.path:
+        return found
+    beside = read_companions(tokenizer.parent)
+    own = {name: contents for name, contents in beside.items() if name in OF_THE_TOKENIZER}
+    return {name: contents for name, contents in found.items() if name not in OF_THE_TOKENIZER} | own
 
 
 def read_tokenizer(path: pathlib.Path, marks: TextMarks) -> FoundTokenizer:

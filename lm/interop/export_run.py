@@ -10,9 +10,10 @@ from lm.files import local_path
 from lm.inference.loaded_run import load_run
 from lm.interop.card import write_card
 from lm.interop.formats import FORMATS, is_exported
-from lm.interop.native import NativeFormat
+from lm.interop.native import NativeFormat, find_family
 from lm.interop.tensors import WeightFiles, check_safetensors
 from lm.lease import HeldError, Lease
+from lm.model import ModelConfig
 
 UNFINISHED = '.unfinished_export'
 """The lease in the folder of an unfinished export."""
@@ -40,6 +41,17 @@ def export_run(
         write_card(run, folder, format_name, weights.dtype, format.find_imports(experiment.model))
     names = ', '.join(sorted(path.name for path in folder.iterdir()))
     print(f'step {run.step} of {run_dir} written to {folder}: {names}')
+    if format_name != NativeFormat.name:
+        print(describe_classes(experiment.model))
+
+
+def describe_classes(model: ModelConfig) -> str:
+    """Returns a line on the class of another package that computes the model, or on why there is none."""
+    try:
+        return f'--format native writes it as {find_family(model).architecture}, which loads without trust_remote_code'
+    except ConfigError as error:
+        reason = str(error).partition('; export with')[0]
+        return f'{reason}; configs/experiments/quickstart_llama.gin has a model that leaves as a class of transformers'
 
 
 def check_out(folder: pathlib.Path, was_stopped: bool) -> list[pathlib.Path]:

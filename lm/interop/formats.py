@@ -16,6 +16,7 @@ from lm.attention.options import MODEL, LayerOptions
 from lm.config.configurable import list_values
 from lm.config.text import dump
 from lm.data.tokenizers import FILE_NAMES
+from lm.data.tokenizers.companions import COMPANIONS, GENERATION_CONFIG
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun
 from lm.interop.card import CARD
@@ -29,14 +30,14 @@ MODEL_TYPE = 'lm_tpu'
 """The `model_type` in config.json."""
 BEGIN, END = 'begin_id', 'end_id'
 """The names in the header of the weights of the tokens around a text."""
-CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG = 'config.gin', 'config.json', 'generation_config.json'
+CONFIG, TRANSFORMERS_CONFIG = 'config.gin', 'config.json'
 MODEL_SOURCE, ATTENTION_SOURCE = 'modeling_lm.py', 'attention_lm.py'
 """The model for transformers: a file beside this one, and all that it imports in one file."""
 ROOT, MODEL_FILE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parent / MODEL_SOURCE
 ATTENTION_HEADER = '"""The attention of a model, as its formula reads, for PyTorch. Written by `lm export`."""'
 OWN = r'from (lm(?:\.\w+)+)'
 """The beginning of a line that imports a module of `lm`."""
-NAMES = {CONFIG, TRANSFORMERS_CONFIG, GENERATION_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES}
+NAMES = {CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES, *COMPANIONS}
 """The names of the files that an export has beside its weights."""
 FIELDS = {
     'vocab_size': 'vocab_size',
@@ -92,7 +93,7 @@ class Safetensors:
         files = {CONFIG: dump(run.experiment).encode()}
         if run.experiment.data.task is None:
             files[run.tokenizer.file_name] = run.tokenizer.model
-        for name, contents in (files | self.others(run, weights.dtype)).items():
+        for name, contents in (files | self.others(run, weights.dtype) | run.companions).items():
             with writing(folder / name):
                 (folder / name).write_bytes(contents)
 

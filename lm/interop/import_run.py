@@ -2,27 +2,37 @@
 
 import dataclasses
 import logging
+import math
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.finite import describe_not_finite, find_not_finite
+from lm.checkpoint.snapshot import flatten
+from lm.checkpoint.stream import StepWriter
 from lm.config.read import read
 from lm.config.text import dump
 from lm.data import tokenizers
+from lm.data.tokenizers.companions import read_companions, write_companions
 from lm.data.tokenizers.marks import TextMarks, read_marks
 from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
 from lm.files import local_path, write_atomically
 from lm.inference.no_data import check_pieces
-from lm.interop.checkpoints import Checkpoint, FoundTokenizer, add_begin, open_checkpoint, read_tokenizer
+from lm.interop.checkpoints import (
+    Checkpoint,
+    FoundTokenizer,
+    add_begin,
+    choose_companions,
+    open_checkpoint,
+    read_tokenizer,
+)
 from lm.interop.families import Family, check_layers, choose, reading_config
-from lm.interop.names import from_tensors
+from lm.interop.names import Place, find_places, from_tensors
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
@@ -33,6 +43,8 @@ from lm.training.inputs import check_vocabulary
 
 log = logging.getLogger(__name__)
 
+TENSORS_HELD, BESIDE_TENSORS = 3, 1e9
+"""An import holds the largest tensor at most so often, and needs so many bytes beside it."""
 SHAPE = 'model.gin'
 """The model of an import without its mechanism, for runs that continue with another mechanism."""
 LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', *OF_THE_JOB)
@@ -96,12 +108,15 @@ def import_run(
     check_given(given, experiment, path)
     experiment.model.check_length(experiment.train.context_length)
     marks = checkpoint.marks
-    asked = None if tokenizer is None else [read_tokenizer(local_path(tokenizer, '--tokenizer'), marks)]
+    named = None if tokenizer is None else local_path(tokenizer, '--tokenizer')
+    asked = None if named is None else [read_tokenizer(named, marks)]
     found = choose_tokenizers(experiment, asked or checkpoint.find_tokenizers(), path, marks)
     if checkpoint.notes:
         print(checkpoint.notes)
     functions = ModelFunctions(experiment.model, jnp.float32)
-    weights = read_weights(family, checkpoint, functions)
+    tensors, expected = find_tensors(family, checkpoint, functions)
+    print(predict_memory(expected, functions))
+    check_finite(checkpoint)
     parameters = sum(functions.count_parameters().values())
     if unfinished:
         for left in (run.config, run.info):  # run.json shows that an import began, so it is deleted last
@@ -110,11 +125,16 @@ def import_run(
         experiment, {'parameters': parameters, 'imported': str(path), **found.fingerprints, **found.facts}
     )
     found.write(run)
+    write_companions(run.path, choose_companions(checkpoint, named))
     with writing(run.path / SHAPE):
         (run.path / SHAPE).write_text(shape_of(experiment))
-    with Checkpointer(run.checkpoints, experiment.checkpoint, found.fingerprints, run.record_saved) as checkpointer:
-        checkpointer.save(0, jax.tree.map(jnp.asarray, weights), metadata={'config': dump(experiment)})
-        checkpointer.wait()  # the import is complete now
+    writer = StepWriter(run.checkpoints, 0)
+    for name, leaf in flatten(functions.abstract).items():
+        own = [place for place in expected if place.source == name]
+        parts = (place.read(tensors)[None if place.layer is not None else ...] for place in own)
+        writer.write(name, leaf.shape, leaf.dtype, parts)
+    writer.commit(found.fingerprints, {'config': dump(experiment)})  # the import is complete now
+    run.record_saved(0)
     print(f'{parameters:,} parameters of {path} written to {run.path}')
     if not found.found and experiment.data.task is None:
         log.warning(
@@ -142,6 +162,7 @@ def complete_import(run_dir: str, tokenizer: str) -> None:
     check_pieces(read.tokenizer, load_of_run(run_dir).model.vocab_size, f'--tokenizer {tokenizer}')
     found = ChosenTokenizers({}, [read])
     found.write(run)
+    write_companions(run.path, read_companions(file.parent))
     run.record_facts(found.facts)
     print(f'{run.path / read.tokenizer.file_name} written: lm generate, run.score and lm prepare can use the run now')
 
@@ -174,8 +195,37 @@ def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool =
 def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctions) -> dict[str, Any]:
     """Returns the weights of a checkpoint, for a model whose functions are given.
 
-    Raises MismatchError if tensors are missing, have other shapes or are not finite, and ConfigError if some are left
-    over.
+    Raises the errors of `find_tensors` and `check_finite`.
+    """
+    tensors, _ = find_tensors(family, checkpoint, functions)
+    check_finite(checkpoint)
+    return from_tensors(tensors, functions.abstract, str(checkpoint.path))
+
+
+def check_finite(checkpoint: Checkpoint) -> None:
+    """Raises MismatchError for a checkpoint with numbers that are not finite."""
+    for name, tensor in checkpoint.read_tensors().items():
+        if find_not_finite({name: np.asarray(tensor)}):
+            raise MismatchError(
+                f'{checkpoint.path}: {describe_not_finite(name)}; fetch it again, or take another checkpoint'
+            )
+
+
+def predict_memory(expected: Sequence[Place], functions: ModelFunctions) -> str:
+    """Returns a line on the memory that an import needs: it holds one tensor at a time."""
+    flat = flatten(functions.abstract)
+    largest = max(expected, key=lambda place: math.prod(place.shape_in(flat[place.source])))
+    size = 4 * math.prod(largest.shape_in(flat[largest.source]))
+    most = (TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
+    return f'takes at most {most:.1f} GB of memory: its largest tensor, {largest.name}, has {size / 1e9:.2f} GB'
+
+
+def find_tensors(
+    family: Family, checkpoint: Checkpoint, functions: ModelFunctions
+) -> tuple[dict[str, Any], list[Place]]:
+    """Returns the tensors of a checkpoint under our names, and their places in the weights of a model.
+
+    Raises MismatchError if tensors are missing or have other shapes, and ConfigError if some are left over.
     """
     theirs, path = checkpoint.read_tensors(), checkpoint.path
     before = sorted(theirs)
@@ -188,10 +238,7 @@ def read_weights(family: Family, checkpoint: Checkpoint, functions: ModelFunctio
         raise MismatchError(f'{path}: its tensors have other shapes than its configuration says ({said})') from error
     if theirs:
         raise ConfigError(f'{path}: a model that no model here equals: it has {", ".join(sorted(theirs)[:3])}')
-    if name := find_not_finite(tensors):
-        name = find_not_finite(checkpoint.read_tensors()) or name
-        raise MismatchError(f'{path}: {describe_not_finite(name)}; fetch it again, or take another checkpoint')
-    return from_tensors(tensors, functions.abstract, str(path))
+    return tensors, find_places(tensors, functions.abstract, str(path))
 
 
 def advise_on_names(missing: str, names: Sequence[str]) -> str:

@@ -38,6 +38,11 @@ class Place:
     layer: int | None
     transposed: bool
 
+    def read(self, tensors: Mapping[str, Any]) -> np.ndarray:
+        """Returns the numbers of this place of the array."""
+        tensor = np.asarray(tensors[self.name])
+        return tensor.T if self.transposed else tensor
+
     def shape_in(self, leaf: Any) -> tuple[int, ...]:
         """Returns the tensor's shape, from the array's shape."""
         shape = tuple(leaf.shape if self.layer is None else leaf.shape[1:])
@@ -76,8 +81,18 @@ def to_tensors(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any], what: str) -> Any:
-    """Returns the weights, as nested dicts like `abstract`.
+def from_tensors(tensors: Mapping[str, Any], abstract: Mapping[str, Any], what: str) -> Any:
+    """Returns the weights, as nested dicts like `abstract`. Raises the errors of `find_places`."""
+    flat, expected = flatten(abstract), find_places(tensors, abstract, what)
+    # Only now: a damaged configuration could ask for more memory than there is.
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
+    for place in expected:
+        arrays[place.source][... if place.layer is None else place.layer] = place.read(tensors)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])
+
+
+def find_places(tensors: Mapping[str, Any], abstract: Mapping[str, Any], what: str) -> list[Place]:
+    """Returns the places of tensors, which need only shapes.
 
     Raises MismatchError, which begins with `what`, if a tensor is missing, left over, or of another shape.
     """
@@ -92,9 +107,4 @@ def from_tensors(tensors: Mapping[str, np.ndarray], abstract: Mapping[str, Any],
         tensor, shape = tensors[place.name], place.shape_in(flat[place.source])
         if tensor.shape != shape:
             raise MismatchError(f'{what}: {place.name} is {list(tensor.shape)}, of the model {list(shape)}')
-    # Only now: a damaged configuration could ask for more memory than there is.
-    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
-    for place in expected:
-        tensor = tensors[place.name]
-        arrays[place.source][... if place.layer is None else place.layer] = tensor.T if place.transposed else tensor
-    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])
+    return expected

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import numpy as np
 
 from lm.errors import MismatchError, MissingPackageError, writing
 from lm.files import parse_json
+from lm.interop.deferred import Deferred
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -89,26 +91,37 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: 
         path.chmod(0o666 & ~mask)
 
 
-def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns name → float32 array of all tensors of a folder. Raises MismatchError if there are none, or
-    damaged ones."""
-    tensors, places = {}, {}
+def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns name → float32 array of all tensors of a folder, which is read when it is asked for (`Deferred`).
+
+    Raises MismatchError if there are none, or damaged ones.
+    """
+    tensors: dict[str, Any] = {}
+    places = {}
     for path in _files(folder):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                kind = file.get_slice(name).get_dtype()
+                described = file.get_slice(name)
+                kind = described.get_dtype()
                 if kind not in KINDS:
                     raise MismatchError(
                         f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(KINDS)}; "
                         'fetch a checkpoint that is not quantized'
                     )
-                tensor = np.asarray(file.get_tensor(name).astype(jnp.float32))
-                if not np.array_equal(tensors.setdefault(name, tensor), tensor, equal_nan=True):
+                tensor = Deferred(described.get_shape(), functools.partial(_read_tensor, path, name))
+                known = tensors.setdefault(name, tensor)
+                if known is not tensor and not np.array_equal(np.asarray(known), np.asarray(tensor), equal_nan=True):
                     raise MismatchError(
                         f"tensor '{name}': differs between {places[name]} and {path}; keep the right file alone"
                     )
                 places[name] = path
     return drop_wrappers(tensors)
+
+
+def _read_tensor(path: pathlib.Path, name: str) -> np.ndarray:
+    """Reads one tensor as float32. The file is closed again: what was read of it would stay in memory."""
+    with _open(path) as file:
+        return np.asarray(file.get_tensor(name).astype(jnp.float32))
 
 
 def count_tensors(folder: pathlib.Path) -> int:
@@ -120,7 +133,7 @@ def count_tensors(folder: pathlib.Path) -> int:
     return count
 
 
-def drop_wrappers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def drop_wrappers(tensors: dict[str, Any]) -> dict[str, Any]:
     """Returns the tensors under the names of the model itself, without the names of what it was wrapped in."""
     for wrapper in WRAPPERS:
         if tensors and all(name.startswith(wrapper) for name in tensors):

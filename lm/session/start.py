@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import flatten
 from lm.data.batches import BatchWindows
+from lm.data.tokenizers.companions import take_over
 from lm.experiment import Experiment, check_experiment
+from lm.files import open_path
 from lm.hardware import describe_libtpu_fault
 from lm.model.functions import ModelFunctions, Weights, select_weights
 from lm.model.layers import copy_layers, find_copied
@@ -230,3 +232,6 @@ def write_start(run: RunDir, plan: RunPlan, origin: Origin, start: Start) -> Non
         run.keep_file(name, tokenizer)
     if origin.branch:
         origin.branch.copy_metrics()
+    parents = [origin.branch.parent.path] if origin.branch else map(open_path, plan.origins)
+    for source in parents if jax.process_index() == 0 else ():
+        take_over(source, run.path)

@@ -48,6 +48,7 @@ from lm.session.start import (
 )
 from lm.session.trainer import Computation, Records, Services, Trainer
 from lm.training.copies import compare_copies
+from lm.training.inputs import choose_reader
 from lm.training.profiler import Profiler
 from lm.training.program import compile_in_background, get_shardings
 from lm.training.progress import Progress, Throughput
@@ -140,7 +141,8 @@ def open_session(
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
         sharding = batch_sharding(mesh, axis=1)
-        batches = Batches(plan.store, plan.split, start.windows, experiment.train.microbatches, sharding)
+        reader = choose_reader(experiment.train, plan.store)
+        batches = Batches(reader, plan.split, start.windows, experiment.train.microbatches, sharding)
 
         if origin.rewind_to is not None:
             checkpointer.rewind(start.step)

@@ -2,15 +2,16 @@
 
 import functools
 
-from lm.data.batches import BatchWindows, Windows
+from lm.data.batches import BatchWindows, WindowReader, Windows
 from lm.data.dataset import DataConfig, Store
 from lm.data.mixture import MixedWindows, Mixture
+from lm.data.store import TokenStore
 from lm.errors import ConfigError, MismatchError
 from lm.model import ModelConfig
 from lm.pod.mesh import MeshShape
 from lm.training.config import TrainConfig
 from lm.training.objectives import Unpack, check_objective
-from lm.training.objectives.next_token import next_token
+from lm.training.objectives.next_token import NextToken, next_answer, next_token
 from lm.training.optimizer import OptimizerConfig
 
 ROUTERS = 'glu'
@@ -53,7 +54,29 @@ def choose_unpacking(data: DataConfig, config: TrainConfig, model: ModelConfig, 
     if data.task and not config.objective.looks_ahead:
         return data.task.choose_unpacking(bool(model.looks_ahead))
     unpack, begin = config.objective.unpack(store, model.vocab_size), data.text_begin(store)
+    if reads_marks(config, store):
+        return functools.partial(next_answer, begin=begin)
     return functools.partial(next_token, begin=begin) if unpack is None and begin else unpack
+
+
+def reads_marks(config: TrainConfig, store: Store | None) -> bool:
+    """Tells whether a store says which tokens are predicted, and the objective listens."""
+    return isinstance(store, TokenStore | Mixture) and store.marks_answers and isinstance(config.objective, NextToken)
+
+
+class MarkedReader:
+    """The windows of a store whose tokens are marked (`TokenStore.read_marked`)."""
+
+    def __init__(self, store: TokenStore | Mixture):
+        self.read_many = store.read_marked
+
+
+def choose_reader(config: TrainConfig, store: Store) -> WindowReader:
+    """Returns what reads the windows of training."""
+    if reads_marks(config, store):
+        assert isinstance(store, TokenStore | Mixture)
+        return MarkedReader(store)
+    return store
 
 
 def make_windows(data: DataConfig, config: TrainConfig, store: Store) -> BatchWindows:

@@ -17,7 +17,7 @@ from lm.checkpoint.snapshot import Snapshot
 from lm.cli import main
 from lm.errors import Diverged, MismatchError
 from lm.evaluation.finite import find_layer, name_places, refuse_not_finite
-from lm.inference.generation import Sampling, generate_tokens
+from lm.inference.decoding import Sampling, generate_tokens
 from lm.model import ModelConfig, build
 from lm.runs.initial import InitialParameters
 from lm.runs.weights import SavedWeights

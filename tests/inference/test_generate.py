@@ -27,10 +27,14 @@ from lm.commands.generate import read_prompts
 from lm.data.store import TokenStore
 from lm.data.tokenizers.sentencepiece import SentencePiece
 from lm.errors import ConfigError
-from lm.inference import generation
+from lm.inference import decoding
 from lm.inference.continuation import Continuation, Stops, TextStream, decode_after, show_text
-from lm.inference.generation import (
+from lm.inference.decoding import (
+    FORCED,
+    PIECE,
+    Decoder,
     Sampling,
+    cut_prompt,
     generate_tokens,
     pays_to_separate,
     state_bytes,
@@ -85,16 +89,31 @@ def test_prompts_of_a_batch_do_not_change_one_another(model):
 
 
 def test_a_prompt_is_read_in_pieces(monkeypatch):
-    """Two sizes of pieces are compiled: the rest of the prompt's length, and the full size."""
+    """One size of pieces is compiled; the end of the prompt is read token by token."""
     model = small(Polysketch(sketch_size=8, block=8, gate=True))
     prompts = [list(range(1, 38)), list(range(3, 33))]
     expected = continued(model, prompts, 12)
     lengths, extend = [], model_lib.Transformer.extend
-    monkeypatch.setattr('lm.inference.generation.PIECE', 8)
+    monkeypatch.setattr('lm.inference.decoding.PIECE', 8)
     monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (lengths.append(a[2].shape[1]), extend(*a))[1])
     assert continued(model, prompts, 12).tolist() == expected.tolist()
-    assert lengths[:2] == [30 % 8, 8]
-    assert set(lengths[2:]) == {1}
+    assert lengths == [8, 1]
+
+
+@pytest.mark.parametrize('length', [1, 2, 13, 16, 37, 500, 1000, 9999])
+def test_the_end_of_a_prompt_that_is_read_by_itself_is_short(length):
+    pieces = cut_prompt(length)
+    assert 0 <= length - sum(pieces) < FORCED
+    assert all(0 < n <= PIECE and n >> max(0, n.bit_length() - 3) << max(0, n.bit_length() - 3) == n for n in pieces)
+
+
+def test_calls_of_similar_lengths_share_programs(model, monkeypatch):
+    """A second call, and one of another prompt and other lengths, traces nothing."""
+    decoder, rng, traced, extend = Decoder(model), np.random.default_rng(0), [], model_lib.Transformer.extend
+    monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (traced.append(a), extend(*a))[1])
+    for length, new in ((20, 30), (20, 30), (21, 24)):
+        assert list(generate_tokens(decoder, [rng.integers(0, 50, length)], new, GREEDY, 0))
+        assert len(traced) == 2
 
 
 def test_the_seed_decides_the_sample(model):
@@ -376,7 +395,7 @@ def test_a_stop_is_a_text_or_the_name_of_a_token():
 def test_each_token_of_a_slow_model_is_shown_when_it_is_there(model, monkeypatch):
     """The chunks do not change the text."""
     expected = continued(model, [[1, 2], [3]], 20, Sampling(), 3)
-    monkeypatch.setattr('lm.inference.generation.SLOW', 1)
+    monkeypatch.setattr('lm.inference.decoding.SLOW', 1)
     assert continued(model, [[1, 2], [3]], 20, Sampling(), 3).tolist() == expected[:, :22].tolist()
     parts = list(generate_tokens(model, [np.array([1, 2])], 20, Sampling(), 3))
     assert [part.shape[1] for part in parts] == [2] + [1] * 19
@@ -428,8 +447,8 @@ def test_decoding_of_separate_layers_has_no_loop_and_gives_the_same_tokens(deep,
     assert not pays_to_separate(deep, 1000)
     expected = continued(deep, prompts, 30)
     made = []
-    monkeypatch.setattr(generation, 'separate_layers', lambda model: made.append(separate_layers(model)) or made[-1])
-    monkeypatch.setattr(generation, 'UNROLLED', 0.0)
+    monkeypatch.setattr(decoding, 'separate_layers', lambda model: made.append(separate_layers(model)) or made[-1])
+    monkeypatch.setattr(decoding, 'UNROLLED', 0.0)
     assert pays_to_separate(deep, 1)
     assert continued(deep, prompts, 30).tolist() == expected.tolist()
     assert [len(model.blocks) for model in made] == [5]
@@ -445,7 +464,7 @@ def test_decoding_of_separate_layers_has_no_loop_and_gives_the_same_tokens(deep,
 
     assert has_loop(deep)
     assert not has_loop(made[0])
-    monkeypatch.setattr(generation, 'target_platform', lambda: 'tpu')
+    monkeypatch.setattr(decoding, 'target_platform', lambda: 'tpu')
     assert not pays_to_separate(deep, 1)
 
 

@@ -54,7 +54,7 @@ def random_weights(config: Experiment, seed: int = 0):
 def run_of(config: Experiment, weights):
     """Returns the parts of a run that a format writes."""
     store = types.SimpleNamespace(fingerprints={})
-    return types.SimpleNamespace(experiment=config, weights=weights, store=store, step=7, tokenizer=None)
+    return types.SimpleNamespace(experiment=config, weights=weights, store=store, step=7, tokenizer=None, companions={})
 
 
 def our_logits(config, weights, tokens):

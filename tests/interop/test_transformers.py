@@ -25,7 +25,7 @@ from lm.attention.softmax import Softmax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.cli import main
 from lm.experiment import load
-from lm.inference.generation import Sampling, generate_tokens
+from lm.inference.decoding import Sampling, generate_tokens
 from lm.interop.families import FAMILIES
 from lm.interop.formats import FORMATS
 from lm.interop.hyperparameters import Hyperparameters
@@ -121,7 +121,7 @@ def test_transformers_computes_the_same(form, tmp_path, tokens):
 
 
 def test_an_amplitude_leaves_channels_that_do_not_turn_as_they_are():
-    from lm.interop.modeling_lm import rotate  # needs PyTorch
+    from lm.interop.parts.positions import rotate  # needs PyTorch
 
     x = torch.tensor(np.random.default_rng(0).normal(size=(2, 5, 3, 8)), dtype=torch.float32)
     described = {'base': 1e4, 'frequencies': [1.0, 0.1, 0.0, 0.0], 'amplitude': 1.5}
@@ -222,7 +222,7 @@ def test_generate_of_transformers_writes_what_lm_generate_writes(form, tmp_path,
     ]
     assert beams[0] == beams[1]
     with pytest.raises(ValueError, match='has padding behind its text; pad on the left'):
-        model(torch.tensor(batch), attention_mask=torch.tensor(mask[:, ::-1].copy()))
+        model(torch.tensor(batch), attention_mask=torch.tensor(mask[:, ::-1].copy()), use_cache=True)
 
 
 @pytest.mark.parametrize('form', sorted(FORMS.keys() - SIGNED.keys()))

@@ -19,6 +19,11 @@ class PrepareConfig(Configurable):
         default='none', choices=tuple(CLEANINGS), help='what is done to the text before it is tokenised'
     )
     tokenizer: TokenizerChoice = field(default=TokenizerConfig(), help='@tokenizer(), or @amino_acids() for proteins')
+    special_tokens: bool = field(
+        default=False,
+        help='names of special tokens in the text become these tokens: for text that was made for them, such as '
+        'conversations, and not for text of others',
+    )
     max_document_bytes: int = field(
         default=100_000_000, minimum=1, maximum=2**62, help='longer documents are bad records'
     )
@@ -29,4 +34,4 @@ class PrepareConfig(Configurable):
         """Returns the source. Raises ConfigError where none is chosen."""
         if self.source is None:
             raise ConfigError('prepare.source = None: choose a source, for example with --gin_file data/text.gin')
-        return self.source
+        return self.source.settle(getattr(self.tokenizer, 'model_path', None))

@@ -14,6 +14,7 @@ from lm.data.prepare.chain import write_chain
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.settings import explain_empty_share
+from lm.data.prepare.shards import uses_special_tokens
 from lm.data.sources.base import Shard, inventory
 from lm.data.store import COPIES
 from lm.data.tokenizers import Tokenizer
@@ -55,7 +56,8 @@ def finish_store(
     """Writes all files of a store behind its arrays, dataset.json last. Returns the contents of dataset.json."""
     bad = [record for own in counts.values() for c in own for record in c.bad]
     store.write_file(path, tokenizer.file_name, tokenizer.model)
-    begin_id = find_begin_id(path, tokenizer, splits) if config.require_source().holds_tokens else None
+    may_begin = config.require_source().holds_tokens or uses_special_tokens(config)
+    begin_id = find_begin_id(path, tokenizer, splits) if may_begin else None
     store.write_file(path, 'bad_records.jsonl', ''.join(json.dumps(record) + '\n' for record in bad).encode())
     info = {
         'format': FORMAT,
@@ -64,6 +66,7 @@ def finish_store(
         'dtype': tokenizer.dtype.name,
         'files': inventory(shard for own in shards.values() for shard in own),
         'splits': splits,
+        **({store.MARKS: True} if config.require_source().marks_answers else {}),
         'tokenizer': {
             'file': tokenizer.file_name,
             'sha256': tokenizer.sha256,
@@ -83,10 +86,12 @@ def finish_store(
 def find_begin_id(path: str, tokenizer: Tokenizer, splits: dict[str, dict[str, Any]]) -> int | None:
     """Returns the special token that each of many documents of ready tokens begins with; None: there is none.
 
-    No text holds a special token, so documents of text begin with none. Of each split SAMPLED documents are read.
+    A text holds special tokens only where its source, or the configuration, says so. Of each split SAMPLED documents
+    are read.
     """
     described = {'vocab_size': tokenizer.vocab_size, 'eod_id': tokenizer.eod_id}
-    opened = store.TokenStore(path, {'splits': splits, 'tokenizer': described, 'dtype': tokenizer.dtype.name})
+    info = {'splits': splits, 'tokenizer': described, 'dtype': tokenizer.dtype.name, store.MARKS: True}
+    opened = store.TokenStore(path, info)
     found: set[int] = set()
     for name, split in splits.items():
         count = split['documents']

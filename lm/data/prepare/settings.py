@@ -37,6 +37,8 @@ def collect_settings(config: PrepareConfig) -> dict[str, Any]:
         'max_document_bytes': config.max_document_bytes,
         'tokenizer': tokenizer,
     }
+    if config.special_tokens:  # stores of earlier versions do not say it
+        settings['special_tokens'] = True
     return json.loads(json.dumps(settings))
 
 

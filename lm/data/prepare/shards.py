@@ -23,6 +23,7 @@ from lm.data.prepare.counts import DamagedPartError, ShardCounts, check_content,
 from lm.data.prepare.settings import explain_empty_share
 from lm.data.prepare.shared_folder import AHEAD, SharedFolder
 from lm.data.sources.base import Document, Shard
+from lm.data.store import MARK
 from lm.data.tokenizers import Tokenizer, TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.sentencepiece import sentences, train
 from lm.errors import ConfigError, LmError, MismatchError
@@ -88,7 +89,10 @@ class Preparation:
         written = self.folder.read(MODEL_DIGEST)
         if written is not None and written.decode(errors='replace') != hashlib.sha256(contents).hexdigest():
             raise LmError(f'{MODEL} of the intermediate files is damaged; delete all of them (parts)')
-        return tokenizers.from_bytes(contents, self.eod)
+        made = tokenizers.from_bytes(contents, self.eod)
+        if self.config.require_source().marks_answers:
+            made.dtype = np.dtype(np.uint32)  # the mark takes a bit
+        return made
 
     def find_finished(self, units: Sequence[Unit]) -> list[bool]:
         """Tells of each shard if its result is there. If strict, a result with bad records does not count."""
@@ -174,10 +178,10 @@ def tokenize_shard(config: PrepareConfig, tokenizer: Tokenizer, shard: Shard) ->
         if not batch:
             continue
         made.hashes.append(digest_documents(batch, source))
-        texts, tokens, lengths = encode(tokenizer, batch, holds_tokens)
+        texts, tokens, lengths = encode(config, tokenizer, batch)
         made.tokens.append(tokens)
         made.lengths.append(lengths)
-        if not counts.decoded:
+        if not (counts.decoded or uses_special_tokens(config)):  # special tokens have no text
             n = counts.decoded = 1 + int(np.searchsorted(np.cumsum([len(t) for t in texts[1:]]), COMPARED_BYTES))
             counts.unchanged = count_unchanged(
                 tokenizer, texts[:n], tokens[: lengths[:n].sum()], lengths[:n], holds_tokens
@@ -232,14 +236,24 @@ def documents(config: PrepareConfig, shard: Shard) -> Iterator[Document]:
         yield document
 
 
-def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> tuple[list[str], np.ndarray, np.ndarray]:
+def uses_special_tokens(config: PrepareConfig) -> bool:
+    """Tells whether names of special tokens in a text are these tokens."""
+    return config.special_tokens or config.require_source().marks_answers
+
+
+def encode(
+    config: PrepareConfig, tokenizer: Tokenizer, batch: list[Document]
+) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Returns the texts of documents, and token ids and lengths as `Tokenizer.encode_documents` returns them.
 
     The text of ready tokens is what they decode to. Raises MismatchError for ids that the tokenizer does not have.
     """
-    if not holds_tokens:
-        texts = [document.text for document in batch]
-        return texts, *tokenizer.encode_documents(texts)
+    source, texts = config.require_source(), [document.text for document in batch]
+    if source.marks_answers:
+        parts = [mark_answers(tokenizer, document) for document in batch]
+        return texts, np.concatenate(parts), np.array([len(ids) for ids in parts], np.int64)
+    if not source.holds_tokens:
+        return texts, *tokenizer.encode_documents(texts, config.special_tokens)
     parts = []
     for document in batch:
         assert document.tokens is not None, 'the source holds tokens'
@@ -253,6 +267,14 @@ def encode(tokenizer: Tokenizer, batch: list[Document], holds_tokens: bool) -> t
         parts.append(ids if is_ended else np.append(ids, tokenizer.eod_id))
     texts = [tokenizer.decode(ids[:-1]) for ids in parts]
     return texts, np.concatenate(parts).astype(tokenizer.dtype), np.array([len(ids) for ids in parts], np.int64)
+
+
+def mark_answers(tokenizer: Tokenizer, document: Document) -> np.ndarray:
+    """Returns the tokens of a conversation, uint32 [tokens]; those outside of its answers have the bit `MARK`."""
+    ids, belongs = tokenizer.encode_answers(document.text, document.answers)
+    if not len(ids) or ids[-1] != tokenizer.eod_id:
+        ids, belongs = np.append(ids, tokenizer.eod_id), np.append(belongs, False)
+    return ids.astype(np.uint32) | np.where(belongs, 0, MARK).astype(np.uint32)
 
 
 def digest_documents(batch: list[Document], digest: 'hashlib._Hash') -> np.ndarray:

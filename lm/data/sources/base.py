@@ -68,6 +68,8 @@ class Document:
     error: str | None = None
     tokens: np.ndarray | None = None
     """In place of the text: its token ids, with or without the end-of-document token [tokens], integers."""
+    answers: tuple[tuple[int, int], ...] = ()
+    """Beginning and end of the parts of the text that are predicted in training, where a source marks them."""
 
     def digest(self) -> bytes:
         """Computes the SHA-256 of the text, or of the tokens, which copies of a document have in common."""
@@ -83,6 +85,8 @@ class Source(Configurable, abc.ABC):
     """The documents are token ids of an existing tokenizer in place of text."""
     by_place = False
     """Documents are held out by their places, as earlier versions did it: copies fall into two splits."""
+    marks_answers = False
+    """Only parts of the documents are predicted in training, and names of special tokens in them are these tokens."""
     gin_resume = True
     """A run reads the token store, whose fingerprint identifies it; the place of its source does not matter."""
 
@@ -93,6 +97,10 @@ class Source(Configurable, abc.ABC):
 
     def fetch(self, log) -> None:
         """Downloads missing files, if the source can; `log(line)` reports progress."""
+
+    def settle(self, tokenizer: str | None) -> 'Source':
+        """Returns the source with what it takes from the tokenizer, whose place is given."""
+        return self
 
     def check_eod(self, eod: int) -> None:
         """Raises ConfigError unless `eod` ends the documents of ready tokens."""

@@ -6,6 +6,8 @@ store; their SHA-256 is the fingerprint.
 
 import abc
 import hashlib
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -75,6 +77,25 @@ class Tokenizer(abc.ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids [tokens] of each text, without end-of-document tokens; uses one thread."""
 
+    def encode_marked(self, text: str) -> np.ndarray:
+        """Returns the token ids [tokens] of a text in which names of special tokens stand for these tokens."""
+        named = {name: i for i in self.special_ids if (name := self.piece(i))}
+        names = '|'.join(map(re.escape, sorted(named, key=len, reverse=True)))
+        parts = [part for part in re.split(f'({names})', text) if part]
+        texts = iter(self.encode_batch([part for part in parts if part not in named]))
+        found = [np.array([named[part]]) if part in named else next(texts) for part in parts]
+        return np.concatenate([np.array([], np.int32), *found])
+
+    def encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes like `encode_marked`; returns also which tokens belong to the `answers`, given by their characters.
+
+        Returns ids [tokens] and booleans [tokens].
+        """
+        ends = [0, *(place for span in answers for place in span), len(text)]
+        parts = [self.encode_marked(text[a:b]) for a, b in itertools.pairwise(ends)]
+        belongs = [np.full(len(ids), i % 2 == 1) for i, ids in enumerate(parts)]
+        return np.concatenate(parts), np.concatenate(belongs)
+
     @abc.abstractmethod
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Returns the text of token ids; end-of-document and other control tokens have none."""
@@ -87,14 +108,14 @@ class Tokenizer(abc.ABC):
         """Returns the token ids [tokens] of `text`, without an end-of-document token."""
         return self.encode_documents([text])[0][:-1]
 
-    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes many documents at once, which is faster than one by one.
+    def encode_documents(self, texts: Sequence[str], special_tokens: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes many documents at once, which is faster than one by one; with `special_tokens` as `encode_marked`.
 
         Returns:
             The ids of all documents [tokens], uint16 or uint32, the end-of-document token behind each; and the number
             of tokens of each document, that one included [documents], int64.
         """
         eod = np.array([self.eod_id], np.int32)
-        encoded = self.encode_batch(texts)
+        encoded = list(map(self.encode_marked, texts)) if special_tokens else self.encode_batch(texts)
         lengths = np.array([len(ids) + 1 for ids in encoded], np.int64)
         return np.concatenate([part for ids in encoded for part in (ids, eod)]).astype(self.dtype), lengths

@@ -1,10 +1,11 @@
 """tokenizer.json of Hugging Face, read by its library `tokenizers`.
 
-Names of special tokens that stand in a text are text: they are encoded as their characters. What a tokenizer.json says
-of padding, truncation and tokens at the beginning of a text does not count here. Only imported runs begin a text with
-that token.
+Names of special tokens that stand in a text are text: they are encoded as their characters, except by `encode_marked`.
+What a tokenizer.json says of padding, truncation and tokens at the beginning of a text does not count here. Only
+imported runs begin a text with that token.
 """
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -77,6 +78,26 @@ class HuggingFace(Tokenizer):
                 f'tokenizer.json: cannot encode every text ({error}); give it a token for what it does not know'
             ) from None
         return [np.array(one.ids, np.int32) for one in found]
+
+    def encode_marked(self, text: str) -> np.ndarray:
+        return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        found = self._marked.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in found.offsets], np.int64)
+        belongs = np.zeros(len(starts), bool)
+        for first, end in answers:
+            belongs |= (first <= starts) & (starts < end)
+        return np.array(found.ids, np.int32), belongs
+
+    @functools.cached_property
+    def _marked(self) -> 'tokenizers.Tokenizer':
+        """The same tokenizer, for texts with special tokens."""
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        made.encode_special_tokens = False
+        return made
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)

@@ -78,6 +78,11 @@ class GgufFile:
         return write_tokenizer(self._metadata('tokenizer.ggml.'))
 
     @property
+    def chat_template(self) -> str | None:
+        """The template of conversations, if there is one."""
+        return self._metadata('tokenizer.').find_text('chat_template')
+
+    @property
     def begin_id(self) -> int | None:
         """The token that stands before every text, if there is one."""
         return find_begin(self._metadata('tokenizer.ggml.'))

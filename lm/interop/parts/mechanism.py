@@ -21,6 +21,18 @@ class LmMechanism(nn.Module):
                 place = place.get_submodule(folder)
             place.register_parameter(last, nn.Parameter(torch.full(array.shape, array.first), array.trained))
 
+    def initialize(self, spread):
+        """Fills the arrays as a new model has them: matrices are random, and vectors have their first values.
+
+        Random projections keep the variance 1, and other matrices have `spread`.
+        """
+        for name, parameter in self.named_parameters():
+            array = self.formula.arrays[name]
+            if parameter.ndim == 1:
+                nn.init.constant_(parameter, array.first)
+            else:
+                nn.init.normal_(parameter, array.first, spread if array.trained else 1.0)
+
     def forward(self, q_BxLxHxC, k_BxLxKxC, v_BxLxKxC, tokens, **inputs):
         """Returns [B, L, H, C] of the newest tokens, computed in float32 for any type of the loaded model.
 

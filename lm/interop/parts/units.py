@@ -17,6 +17,17 @@ def activate(products, form, gated):
     return value * form(gate)
 
 
+class LmRouter(nn.Module):
+    """Computes logits [B, L, experts] in float32 for any type of the loaded model."""
+
+    def __init__(self, width, experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, width))
+
+    def forward(self, x_BxLxD):
+        return F.linear(x_BxLxD.float(), self.weight.float())
+
+
 class LmExperts(nn.Module):
     """A mixture of experts. `units` has the fields of `Experts`."""
 
@@ -24,7 +35,7 @@ class LmExperts(nn.Module):
         super().__init__()
         experts, width, hidden = units['n_experts'], config.hidden_size, units['hidden_dim']
         self.units, self.activation, self.gated = units, ACTIVATIONS[config.activation], config.gated
-        self.router = nn.Linear(width, experts, bias=False)
+        self.router = LmRouter(width, experts)
         self.glu_in = nn.Parameter(torch.zeros(experts, width, (1 + config.gated) * hidden))
         self.glu_out = nn.Parameter(torch.zeros(experts, hidden, width))
         self.shared_gate = nn.Linear(width, 1, bias=False) if units['shared_gate'] else None
@@ -47,7 +58,7 @@ class LmExperts(nn.Module):
     def route(self, x_BxLxD):
         """Returns the experts of each token and their weights, [B, L, N]."""
         units = self.units
-        logits = F.linear(x_BxLxD.float(), self.router.weight.float())
+        logits = self.router(x_BxLxD)
         scores = torch.sigmoid(logits) if units['sigmoid'] else torch.softmax(logits, dim=-1)
         compared = scores if self.correction is None else scores + self.correction.float()
         if units['top_groups'] < units['groups']:

@@ -1,6 +1,7 @@
 """The next token: the objective of causal models of text."""
 
 import jax
+import jax.numpy as jnp
 
 from lm.config.configurable import configurable
 from lm.data.dataset import Store
@@ -17,6 +18,13 @@ class NextToken(Objective):
 
     def unpack(self, store: Store | None, vocab_size: int) -> None:
         return None
+
+
+def next_answer(tokens_BxL: jax.Array, begin: TextBegin | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Unpacks text like `next_token`; ~token is a token that is read and not predicted."""
+    counted_BxL = tokens_BxL[:, 1:] >= 0
+    inputs_BxL, targets_BxL, _ = next_token(jnp.where(tokens_BxL < 0, ~tokens_BxL, tokens_BxL), begin)
+    return inputs_BxL, targets_BxL, counted_BxL
 
 
 def next_token(tokens_BxL: jax.Array, begin: TextBegin | None = None) -> tuple[jax.Array, jax.Array, None]:

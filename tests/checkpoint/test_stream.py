@@ -1,0 +1,78 @@
+"""Steps that are written part by part are read like all others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from lm.checkpoint import checksum, stream
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.checkpoint.snapshot import Snapshot
+from lm.checkpoint.stream import StepWriter, choose_chunk, cut_part
+from lm.errors import LmError
+
+
+def make_arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        'params.a': rng.normal(size=(5, 7, 6)).astype(np.float32),
+        'params.b': rng.normal(size=(33,)).astype(np.float32),
+        'params.c': rng.normal(size=(3, 40)).astype(jnp.bfloat16),
+    }
+
+
+def write(folder, arrays, parts: int = 1) -> None:
+    writer = StepWriter(epath.Path(folder), 0)
+    for name, x in arrays.items():
+        writer.write(name, x.shape, x.dtype, np.array_split(x, parts))
+    writer.commit({'tokenizer': 'x'}, {'config': 'y'})
+
+
+@pytest.mark.parametrize(('chunk_bytes', 'parts'), [(2**26, 1), (64, 3), (4, 5)])
+def test_a_streamed_step_is_restored(chunk_bytes, parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, 'CHUNK_BYTES', chunk_bytes)
+    arrays = make_arrays()
+    write(tmp_path, arrays, parts)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    with Checkpointer(epath.Path(tmp_path), fingerprints={'tokenizer': 'x'}) as saved:
+        found, step, metadata = saved.restore(abstract)
+    jax.tree.map(np.testing.assert_array_equal, found, arrays)
+    assert (step, metadata['config']) == (0, 'y')
+
+
+def test_its_checksums_are_the_ones_of_whole_arrays(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksum, 'PART', 10)
+    arrays = make_arrays()
+    write(tmp_path, arrays, 2)
+    sums = {name: leaf['checksum'] for name, leaf in Snapshot(epath.Path(tmp_path), 0).record()['leaves'].items()}
+    assert sums == checksum.checksums({name: jnp.asarray(x) for name, x in arrays.items()})
+    with pytest.raises(ValueError, match='float64: has more than 32 bits'):
+        checksum.checksum_of_part(np.zeros(2), 0)
+
+
+def test_a_step_is_there_only_when_it_is_complete(tmp_path):
+    writer = StepWriter(epath.Path(tmp_path), 0)
+    writer.write('params.b', (4,), np.float32, [np.ones(4, np.float32)])
+    assert not Snapshot(epath.Path(tmp_path), 0).is_committed()
+    with pytest.raises(ValueError, match=r'params.a: 2 rows of \(3,\)'):
+        writer.write('params.a', (3,), np.float32, [np.ones(2, np.float32)])
+    write(tmp_path, make_arrays())
+    assert Snapshot(epath.Path(tmp_path), 0).is_committed()
+
+
+def test_a_storage_that_fails_is_named(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(LmError, match='file'):
+        write(tmp_path / 'file', make_arrays())
+
+
+def test_chunks_cover_a_part_in_order(monkeypatch):
+    monkeypatch.setattr(stream, 'CHUNK_BYTES', 40)
+    assert choose_chunk((7, 2, 3), 4) == (1, 2, 3)
+    assert choose_chunk((7, 5, 3), 4) == (1, 3, 3)
+    assert choose_chunk((7,), 4) == (7,)
+    x = np.arange(2 * 5 * 3).reshape(2, 5, 3)
+    found = [(x[place].ravel().tolist(), first) for place, first in cut_part(x.shape, (1, 3, 3))]
+    assert [part[0] for part, _ in found] == [first for _, first in found]
+    assert [number for part, _ in found for number in part] == list(range(30))
