@@ -10,7 +10,7 @@ from lm.errors import ConfigError
 from lm.hardware import parse
 from lm.reproduce import price
 from lm.reproduce.descriptions import find_description, load_corpora, load_scales
-from lm.reproduce.price import RunPrice, describe_data, estimate_hours, print_price, price_runs, sum_up
+from lm.reproduce.price import RunPrice, describe_data, estimate_hours, price_runs, print_price, sum_up
 from lm.reproduce.runs import Choice, list_runs
 from lm.runs.records import to_json
 
