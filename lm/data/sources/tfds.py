@@ -24,7 +24,8 @@ _BATCH = 256
 
 
 def _check_name(name: str) -> str | None:
-    alone, version, part = re.fullmatch(r'([^:\[]*):?([^\[]*)(.*)', name, re.DOTALL).groups()
+    head, part, _ = name.partition('[')
+    alone, _, version = head.partition(':')
     if alone == name:
         return None
     remedy = [f"tfds.name = '{alone}'", *([f"tfds.version = '{version}'"] if version else [])]
