@@ -89,3 +89,8 @@ def format_duration(seconds: float) -> str:
     if s >= 3600:
         return f'{s // 3600}h{s % 3600 // 60:02}m'
     return f'{s // 60}m{s % 60:02}s' if s >= 60 else f'{s}s'
+
+
+def parse_whole(text: str) -> int | None:
+    """Reads a whole number from the digits 0 to 9. Returns None for any other text, and for 19 digits or more."""
+    return int(text) if re.fullmatch('[0-9]{1,18}', text) else None

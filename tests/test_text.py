@@ -55,3 +55,12 @@ def test_a_markdown_table():
         r'| a\|b | 1 | x |',
         '| c d | 2 |  |',
     ]
+
+
+@pytest.mark.parametrize(
+    ('written', 'number'),
+    [('0', 0), ('007', 7), ('9' * 18, 10**18 - 1), ('9' * 19, None), ('9' * 5000, None)]
+    + [(word, None) for word in ('', '²', '٣', '-1', '+1', '1_0', ' 1', '1\n', 'x')],
+)
+def test_only_plain_digits_are_a_whole_number(written, number):
+    assert text.parse_whole(written) == number

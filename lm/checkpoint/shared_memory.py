@@ -62,6 +62,7 @@ class SharedMemory:
         key = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
         self.folder = FOLDER / f'lm-{os.getuid()}-{key}'
         self._is_off = False
+        self._refused: set[int] = set()
 
     def find_steps(self) -> list[int]:
         """Returns the steps that all processes hold in memory, the newest first."""
@@ -76,11 +77,19 @@ class SharedMemory:
         return max((found['step'] for _, found in self._list()), default=-1)
 
     def restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
-        """Returns the state of a step that `find_steps` lists, with the shardings of `abstract_state`.
+        """Returns the state of a step that `find_steps` lists, with the shardings of `abstract_state`. A state that is
+        refused counts no more.
 
         Raises:
             Damaged: the bytes are not those that were written, or they are of other arrays, layouts or inputs.
         """
+        try:
+            return self._restore(abstract_state, step, fingerprints)
+        except Damaged:
+            self._refused.add(step)
+            raise
+
+    def _restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         abstract = flatten(abstract_state)
         with Agreement(step):
             try:
@@ -108,6 +117,7 @@ class SharedMemory:
         try:
             if not self._is_off and self._has_room(size):
                 self._write(parts, size, record)
+                self._refused.discard(record['step'])
         except OSError as error:
             self._give_up(describe_error(error))
 
@@ -179,7 +189,7 @@ class SharedMemory:
                 is_ours = isinstance(found, dict) and found.get('run') == self.run and found | _this_process() == found
                 if found and is_ours and type(found.get('step')) is int and 0 <= found['step'] < 2**31:
                     whole.append((name, found))
-        return whole
+        return [(name, found) for name, found in whole if found['step'] not in self._refused]
 
 
 def _name(number: int) -> str:

@@ -28,7 +28,7 @@ from lm.checkpoint.checksum import checksums
 from lm.checkpoint.memory import ReadBudget, give_back_memory
 from lm.errors import LmError, MismatchError, exit_code_of
 from lm.files import GONE, folder_spec, is_damage, parse_json, reaching, write_atomically
-from lm.text import make_visible
+from lm.text import make_visible, parse_whole
 
 FORMAT = 1
 COMMITTED = 'commit_success.txt'
@@ -233,7 +233,8 @@ def find_steps(directory: epath.Path) -> list[int]:
     """Returns the steps that have a folder in `directory`, complete or not, ascending."""
     if not directory.exists():
         return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name)
+    found = ((path.name, parse_whole(path.name)) for path in directory.iterdir())
+    return sorted(step for name, step in found if step is not None and step < 2**31 and str(step) == name)
 
 
 def find_committed_steps(directory: epath.Path) -> list[int]:

@@ -18,7 +18,7 @@ def find_wrong_entries(info: Mapping[str, object]) -> Iterator[tuple[str, object
     """Yields name and value of each entry that has a type, a sign or a size that no store has."""
     tokenizer, splits = _as_dict(info.get('tokenizer')), _as_dict(info.get('splits'))
     dtype, size, eod_id = info.get('dtype'), tokenizer.get('vocab_size'), tokenizer.get('eod_id')
-    begin_id = tokenizer.get('begin_id')
+    begin_id, settings = tokenizer.get('begin_id'), info.get('settings', {})
     pieces = size if type(size) is int else 0
     known = isinstance(dtype, str) and dtype in LARGEST_VOCABULARY
     checks = {
@@ -31,6 +31,7 @@ def find_wrong_entries(info: Mapping[str, object]) -> Iterator[tuple[str, object
         'tokenizer.begin_id': (begin_id, begin_id is None or (is_count(begin_id) and begin_id < pieces)),
         'tokenizer.file': (tokenizer.get('file'), is_name(tokenizer.get('file', 'tokenizer.model'))),
         'splits': (info.get('splits'), bool(splits)),
+        'settings': (settings, isinstance(settings, dict) and isinstance(settings.get('source', {}), dict)),
     }
     yield from ((name, value) for name, (value, is_right) in checks.items() if not is_right)
     for name, split in splits.items():

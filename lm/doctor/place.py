@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from etils import epath
 
 from lm.checkpoint.shared_memory import SharedMemory
+from lm.checkpoint.snapshot import find_steps
 from lm.compilation.cache import check_owner
 from lm.data.store import TokenStore
 from lm.doctor.finding import Examination, Finding, doubt, fine, wrong
@@ -122,7 +123,7 @@ def check_run(place: epath.Path) -> Iterator[Finding]:
         )
     steps = []
     if run.checkpoints.exists():
-        steps = [int(path.name) for path in run.checkpoints.iterdir() if path.name.isdigit()]
+        steps = find_steps(run.checkpoints)
     if steps:
         yield fine('run', f'its newest checkpoint is step {max(steps)}, of {len(steps)}')
     else:

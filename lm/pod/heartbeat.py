@@ -28,6 +28,8 @@ from lm.pod.job import joined
 from lm.signals import end_process
 
 CONNECT_SECONDS, ACCEPT_SECONDS = 30.0, 1.0
+MOST_GREETING = 100
+"""Bytes beyond which nobody is listened to who connects."""
 ERROR_SECONDS = 2.0
 """Seconds that an exception waits: a dead peer raises errors in collectives a moment before its connection ends."""
 
@@ -125,22 +127,39 @@ class Peers:
         """Accepts the connections of all other processes that can connect."""
         secret = secrets.token_hex(16)
         client.key_value_set('lm/peers/0', f'{server.getsockname()[1]} {secret}')
-        server.settimeout(ACCEPT_SECONDS)
-        missing, end = set(range(1, self.count)), time.monotonic() + CONNECT_SECONDS
-        while missing:
-            if time.monotonic() > end:
-                self._end_as_lost(min(missing), 'is gone')
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                missing -= {int(key.rpartition('/')[2]) for key, _ in client.key_value_dir_get('lm/peers/')}
-                continue
-            connection.settimeout(ACCEPT_SECONDS)
-            with contextlib.suppress(OSError, ValueError):
-                given, index = connection.makefile('r').readline().split()
-                if secrets.compare_digest(given, secret):
-                    self._connections[int(index)] = _Connection(connection)
-                    missing.discard(int(index))
+        server.setblocking(False)
+        greetings = {f'{secret} {index}'.encode(): index for index in range(1, self.count)}
+        missing, end = set(greetings.values()), time.monotonic() + CONNECT_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            while missing:
+                if time.monotonic() > end:
+                    self._end_as_lost(min(missing), 'is gone')
+                if not (ready := selector.select(ACCEPT_SECONDS)):
+                    missing -= {int(key.rpartition('/')[2]) for key, _ in client.key_value_dir_get('lm/peers/')}
+                for key, _ in ready:
+                    if key.fileobj is server:
+                        self._admit(server, selector)
+                        continue
+                    guest, greeting = key.data, key.data.read_greeting()
+                    if greeting is None:
+                        continue
+                    selector.unregister(guest.socket)
+                    if (index := greetings.pop(greeting, None)) is None:
+                        guest.socket.close()
+                    else:
+                        self._connections[index] = guest
+                        missing.discard(index)
+            guests = [key.data for key in selector.get_map().values() if key.data]
+        for guest in guests:
+            guest.socket.close()
+
+    def _admit(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
+        """Waits for the greeting of one who connects. Anybody on the network can, and nobody else waits for them."""
+        with contextlib.suppress(OSError):
+            connected, _ = server.accept()
+            connected.setblocking(False)
+            selector.register(connected, selectors.EVENT_READ, _Connection(connected))
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()
@@ -219,6 +238,21 @@ class Peers:
 class _Connection:
     def __init__(self, connected: socket.socket):
         self.socket, self.heard, self.rest = connected, time.monotonic(), b''
+
+    def read_greeting(self) -> bytes | None:
+        """Reads on. Returns the first line; None while it is not whole; b'' if the other side leaves or says more."""
+        try:
+            data = self.socket.recv(MOST_GREETING)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b''
+        self.heard = time.monotonic()
+        line, end, rest = (self.rest + data).partition(b'\n')
+        self.rest = rest if end else line
+        if end:
+            return line
+        return None if data and len(line) < MOST_GREETING else b''
 
 
 def _listen(host: str) -> socket.socket:

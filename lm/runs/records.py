@@ -89,7 +89,7 @@ class Run:
 
     @functools.cached_property
     def changed_metrics(self) -> str | None:
-        """Which lines of metrics.jsonl are not what the checkpoints sealed; None: all are as they were."""
+        """The lines of metrics.jsonl that are not what the checkpoints sealed, in words; None: all are as they were."""
         seals: dict[int, dict[str, Any]] = {}
         for step in [] if self.imported else find_committed_steps(self.directory.checkpoints):
             with contextlib.suppress(Damaged, LmError):  # lm inspect tells of those

@@ -30,6 +30,7 @@ from lm.runs.lock import RunLock
 from lm.runs.metrics_file import MetricsFile
 from lm.runs.paths import RunPaths, read_text
 from lm.runs.process_zero import broadcast_text, check_same, run_on_process_zero
+from lm.text import parse_whole
 from lm.trackers.base import RunFacts, Tracker, Trackers
 from lm.trackers.tensorboard import CluSummaries
 
@@ -221,8 +222,8 @@ class RunDir(RunPaths):
         """Moves the evaluations of later steps aside. A bucket cannot rename: there they are deleted."""
         folders = [f for f in (self.evaluations, self.evaluations / 'harness') if f.exists()]
         for path in [path for folder in folders for path in folder.glob('step-*.json')]:
-            number = path.name.removeprefix('step-').partition('_')[0]
-            if number.isdigit() and int(number) > step:
+            number = parse_whole(path.name.removeprefix('step-').partition('_')[0])
+            if number is not None and number > step:
                 if is_remote(path):
                     path.unlink()
                 else:

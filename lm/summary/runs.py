@@ -8,7 +8,7 @@ from typing import Any
 from etils import epath
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import Damaged, Snapshot
+from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.errors import ConfigError, MismatchError
 from lm.experiment import load
 from lm.model.functions import count_parameters
@@ -64,8 +64,8 @@ def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
         others: renamed steps (damaged or abandoned); saves and deletions that continue or were cut off.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
-    steps = sorted(int(name) for name in names if name.isdigit() and Snapshot(directory, int(name)).is_committed())
-    return steps, [name for name in names if not name.isdigit() or int(name) not in steps]
+    steps = find_committed_steps(directory)
+    return steps, [name for name in names if name not in set(map(str, steps))]
 
 
 def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | None:

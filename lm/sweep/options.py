@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lm.errors import ConfigError
 from lm.hardware import Topology
 from lm.options import option
+from lm.text import parse_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ClusterOptions:
     @property
     def gpus_per_machine(self) -> int:
         """The GPUs of each machine. Raises ConfigError where the number is not a multiple of the machines."""
-        number = (self.gpus or '0').rpartition(':')[2]
-        if not number.isdigit() or int(number) % self.processes:
+        number = parse_whole((self.gpus or '0').rpartition(':')[2])
+        if number is None or number % self.processes:
             raise ConfigError(f'--gpus {self.gpus}: give a number that {self.processes} machines can share, or KIND:N')
-        return int(number) // self.processes
+        return number // self.processes

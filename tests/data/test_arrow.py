@@ -1,8 +1,10 @@
 """Arrow files: both formats hold the texts of the same rows as Parquet, and so do the folders that `datasets` saves."""
 
 import json
+import pathlib
 import sys
 
+import numpy as np
 import pytest
 from corpora import documents, texts, words
 
@@ -121,3 +123,17 @@ def test_bad_rows_files_and_columns_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
     with pytest.raises(ConfigError, match=r"@arrow\(\): needs pyarrow; pip install -e '\.\[parquet\]'"):
         Arrow(path=path).shards('train')
+
+
+@pytest.mark.parametrize('kind', ['string', 'large_string', 'binary'])
+def test_offsets_that_lead_out_of_the_file_are_one_line(kind, tmp_path):
+    """pyarrow follows them without a look, and the process is aborted."""
+    content = [text.encode() for text in TEXTS] if kind == 'binary' else TEXTS
+    path = write(tmp_path / 'train.arrow', content, kind, rows=len(content))
+    offsets = np.cumsum([0, *map(len, content)]).astype('<i8' if kind == 'large_string' else '<i4').tobytes()
+    whole = pathlib.Path(path).read_bytes()
+    at = whole.index(offsets) + 100 * (len(offsets) // (len(content) + 1))
+    for wrong in (b'\xff\xff\xff\x7f', b'\xff\xff\xff\xff', bytes(4)):
+        pathlib.Path(path).write_bytes(whole[:at] + wrong + whole[at + 4 :])
+        with pytest.raises(MismatchError, match=r'train\.arrow: not a readable Arrow file \(.*ffset'):
+            texts(Arrow(path=path), 'train')

@@ -76,10 +76,11 @@ def test_copies_are_printed_and_stored(machines, config, tmp_path):  # noqa: F81
     assert Mixture({'a': store, 'b': store}, [1, 1]).copied_share('validation') == store.copied_share('validation')
 
 
-def test_nothing_is_said_where_there_are_none(config, tmp_path):  # noqa: F811
+def test_one_line_says_where_there_are_none(config, tmp_path):  # noqa: F811
     said = Console(file=io.StringIO(), width=300)
     prepare(config, str(tmp_path / 'store'), said)
-    assert 'copies' not in said.file.getvalue()
+    (line,) = (line for line in said.file.getvalue().splitlines() if 'copies' in line)
+    assert line == 'validation: none of its documents are copies of documents in train'
     assert TokenStore.open(str(tmp_path / 'store')).copied_share('validation') == 0
 
 

@@ -32,9 +32,9 @@ from lm.data.sources.parquet import Parquet
 from lm.data.sources.proteins.fasta import Fasta
 from lm.data.sources.text_files import TextFiles
 from lm.data.sources.token_files import TokenFiles
-from lm.data.store import COPIES, read_info
+from lm.data.store import COPIES, read_info, write_info
 from lm.data.tokenizers import TokenizerConfig
-from lm.errors import ConfigError
+from lm.errors import ConfigError, MismatchError
 
 TEXTS = [words(5 + i % 20, seed=i % 40) for i in range(120)]
 """Three copies of each text, or more."""
@@ -207,6 +207,17 @@ def test_old_stores_and_old_beginnings_keep_their_split(kind, config, tmp_path, 
     prepare(config, str(tmp_path / 'begun'), share=Share(1, 2))
     assert digests(tmp_path / 'begun') == before
     assert 'proved' in say(prove, config, str(tmp_path / 'new'), 1.0)
+
+
+def test_a_store_of_a_stranger_without_its_settings_is_one_line(config, tmp_path):
+    info, path = prepare(config, str(tmp_path / 'store')), str(tmp_path / 'store')
+    facts = {name: value for name, value in info.items() if name not in ('settings', 'checksum', 'fingerprint')}
+    write_info(path, facts)
+    with pytest.raises(ConfigError, match=r'is finished and was prepared with prepare\.\w+ = None'):
+        prepare(config, path)
+    write_info(path, facts | {'settings': {'source': 7}})
+    with pytest.raises(MismatchError, match=r"dataset\.json has settings = \{'source': 7\}, as no store has"):
+        prepare(config, path)
 
 
 @pytest.mark.parametrize('form', ['lines', 'files'])

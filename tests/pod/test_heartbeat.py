@@ -4,12 +4,17 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import tiny
+
+from lm.pod import heartbeat
+from lm.pod.heartbeat import Peers
 
 HEARTBEAT = 4.0
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -184,3 +189,43 @@ def test_a_training_survives_the_death_of_a_process(tiny_flags, tmp_path, victim
                 break
         else:
             pytest.fail(''.join(lines)[-3000:])
+
+
+class Store:
+    """Stands in for the store of jax.distributed."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, name, value, allow_overwrite=False):
+        self.values[name] = value
+
+    def key_value_dir_get(self, name):
+        return [(key, value) for key, value in self.values.items() if key.startswith(name) and key != 'lm/peers/0']
+
+
+def test_strangers_who_connect_hold_up_and_end_nobody(monkeypatch):
+    """They stay silent, send no UTF-8, an endless line, a wrong secret, or a right one in pieces."""
+    monkeypatch.setattr(heartbeat, 'joined', lambda: (0, 3))
+    peers, store, server = Peers(60.0), Store(), socket.create_server(('127.0.0.1', 0))
+    accepting = threading.Thread(target=peers._accept, args=(server, store))
+    accepting.start()
+    while 'lm/peers/0' not in store.values:
+        time.sleep(0.01)
+    port, secret = store.values['lm/peers/0'].split()
+    texts = b'', b'\xff 1\n', 'é 1\n'.encode(), b'x' * 5000, b'\n', b'0 1\n', b'a', f'{secret} 7\n'.encode()
+    strangers = [socket.create_connection(('127.0.0.1', int(port))) for _ in texts]
+    for stranger, text in zip(strangers, texts, strict=True):
+        stranger.sendall(text)
+    first, second = (socket.create_connection(('127.0.0.1', int(port))) for _ in range(2))
+    first.sendall(f'{secret} 1\nbeat\nend 1 0\nbe'.encode())
+    for piece in (secret[:5], secret[5:], ' 2', '\n'):
+        second.sendall(piece.encode())
+        time.sleep(0.02)
+    accepting.join(timeout=20)
+    assert not accepting.is_alive()
+    assert set(peers._connections) == {1, 2}
+    assert peers._connections[1].rest == b'beat\nend 1 0\nbe'
+    assert peers._connections[2].rest == b''
+    for other in (*strangers, first, second, server, *(one.socket for one in peers._connections.values())):
+        other.close()

@@ -28,6 +28,7 @@ def sweep(tmp_path) -> Sweep:
             name=name,
             settings={'train.seed': str(i)},
             experiment=types.SimpleNamespace(train=train),
+            fault=None,
             config=RunDir(tmp_path / 'a').config.read_text() if name in 'ab' else f'# {name}\n',
         )
         for i, name in enumerate('abcd')
@@ -109,7 +110,7 @@ def test_a_point_whose_steps_grew_is_not_finished(sweep):
 
 
 def test_prepare_makes_the_folder(tmp_path):
-    point = types.SimpleNamespace(name='p', config='# p\n')
+    point = types.SimpleNamespace(name='p', config='# p\n', fault=None)
     assert Sweep(tmp_path / 'new' / 'root', [point]).prepare(point) == str(tmp_path / 'new/root/points/p.gin')
 
 

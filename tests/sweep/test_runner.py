@@ -62,7 +62,7 @@ class World:
         self.on_sleep()
 
     def add(self, name, status='waiting', exit_code=None, looks=0, ends=0):
-        self.points.append(types.SimpleNamespace(name=name))
+        self.points.append(types.SimpleNamespace(name=name, fault=None))
         self.status[name], self.exit_codes[name], self.ends[name] = status, exit_code, (looks, ends)
 
     def popen(self, command, stdin, stdout, stderr, env, start_new_session):

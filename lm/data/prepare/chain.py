@@ -74,8 +74,9 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
         raise ConfigError(f'--prove {share:g}: must be above 0 and at most 1')
     opened = TokenStore.open(path)
     chain = read_chain(opened)
-    config = keep_split(config, opened.info['settings'])
-    compare_settings(opened.info['settings'], collect_settings(config), f'{path} is finished and was prepared')
+    made_with = opened.info.get('settings', {})
+    config = keep_split(config, made_with)
+    compare_settings(made_with, collect_settings(config), f'{path} is finished and was prepared')
     tokenizer, proved = opened.tokenizer(), 0
     for split in opened.splits:
         own = [line for line in chain if line['split'] == split]

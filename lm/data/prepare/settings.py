@@ -47,7 +47,7 @@ def keep_split(config: PrepareConfig, settings: Mapping[str, Any] | None) -> Pre
 
     It is the rule of earlier versions where they made or began it; None: nothing is begun.
     """
-    if settings is None or HELD_OUT_BY in settings['source']:
+    if settings is None or HELD_OUT_BY in settings.get('source', {}):
         return config
     return dataclasses.replace(config, source=config.require_source().keep_old_split())
 

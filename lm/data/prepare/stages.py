@@ -97,13 +97,14 @@ def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[st
         raise ConfigError("data.path = '': say where the token store goes, for example data.path = 'data/my_text'")
     if (info := store.read_info(path)) is None:
         return None
-    config = keep_split(config, info['settings'])
+    begun_with = info.get('settings', {})
+    config = keep_split(config, begun_with)
     try:
         settings, remark = collect_settings(config), ''
     except ConfigError:
         settings, remark = None, ' (its source is not there any more, so it was not compared)'
     if settings:
-        compare_settings(info['settings'], settings, f'{path} is finished and was prepared')
+        compare_settings(begun_with, settings, f'{path} is finished and was prepared')
     check_strict(config, path, info)
     delete_parts(path)
     console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False, soft_wrap=True)

@@ -37,6 +37,7 @@ class Arrow(FilePatterns):
         parts, start, size = [], 0, 0
         with self._opened(str(path)) as batches:
             for index, batch in enumerate(batches):
+                batch.validate()
                 size += batch.column(self.text_field).nbytes
                 if size >= unit:
                     parts.append(Part(str(path), start, index + 1, size))
@@ -49,10 +50,9 @@ class Arrow(FilePatterns):
                 if index >= part.stop:
                     return
                 if index >= part.start:
-                    place = f'{part.file}@{index}'
-                    yield from read_column(
-                        batch.column(self.text_field), self.text_field, place, max_bytes, is_selected
-                    )
+                    column = batch.column(self.text_field)
+                    check_column(column)
+                    yield from read_column(column, self.text_field, f'{part.file}@{index}', max_bytes, is_selected)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Iterator['pyarrow.RecordBatch']]:
@@ -69,3 +69,14 @@ class Arrow(FilePatterns):
             reader = stack.enter_context((pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(stream))
             needs_text(reader.schema, self.text_field, name, 'arrow.text_field')
             yield map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+
+
+def check_column(column: 'pyarrow.Array') -> None:
+    """Raises ArrowInvalid if offsets lead out of a column: pyarrow would follow them, and end the process.
+
+    Whether the bytes are UTF-8 is not checked: of those that are not, each is a bad record.
+    """
+    import pyarrow
+
+    plain = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    column.view(plain.get(column.type, column.type)).validate(full=True)

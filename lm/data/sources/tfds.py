@@ -16,6 +16,7 @@ from lm.data import pg19
 from lm.data.sources.base import Document, Part, Shard, Source, decode, group, shard_bytes, too_long
 from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.files import AnyPath, is_remote, open_path
+from lm.text import parse_whole
 
 _TEXT_FEATURES = {'pg19': 'book_text'}
 _BATCH = 256
@@ -23,7 +24,8 @@ _BATCH = 256
 
 
 def _check_name(name: str) -> str | None:
-    alone, version, part = re.fullmatch(r'([^:\[]*):?([^\[]*)(.*)', name, re.DOTALL).groups()
+    head, part, _ = name.partition('[')
+    alone, _, version = head.partition(':')
     if alone == name:
         return None
     remedy = [f"tfds.name = '{alone}'", *([f"tfds.version = '{version}'"] if version else [])]
@@ -137,11 +139,11 @@ class Tfds(Source):
             found = [folder / self.version]
         else:
             found = (
-                [path for path in folder.glob('*') if path.name.replace('.', '').isdigit()] if folder.exists() else []
+                [path for path in folder.glob('*') if re.fullmatch(r'[0-9.]+', path.name)] if folder.exists() else []
             )
         return sorted(
             (path for path in found if (path / 'dataset_info.json').exists()),
-            key=lambda path: [int(number) if number.isdigit() else 0 for number in path.name.split('.')],
+            key=lambda path: [parse_whole(number) or 0 for number in path.name.split('.')],
         )
 
     def _folder(self) -> AnyPath:
