@@ -72,7 +72,7 @@ class PaperTable:
         axis: the binding whose values are the columns; None: the columns are figures.
         corpus: the text of its runs; None: any text.
         task: the synthetic task of its runs.
-        beside: the mechanism, as scope/name, of the layers that stand beside the row's in a pattern.
+        beside: the mechanism of the layers that stand beside the row's in a pattern.
         only_with: label of a row; the table counts only beside runs of its mechanism.
     """
 
