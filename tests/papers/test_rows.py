@@ -151,3 +151,10 @@ def test_the_rows_are_in_the_papers_text(key):
     for row in table(key).rows:
         values = [tuple(row.values[i : i + count]) for i in range(0, len(row.values), count)]
         assert set(values) <= printed, row.label
+
+
+def test_denominators_of_the_draft_have_no_constant():
+    made = points('tables_1_2/pg19', 'configs/papers/polysketchformer_draft/tables_1_2/sweep.gin')
+    found = [point.experiment.model.pattern[0] for point in made]
+    assert [m.gin_name for m in found] == [row.mechanism for row in table('draft_pg19').rows]
+    assert [m.denominator_bias for m in found if m.gin_name != 'softmax'] == [0.0, 0.0]
