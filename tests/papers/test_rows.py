@@ -11,6 +11,7 @@ import pytest
 import tiny
 from shipped import experiment
 
+from lm.experiment import load
 from lm.report import paper
 from lm.report.measures import Measures
 from lm.report.published import PaperTable, Row, load_tables
@@ -158,3 +159,28 @@ def test_denominators_of_the_draft_have_no_constant():
     found = [point.experiment.model.pattern[0] for point in made]
     assert [m.gin_name for m in found] == [row.mechanism for row in table('draft_pg19').rows]
     assert [m.denominator_bias for m in found if m.gin_name != 'softmax'] == [0.0, 0.0]
+
+
+def test_the_speeds_have_every_baseline_of_the_paper():
+    exact, baselines = (
+        points('table_4_speed/exact', f'configs/papers/polysketchformer/{name}.gin')
+        for name in ('sweep_exact', 'table_4_speed/sweep_baselines')
+    )
+    group = [row for row in table('speed').rows if row.group.startswith('Baselines')]
+    assert len(group) == len(baselines)
+    for row, point in zip(group, baselines, strict=True):
+        (mechanism,) = point.experiment.model.pattern
+        assert mechanism.gin_name == row.mechanism
+        assert point.experiment.model.n_layers == row.settings['model.n_layers']
+        assert all(str(getattr(mechanism, name)) == str(value) for name, value in row.fields.items())
+        assert 'speed' in {c.table.key for c in paper.find_cells(as_run(point), [table('speed')]) if c.row is row}
+    softmax = exact[0].experiment.model.attention
+    assert (softmax.implementation, softmax.block) == (None, None)
+
+
+def test_the_sketched_model_has_the_layers_of_the_paper():
+    sketched = load([f'{TABLES}/table_3_sketches/recall_deep.gin'])
+    layers = [int(column.label.removeprefix('layer ')) for column in table('sketches').columns]
+    assert sketched.model.n_layers == layers[-1] + 1
+    assert sketched.model.attention.degree == 2
+    assert {row.group for row in table('sketches').rows} == {'p = 2', 'p = 3'}

@@ -31,6 +31,8 @@ NOT_COMPARED = {
     'model.unroll': 'drawn with the layers',
     'softmax.implementation': 'the portable one is compared with kernels elsewhere',
     'polysketch.implementation': 'the same',
+    'hybrid.implementation': 'the same',
+    'softmax.block': 'the same',
     'llops.init': 'first values alone',
     'llops.offset': 'first values alone',
     'polynomial.offset': 'first values alone',
