@@ -1,5 +1,6 @@
 """The rows of the papers' tables: what the paper prints of a row is what its configuration has."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -11,6 +12,8 @@ import pytest
 import tiny
 from shipped import experiment
 
+from lm.config.configurable import REGISTRY
+from lm.config.text import dump
 from lm.experiment import load
 from lm.report import paper
 from lm.report.measures import Measures
@@ -184,3 +187,17 @@ def test_the_sketched_model_has_the_layers_of_the_paper():
     assert sketched.model.n_layers == layers[-1] + 1
     assert sketched.model.attention.degree == 2
     assert {row.group for row in table('sketches').rows} == {'p = 2', 'p = 3'}
+
+
+def test_the_readme_names_fields_that_exist():
+    """Each choice of ours that a field changes has its value there."""
+    section = (tiny.ROOT / 'configs/papers/README.md').read_text().split('## Where the papers leave a choice')[1]
+    lines = [line.split('|')[1:-1] for line in section.splitlines() if line.startswith('|')][2:]
+    fields = {name for line in lines for name in re.findall(r'`(\w+\.\w+)', line[2]) if not name.endswith('.gin')}
+    assert {'polynomial.offset', 'polynomial.score_norm', 'polysketch.far_factor', 'tokenizer.sample_bytes'} <= fields
+    sections = dump(load()).splitlines()
+    for name in fields:
+        kind, _, field = name.partition('.')
+        owner = REGISTRY.get(kind)
+        known = owner is not None and field in {f.name for f in dataclasses.fields(owner)}
+        assert known or any(line.startswith(f'{name} = ') for line in sections), name

@@ -7,8 +7,8 @@
 The run should have been trained with polynomial attention. The script samples queries and keys of the layers on
 validation text. It sketches them by random projections, the start of the fit, by fitted projections (LLoPS, eq. 6
 and §4.3), and by a fitted network of two layers. For degree 2 the random projections are PolySketchFormer's. It
-measures the errors on samples that the fit has not seen, and prints two Markdown tables. The second is Table 3, with the
-paper's below ours.
+measures the errors on samples that the fit has not seen, and prints two Markdown tables. The second is Table 3, with
+the paper's below ours.
 """
 
 import argparse
