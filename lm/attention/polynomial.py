@@ -47,8 +47,8 @@ class PolynomialAttention(NormedModule, ExactModule):
 
     def __init__(self, config: Polynomial, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(config, dims)
-        tied = config.score_norm == 'tied'
-        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim), tied=tied)
+        self.tied = config.score_norm == 'tied'
+        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
 
     def compute(self, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, v_BxMxKxD: jax.Array, **options: Any) -> jax.Array:
         degree, scale = self.config.degree, score_scale(self.config.degree, self.dims.head_dim)

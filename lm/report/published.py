@@ -14,7 +14,7 @@ WORDS = {('sketch', 'gaussian'): 'random', ('local', True): ' + local', ('local'
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What is measured of a run.
+    """A figure that is measured of a run.
 
     Attributes:
         label: the heading of its column.

@@ -27,7 +27,7 @@ from lm.attention.base import AttentionModule
 from lm.attention.llops import Llops
 from lm.errors import ConfigError, LmError
 from lm.ops.linear_attention import FeatureMap
-from lm.report.published import load_tables
+from lm.report.published import Figure, load_tables
 from lm.text import make_markdown_table
 
 LOSSES = ('frobenius', 'relative', 'rmae')
@@ -197,7 +197,7 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
         fitted = fit(sketch, kernel, random, q_NxD[:half], k_NxD[:half], **options)
         network = NetworkFeatures()
         start = network.start(jax.random.key(arguments.seed), q_NxD.shape[1], arguments.n_features)
-        trained = fit(network, kernel, start, q_NxD[:half], k_NxD[:half], **options | {'learning_rate': 1e-3})
+        trained = fit(network, kernel, start, q_NxD[:half], k_NxD[:half], learning_rate=1e-3, **options)
         row = {'layer': layer}
         for name, features, factors in (
             ('random', sketch, random),
@@ -234,7 +234,13 @@ def table_3(rows: list[dict], degree: int) -> str:
     theirs = [row for row in printed.rows if row.group == f'p = {degree}']
     if theirs:
         cells = [[f'paper: {row.label}', *(f'{value:.3f}' for value in row.values)] for row in theirs]
-        lines += ['', make_markdown_table(cells, [f'{printed.source}', *(column.label for column in printed.columns)])]
+        lines += [
+            '',
+            make_markdown_table(
+                cells,
+                [f'{printed.source}', *(column.label for column in printed.columns if isinstance(column, Figure))],
+            ),
+        ]
     return '\n'.join(lines)
 
 
