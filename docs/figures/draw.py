@@ -36,6 +36,13 @@ STYLES = {
     'window of 128': 4,
     'window': 3,
     'hedgehog': 1,
+    'seed 0': 0,
+    'seed 1': 1,
+    'seed 2': 2,
+    'hybrid, degree 1': 1,
+    'hybrid, degree 2': 2,
+    'hybrid, degree 3': 5,
+    'hybrid, degree 4': 4,
 }
 """The beginning of a curve's name → its colour and marker, which are the same in all panels of a picture."""
 

@@ -258,12 +258,17 @@ class NormedModule(AttentionModule):
 
     normed_dtype: ClassVar[Any] = None
 
-    def make_norms(
-        self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0, tied: bool = False
-    ) -> None:
-        start = {'scale_init': nnx.initializers.constant(gain), 'bias_init': nnx.initializers.constant(bias)}
-        self.q_norm = layer_norm(head_dim, 'head', rngs, **start)
-        self.k_norm = None if tied else layer_norm(head_dim, 'head', rngs, **start)
+    tied = False
+    """One normalization serves queries and keys."""
+
+    def make_norms(self, head_dim: int, rngs: nnx.Rngs, gain: float = 1.0, bias: float = 0.0) -> None:
+        scale_init, bias_init = nnx.initializers.constant(gain), nnx.initializers.constant(bias)
+
+        def make() -> nnx.LayerNorm:
+            return layer_norm(head_dim, 'head', rngs, scale_init=scale_init, bias_init=bias_init)
+
+        self.q_norm = make()
+        self.k_norm = None if self.tied else make()
 
     @property
     def norms(self) -> HeadNorms | None:

@@ -23,7 +23,9 @@ class Polynomial(Gated):
         even=True,
         help='power of the scores; from 4 on close to softmax, in heads of 64',
     )
-    denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    denominator_bias: float = field(
+        default=1.0, minimum=0, formerly='bias', help='b: keeps the denominator from zero; 0, as the first draft has it'
+    )
     offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
     score_norm: str = field(
         default='separate',
@@ -45,8 +47,8 @@ class PolynomialAttention(NormedModule, ExactModule):
 
     def __init__(self, config: Polynomial, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(config, dims)
-        tied = config.score_norm == 'tied'
-        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim), tied=tied)
+        self.tied = config.score_norm == 'tied'
+        self.make_norms(dims.head_dim, rngs, **score_start(config.offset, dims.head_dim))
 
     def compute(self, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, v_BxMxKxD: jax.Array, **options: Any) -> jax.Array:
         degree, scale = self.config.degree, score_scale(self.config.degree, self.dims.head_dim)

@@ -46,7 +46,7 @@ class Cell(NamedTuple):
 
     @property
     def figure(self) -> Figure:
-        """What is measured."""
+        """The figure that is measured."""
         return self.column if isinstance(self.column, Figure) else Figure(measure=self.table.measure)
 
     @property
@@ -204,7 +204,8 @@ def _find_mechanism(run: Run, beside: str | None = None) -> tuple[str, str]:
     """
     found = run.mechanisms()
     if beside is not None:
-        found = [name for name in found if name != beside] if beside in found else []
+        others = [name for name in found if name.rpartition('/')[2] != beside]
+        found = others if len(others) < len(found) else []
     return (found[0].rpartition('/')[2], found[0]) if len(found) == 1 else ('', '')
 
 
@@ -275,8 +276,8 @@ def _measure(measures: Mapping[str, Measure], read: ReadFigure, run: Run, cell: 
     figure = cell.figure
     if figure.task or figure.set:
         return read(run, figure)
-    if figure.measure in measures:
-        return measures[figure.measure](run)
+    if (known := measures.get(figure.measure or '')) is not None:
+        return known(run)
     if figure.measure != 'steps_per_second':
         return None
     # As many steps as the run's tokens would have been with the paper's tokens per step.

@@ -1,4 +1,4 @@
-"""What `lm evaluate --tasks` has scored of a run."""
+"""Reads the scores that `lm evaluate --tasks` has written of a run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Score:
 
 
 def read_scores(run: Run) -> list[Score]:
-    """Returns the scores of a run in its own configuration, those of its newest step last."""
+    """Returns the scores of a run in its own configuration, from the oldest step to the newest."""
     folder = run.directory.evaluations / 'harness'
     records = [read_json(path) for path in sorted(folder.glob('*.json'))] if folder.exists() else []
     whole = [r for r in records if isinstance(r, dict) and isinstance(r.get('results'), dict)]

@@ -109,3 +109,18 @@ def test_states_are_those_of_the_models():
     states = importlib.import_module('states')
     assert panel['x'] == list(states.LENGTHS)
     assert panel['curves'] == states.compute_curves()
+
+
+def test_nats_of_the_real_model_are_those_of_the_table():
+    rows = read_table('A real model under "Approximate attention" (Graef et al., §7)', 'evaluation, N = 200')
+    panel = read_panels('real_hybrid')[0]
+    for name, values in panel['curves'].items():
+        assert values == [as_numbers(cell)[0] for cell in rows[name][0][2:]], name
+    assert panel['curves'].keys() == rows.keys()
+
+
+def test_offsets_of_the_shared_norm_are_those_of_the_table():
+    rows = read_table('Where scores of polynomial attention start', 'one norm, offset 0')
+    layers = [row[0] for name, row in rows.items() if 'layer' in name]
+    for seed, values in enumerate(read_panels('shared_norm')[0]['curves'].values()):
+        assert values == [as_numbers(cells[seed])[0] for cells in layers]
