@@ -27,9 +27,9 @@ def export_run(
     format_name: str,
     out: str,
     weights: WeightFiles = WeightFiles(),  # noqa: B008
-) -> None:
+) -> int:
     """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in a format of `FORMATS` or
-    natively, with a model card."""
+    natively, with a model card. Returns the step."""
     check_safetensors()
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')
@@ -43,6 +43,7 @@ def export_run(
     print(f'step {run.step} of {run_dir} written to {folder}: {names}')
     if format_name != NativeFormat.name:
         print(describe_classes(experiment.model))
+    return run.step
 
 
 def describe_classes(model: ModelConfig) -> str:

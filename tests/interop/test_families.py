@@ -123,7 +123,7 @@ def old_form(config: dict) -> dict:
     kind = rope.pop('rope_type')
     config['rope_scaling'] = None if kind == 'default' else {'type': kind, **rope}
     if config['model_type'].startswith('qwen'):
-        config.pop('layer_types')
+        config.pop('layer_types', None)
     return config
 
 
@@ -165,9 +165,10 @@ def test_defaults_are_those_of_transformers(tmp_path):
         small = {name: config[name] for name in kept if name in config}
         if 'hidden_size' in small:
             model = family.model(tmp_path, Hyperparameters(small | {'head_dim': 8}))
-            epsilon = 1e-5 if config['model_type'].startswith(('olmo', 'kimi')) else 1e-6
+            wide = ('olmo', 'kimi', 'mixtral', 'phi3', 'starcoder2')
+            epsilon = 1e-5 if config['model_type'].startswith(wide) else 1e-6
             assert model.norm_epsilon == epsilon, form
-            assert model.tied == config['model_type'].startswith(('gemma', 'smol')), form
+            assert model.tied == config['model_type'].startswith(('gemma', 'smol', 'starcoder')), form
     assert RotaryEntry(Hyperparameters(), 500.0).base == 500.0
 
 
@@ -300,8 +301,13 @@ REFUSED = [
     ('llama', {'rope_scaling': {'rope_type': 'longrope', 'factor': 4}}, "rotary positions scaled by 'longrope'"),
     ('llama', {'partial_rotary_factor': 0.5}, 'rotary positions on a part of a head'),
     ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 4, 'mscale': 1.0}}, 'rotary positions with mscale'),
-    ('llama', {'attention_bias': True}, 'biases in attention'),
-    ('llama', {'mlp_bias': True}, 'biases in the linear units'),
+    ('mistral', {'attention_bias': True}, 'biases in attention'),
+    ('mistral', {'mlp_bias': True}, 'biases in the linear units'),
+    ('qwen2_moe', {'qkv_bias': False}, 'no biases of queries, keys and values'),
+    ('qwen3_moe', {'use_sliding_window': True}, 'a sliding window'),
+    ('olmoe', {'clip_qkv': 8.0}, 'a limit of queries, keys and values'),
+    ('phi3', {'rope_scaling': {'type': 'longrope'}}, "rotary positions scaled by 'longrope'"),
+    ('starcoder2', {'use_bias': False}, 'layer normalization without biases of maps'),
     ('llama', {'hidden_act': 'relu'}, "hidden_act = 'relu'"),
     ('llama', {'quantization_config': {}}, 'quantized weights'),
     ('qwen3', {'layer_types': ['linear_attention'] * 2}, 'layers of type linear_attention'),
