@@ -219,6 +219,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache, output_hidden_states, **given,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        assert found.last_hidden_state is not None
         logits = self.head(found.last_hidden_state[:, kept])
         if (cap := self.config.logit_cap) is not None:
             logits = cap * torch.tanh(logits / cap)

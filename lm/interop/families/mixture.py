@@ -50,7 +50,9 @@ class Mixture(Decoder):
 
     def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
         """Returns the feed-forward layer of a layer."""
-        found = self.expert | config
+        # transformers 5 has two names for the number of experts.
+        named = {} if 'num_local_experts' not in config else {'num_experts': config['num_local_experts']}
+        found = {**self.expert, **named} | config
         is_dense = layer in config.integers('mlp_only_layers') or (layer + 1) % found.integer('decoder_sparse_step', 1)
         if self.has_dense and is_dense:
             return DenseLayer()
