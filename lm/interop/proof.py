@@ -64,7 +64,7 @@ def read_proof(folder: AnyPath) -> Proof | None:
     """Reads proof.json of a run or an export; None: there is none. Raises MismatchError if it is damaged."""
     try:
         found = parse_json_object((folder / FILE).read_bytes())
-        prompt, ids, logits = (np.asarray(found[name]) for name in Proof._fields)
+        prompt, ids, logits = (np.asarray(found[name]) for name in ('prompt', 'ids', 'logits'))
         if logits.shape != (len(prompt), len(ids)):
             raise ValueError
         return Proof(prompt.tolist(), ids.tolist(), logits.astype(np.float32))

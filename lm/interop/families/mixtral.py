@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, SLIDING, count_layers
 from lm.interop.families.expert_tensors import BALANCE
-from lm.interop.families.mixture import Mixture
+from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
-class Mixtral(Mixture):
+class Mixtral(ExpertDecoder):
     """Mistral with experts in all layers."""
 
     model_types = ('mixtral',)

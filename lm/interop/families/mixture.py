@@ -19,7 +19,7 @@ from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
 
 
-class Mixture(Decoder):
+class ExpertDecoder(Decoder):
     """A router with softmax chooses experts; with `shared`, a gated expert is passed by all tokens.
 
     Attributes:

@@ -4,19 +4,19 @@ from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, SLIDING, count_layers
 from lm.interop.families.expert_tensors import BALANCE
-from lm.interop.families.mixture import Mixture
+from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.qwen2 import Qwen2
 from lm.interop.hyperparameters import Hyperparameters
 
 
-class Qwen2Moe(Mixture, Qwen2):
+class Qwen2Moe(ExpertDecoder, Qwen2):
     """Qwen 2 with experts and a shared one that has a gate; every second of the lower layers may have a window."""
 
     model_types = ('qwen2_moe',)
     architecture = 'Qwen2MoeForCausalLM'
     has_dense = True
     shared = True
-    entries: ClassVar = {**Mixture.entries, 'shared_dim': 'shared_expert_intermediate_size'}
+    entries: ClassVar = {**ExpertDecoder.entries, 'shared_dim': 'shared_expert_intermediate_size'}
     expert: ClassVar = {
         'num_experts': 60,
         'num_experts_per_tok': 4,

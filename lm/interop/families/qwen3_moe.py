@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, count_layers
 from lm.interop.families.expert_tensors import BALANCE
-from lm.interop.families.mixture import Mixture
+from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.qwen3 import Qwen3
 from lm.interop.hyperparameters import Hyperparameters
 
 
-class Qwen3Moe(Mixture, Qwen3):
+class Qwen3Moe(ExpertDecoder, Qwen3):
     """Qwen 3 with experts, in all layers or some."""
 
     model_types = ('qwen3_moe',)
