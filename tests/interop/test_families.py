@@ -328,6 +328,21 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'model_type': 'llama4'}, 'The nearest is llama; what differs: nothing that config.json says'),
+        ({'model_type': 'phi4', 'hidden_act': 'relu'}, "The nearest is phi3; what differs: hidden_act = 'relu'"),
+        ({'model_type': 'qwen3_mo', 'sliding_window': []}, 'The nearest is qwen3_moe; what differs: '),
+        ({'model_type': 'bert'}, 'starcoder2$'),
+    ],
+)
+def test_a_refusal_names_the_nearest_family(changes, said):
+    config = Hyperparameters(checkpoints.load('llama')['config'] | changes)
+    with pytest.raises(ConfigError, match=said):
+        choose(config, 'x')
+
+
 @pytest.mark.parametrize(('form', 'changes', 'said'), REFUSED)
 def test_what_no_model_here_computes_is_refused_by_name(form, changes, said, tmp_path, capsys):
     config = {k: v for k, v in checkpoints.load(form)['config'].items() if k != 'rope_parameters'}
