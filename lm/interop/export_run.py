@@ -27,9 +27,16 @@ def export_run(
     format_name: str,
     out: str,
     weights: WeightFiles = WeightFiles(),  # noqa: B008
-) -> int:
+) -> None:
     """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in a format of `FORMATS` or
-    natively, with a model card. Returns the step."""
+    natively, with a model card."""
+    write_export(experiment, run_dir, step, format_name=format_name, out=out, weights=weights)
+
+
+def write_export(
+    experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str, weights: WeightFiles
+) -> int:
+    """Does the work of `export_run`, and returns the step."""
     check_safetensors()
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')

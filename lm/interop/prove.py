@@ -11,7 +11,7 @@ from lm.experiment import Experiment, load_of_run
 from lm.files import local_path
 from lm.interop.card import CARD
 from lm.interop.checkpoints import open_checkpoint
-from lm.interop.export_run import export_run
+from lm.interop.export_run import write_export
 from lm.interop.import_run import choose_family, describe_model, import_run, read_weights
 from lm.interop.proof import FILE, Proof, compute_proof, read_proof
 from lm.interop.tensors import WeightFiles
@@ -40,7 +40,7 @@ def export_and_prove(
 
     Raises the errors of `export_run` and `Proof.compare`.
     """
-    step = export_run(experiment, run_dir, step, out=out, weights=weights, **options)
+    step = write_export(experiment, run_dir, step, out=out, weights=weights, **options)
     run, folder = RunDir(run_dir, found=True), local_path(out, '--out')
     found, written = prove_run(run, step), prove_folder(folder)
     written.write(folder)
