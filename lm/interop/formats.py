@@ -243,7 +243,10 @@ def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
 
 
 def attention_source(mechanisms: Collection[str]) -> str:
-    """Returns one module with the formulas of the mechanisms and the parts of the model; it imports PyTorch and transformers alone."""
+    """Returns one module with the formulas of the mechanisms and the parts of the model.
+
+    It imports PyTorch and transformers alone.
+    """
     texts: dict[str, str] = {}
     others: dict[str, None] = {}
 
