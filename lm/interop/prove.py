@@ -57,8 +57,9 @@ def prove_run(run: RunDir, step: int) -> Proof:
     """Computes the proof of the weights of a run at a step."""
     model = load_of_run(str(run.path)).model
     with Checkpointer(run.checkpoints) as saved:
-        weights = saved.restore(ModelFunctions(model, jnp.float32).abstract, step=step)[0]
-    return compute_proof(model, weights)
+        restored = saved.restore(ModelFunctions(model, jnp.float32).abstract, step=step)
+    assert restored is not None, 'it has just been written, or read'
+    return compute_proof(model, restored[0])
 
 
 def prove_folder(folder: pathlib.Path) -> Proof:

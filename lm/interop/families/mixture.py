@@ -1,7 +1,7 @@
 """The decoder with experts in the place of linear units, which several families share."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lm.interop.families.base import Tensors
 from lm.interop.families.decoder import UNITS, Decoder, LayerTensors, count_layers, cut_units, join_units
@@ -56,8 +56,9 @@ class ExpertDecoder(Decoder):
         is_dense = layer in config.integers('mlp_only_layers') or (layer + 1) % found.integer('decoder_sparse_step', 1)
         if self.has_dense and is_dense:
             return DenseLayer()
+        sizes: dict[str, Any] = {ours: found.integer(theirs) for ours, theirs in self.entries.items()}
         return Experts(
-            **{ours: found.integer(theirs) for ours, theirs in self.entries.items()},
+            **sizes,
             shared_gate=self.shared,
             normalize=found.flag('norm_topk_prob') if self.normalizes is None else self.normalizes,
             balance=read_balance(found),

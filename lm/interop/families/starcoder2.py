@@ -39,7 +39,7 @@ class Starcoder2(Decoder):
 
     def layer(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         found = {f'qkv.{part}': theirs.join(QKV, part) for part in PARTS}
-        maps = (MAPS | self.norms).items()
+        maps = {**MAPS, **self.norms}.items()
         return found | {f'{our}.{part}': theirs.take(f'{their}.{part}') for our, their in maps for part in PARTS}
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
@@ -55,5 +55,5 @@ class Starcoder2(Decoder):
         found: Tensors = {}
         for part in PARTS:
             found |= cut(ours[f'qkv.{part}'], QKV, [queries, keys], part)
-            found |= {f'{their}.{part}': ours[f'{our}.{part}'] for our, their in (MAPS | self.norms).items()}
+            found |= {f'{their}.{part}': ours[f'{our}.{part}'] for our, their in {**MAPS, **self.norms}.items()}
         return found
