@@ -27,6 +27,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--file_gb', type=float, metavar='GB', help='several files of at most so many gigabytes; default: one file'
     )
     parser.add_argument('--out', required=True, metavar='DIR', help='a new or empty folder')
+    parser.add_argument(
+        '--prove',
+        action='store_true',
+        help='read the written files again, and compare the logits of a fixed prompt with those of the run',
+    )
     add_gin_flags(parser)
 
 
@@ -34,6 +39,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     experiment = read_experiment_of_run(arguments)
 
     from lm.interop.export_run import export_run
+    from lm.interop.prove import export_and_prove
     from lm.interop.tensors import WeightFiles
 
     size = arguments.file_gb
@@ -41,7 +47,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
         raise ConfigError(f'--file_gb {size:g}: must be 0.000001 to 1,000,000')
     run = experiment, choose_run(arguments), arguments.step
     weights = WeightFiles(arguments.dtype, None if size is None else int(size * 1e9))
-    return functools.partial(export_run, *run, format_name=arguments.format, out=arguments.out, weights=weights)
+    export = export_and_prove if arguments.prove else export_run
+    return functools.partial(export, *run, format_name=arguments.format, out=arguments.out, weights=weights)
 
 
 VERB = Verb(

@@ -21,11 +21,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--tokenizer', metavar='FILE', help='the tokenizer of the checkpoint; default: the one that it has'
     )
+    parser.add_argument(
+        '--prove',
+        action='store_true',
+        help='keep the logits of a fixed prompt, and compare them with those of a proved export; needs memory for the '
+        'whole model',
+    )
     add_gin_flags(parser)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.interop.import_run import complete_import, import_run, load_given
+    from lm.interop.prove import import_and_prove
 
     folder, run_dir, allow = arguments.folder, arguments.run_dir, arguments.allow_gin_imports
     if folder is None:
@@ -33,9 +40,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
             raise ConfigError('DIR: name a checkpoint to import, or give --tokenizer to complete an import')
         return functools.partial(complete_import, run_dir, arguments.tokenizer)
     experiment = load_given(folder, arguments.gin_file, arguments.gin_param, allow_imports=allow)
-    return functools.partial(
-        import_run, experiment, folder, run_dir, tokenizer=arguments.tokenizer, allow_imports=allow
-    )
+    make = import_and_prove if arguments.prove else import_run
+    return functools.partial(make, experiment, folder, run_dir, tokenizer=arguments.tokenizer, allow_imports=allow)
 
 
 VERB = Verb(

@@ -28,6 +28,7 @@ class ChatTemplate:
         try:
             import jinja2
             import jinja2.ext
+            import jinja2.nodes
             import jinja2.sandbox
         except ImportError:
             raise MissingPackageError('prepare.source = @conversations()', 'jinja2', 'tokenizers') from None

@@ -156,19 +156,19 @@ class TokenStore:
         Returns:
             [n, length], uint16 or uint32.
         """
-        windows = self._read_many(split, starts, length)
+        windows = self.read_stored(split, starts, length)
         return windows & np.uint32(MARK - 1) if self.marks_answers else windows
 
     def read_marked(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Reads windows [n, length] like `read_many`, int32; ~token stands for a token that is not predicted."""
-        windows = self._read_many(split, starts, length)
+        windows = self.read_stored(split, starts, length)
         if not self.marks_answers:
             return windows.astype(np.int32)
         ids = (windows & np.uint32(MARK - 1)).astype(np.int32)
         return np.where(windows >= MARK, ~ids, ids)
 
-    def _read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """Reads the elements of the array as they are."""
+    def read_stored(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Reads windows [n, length] like `read_many`, with the marks that they have in the files."""
         array, total = self._array(split, 'tokens'), self.tokens(split)
         for start in starts:
             if not 0 <= start <= start + length <= total:
@@ -219,7 +219,7 @@ class TokenStore:
         """Reads the whole split, in blocks, and compares it with dataset.json. Raises MismatchError."""
         digest, total, documents = hashlib.sha256(), self.tokens(split), self.documents(split)
         for start in range(0, total, VERIFIED):
-            digest.update(self._read_many(split, [start], min(VERIFIED, total - start)).data)
+            digest.update(self.read_stored(split, [start], min(VERIFIED, total - start)).data)
         for start in range(0, documents, VERIFIED):
             ends = self.document_ends(split, start, min(start + VERIFIED, documents))
             digest.update(ends.astype('<i8', copy=False).data)

@@ -98,7 +98,7 @@ class Given(NamedTuple):
     key: jax.Array
 
 
-class Decoder:
+class TokenWriter:
     """The programs of one model, which are compiled once per number of prompts, padded length and `Drawing`."""
 
     def __init__(self, model: Transformer):
@@ -184,7 +184,7 @@ def cut_prompt(length: int) -> list[int]:
 
 
 def generate_tokens(
-    model: Transformer | Decoder,
+    model: Transformer | TokenWriter,
     prompts: list[np.ndarray],
     max_tokens: int,
     sampling: Sampling,
@@ -204,7 +204,7 @@ def generate_tokens(
 
     Raises Diverged, which names the first layer, if logits are not finite.
     """
-    decoder = model if isinstance(model, Decoder) else Decoder(model)
+    decoder = model if isinstance(model, TokenWriter) else TokenWriter(model)
     made = [np.array([prompt[:1] for prompt in prompts])]
     for new_BxT in decoder.draw(prompts, max_tokens, Drawing(sampling, pieces), seed):
         made.append(new_BxT)

@@ -41,7 +41,7 @@ def generate(
 
     `prompts` is a text, or a list whose members are texts or arrays of token ids, [tokens]. A new text ends with its
     document, before the first string of `until`, or after `max_tokens` tokens. With `special_tokens`, names of special
-    tokens in a text stand for these tokens, and a text that begins with one has no other token before it.
+    tokens in a text stand for these tokens. A text that begins with one has no other token before it.
 
     Raises ConfigError for settings out of range (`Sampling`), for other prompts, and for ids that the tokenizer does
     not have.
@@ -66,7 +66,7 @@ def generate(
     stops = Stops(tuple(filter(None, until)), {i: tokenizer.piece(i) for i in run.end_ids})
     made = [Continuation(tokenizer.decode, row, max_tokens, stops) for row in rows]
     with jax.set_mesh(run.mesh):
-        for new_BxT in generate_tokens(run.decoder, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
+        for new_BxT in generate_tokens(run.token_writer, rows, max_tokens, sampling, seed, tokenizer.vocab_size):
             for continuation, tokens in zip(made, new_BxT, strict=True):
                 continuation.add(tokens)
             if all(continuation.ended for continuation in made):
@@ -123,7 +123,7 @@ def write_continuations(
     made = [Continuation(functools.partial(show_text, tokenizer), row, max_tokens, stops) for row in rows]
     pace = Pace(len(rows))
     with jax.set_mesh(run.mesh):
-        tokens = generate_tokens(run.decoder, rows, max_tokens, sampling, seed, tokenizer.vocab_size)
+        tokens = generate_tokens(run.token_writer, rows, max_tokens, sampling, seed, tokenizer.vocab_size)
         _write(made, pace.measure(tokens), prompts if as_json else None)
     size = state_bytes(run.model, 1 + pace.read)
     print(f'[{pace.speed}; decoding state {size:,} bytes per sequence]', file=sys.stderr)

@@ -23,7 +23,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.evaluation.scoring import Scorer, Scores
 from lm.experiment import Experiment, find_begin_id, load_of_run
 from lm.hardware import Target
-from lm.inference.decoding import Decoder
+from lm.inference.decoding import TokenWriter
 from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
@@ -83,7 +83,7 @@ class LoadedRun:
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text: the end-of-document token, and those of an imported generation_config.json."""
+        """The tokens that end a text: the end-of-document token, and what an imported generation_config.json names."""
         known = (i for i in find_ends(self.companions) if i < self.tokenizer.vocab_size)
         return tuple(dict.fromkeys([self.tokenizer.eod_id, *known]))
 
@@ -100,9 +100,9 @@ class LoadedRun:
         return self.functions.merge(self.weights)
 
     @functools.cached_property
-    def decoder(self) -> Decoder:
+    def token_writer(self) -> TokenWriter:
         """The programs that continue prompts with `model`."""
-        return Decoder(self.model)
+        return TokenWriter(self.model)
 
     @functools.cached_property
     def scorer(self) -> Scorer:

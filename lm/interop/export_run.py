@@ -30,6 +30,13 @@ def export_run(
 ) -> None:
     """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in a format of `FORMATS` or
     natively, with a model card."""
+    write_export(experiment, run_dir, step, format_name=format_name, out=out, weights=weights)
+
+
+def write_export(
+    experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str, weights: WeightFiles
+) -> int:
+    """Does the work of `export_run`, and returns the step."""
     check_safetensors()
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')
@@ -43,6 +50,7 @@ def export_run(
     print(f'step {run.step} of {run_dir} written to {folder}: {names}')
     if format_name != NativeFormat.name:
         print(describe_classes(experiment.model))
+    return run.step
 
 
 def describe_classes(model: ModelConfig) -> str:

@@ -21,6 +21,7 @@ from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun
 from lm.interop.card import CARD
 from lm.interop.names import to_tensors
+from lm.interop.proof import FILE as PROOF
 from lm.interop.tensors import WeightFiles, is_weights
 from lm.model import ModelConfig
 from lm.model.options import RotaryOptions
@@ -37,7 +38,7 @@ ROOT, MODEL_FILE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).par
 ATTENTION_HEADER = '"""The attention of a model, as its formula reads, for PyTorch. Written by `lm export`."""'
 OWN = r'from (lm(?:\.\w+)+)'
 """The beginning of a line that imports a module of `lm`."""
-NAMES = {CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, *FILE_NAMES, *COMPANIONS}
+NAMES = {CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, PROOF, *FILE_NAMES, *COMPANIONS}
 """The names of the files that an export has beside its weights."""
 FIELDS = {
     'vocab_size': 'vocab_size',
@@ -242,7 +243,10 @@ def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
 
 
 def attention_source(mechanisms: Collection[str]) -> str:
-    """Returns one module with the formulas of the mechanisms and the parts of the model; it imports PyTorch alone."""
+    """Returns one module with the formulas of the mechanisms and the parts of the model.
+
+    It imports PyTorch and transformers alone.
+    """
     texts: dict[str, str] = {}
     others: dict[str, None] = {}
 

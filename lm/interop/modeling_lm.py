@@ -219,6 +219,7 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache, output_hidden_states, **given,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        assert found.last_hidden_state is not None
         logits = self.head(found.last_hidden_state[:, kept])
         if (cap := self.config.logit_cap) is not None:
             logits = cap * torch.tanh(logits / cap)
@@ -308,7 +309,7 @@ def check_padding(mask_BxL, has_cache):
 
 
 def check_positions(positions_BxL, mask_BxL):
-    """Raises ValueError for positions that do not rise by one per token, as those of several texts in a row."""
+    """Raises ValueError for positions that do not rise by one per token, as where a row has several texts."""
     text = mask_BxL[:, 1:] & mask_BxL[:, :-1]
     if bool((text & (positions_BxL[:, 1:] - positions_BxL[:, :-1] != 1)).any()):
         raise ValueError('position_ids: a row has several texts; give each text a row of its own')

@@ -32,8 +32,8 @@ from lm.inference.continuation import Continuation, Stops, TextStream, decode_af
 from lm.inference.decoding import (
     FORCED,
     PIECE,
-    Decoder,
     Sampling,
+    TokenWriter,
     cut_prompt,
     generate_tokens,
     pays_to_separate,
@@ -109,7 +109,7 @@ def test_the_end_of_a_prompt_that_is_read_by_itself_is_short(length):
 
 def test_calls_of_similar_lengths_share_programs(model, monkeypatch):
     """A second call, and one of another prompt and other lengths, traces nothing."""
-    decoder, rng, traced, extend = Decoder(model), np.random.default_rng(0), [], model_lib.Transformer.extend
+    decoder, rng, traced, extend = TokenWriter(model), np.random.default_rng(0), [], model_lib.Transformer.extend
     monkeypatch.setattr(model_lib.Transformer, 'extend', lambda *a: (traced.append(a), extend(*a))[1])
     for length, new in ((20, 30), (20, 30), (21, 24)):
         assert list(generate_tokens(decoder, [rng.integers(0, 50, length)], new, GREEDY, 0))

@@ -100,13 +100,29 @@ FORMS = {
         full_attention=dict(rope_type='yarn', factor=4.0, rope_theta=1e4, original_max_position_embeddings=16),
         sliding_attention=dict(rope_type='default', rope_theta=1e4),
     ))),
+    'llama_biases': ('llama', dict(attention_bias=True, mlp_bias=True)),
+    'llama_attention_biases': ('llama', dict(attention_bias=True)),
+    'mixtral': ('mixtral', dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5)),
+    'qwen2_moe': ('qwen2_moe', dict(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24,
+    )),
+    'qwen3_moe': ('qwen3_moe', dict(
+        num_hidden_layers=3, head_dim=12, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        norm_topk_prob=True, mlp_only_layers=[1],
+    )),
+    'olmoe': ('olmoe', dict(num_experts=6, num_experts_per_tok=3, intermediate_size=16)),
+    'phi3': ('phi3', dict(sliding_window=7)),
+    'granite': ('granite', dict(
+        embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.7, logits_scaling=2.0,
+    )),
+    'starcoder2': ('starcoder2', dict(sliding_window=6)),
     'smollm3': ('smollm3', dict(num_hidden_layers=4)),
     'gpt2': ('gpt2', GPT2_SIZES | dict(layer_norm_epsilon=1e-3)),
 }  # fmt: skip
 """Form → `model_type`, and what differs from `SIZES`."""
 CENTRED = ('gemma', 'qwen3_next')
 """Beginnings of the `model_type` of families with gains of 1 + w."""
-IN_OTHER_FORM = ('qwen3_next', 'kimi_linear')
+IN_OTHER_FORM = ('qwen3_next', 'kimi_linear', 'mixtral', 'qwen2_moe', 'qwen3_moe', 'olmoe')
 """Families whose tensors in files have other names and shapes than in the model."""
 RECURRENT = ('gla', 'gla_plain', 'retnet', 'delta_net', 'gated_deltanet', 'kda')
 """Forms whose classes are of flash-linear-attention."""

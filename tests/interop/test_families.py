@@ -123,7 +123,7 @@ def old_form(config: dict) -> dict:
     kind = rope.pop('rope_type')
     config['rope_scaling'] = None if kind == 'default' else {'type': kind, **rope}
     if config['model_type'].startswith('qwen'):
-        config.pop('layer_types')
+        config.pop('layer_types', None)
     return config
 
 
@@ -165,9 +165,10 @@ def test_defaults_are_those_of_transformers(tmp_path):
         small = {name: config[name] for name in kept if name in config}
         if 'hidden_size' in small:
             model = family.model(tmp_path, Hyperparameters(small | {'head_dim': 8}))
-            epsilon = 1e-5 if config['model_type'].startswith(('olmo', 'kimi')) else 1e-6
+            wide = ('olmo', 'kimi', 'mixtral', 'phi3', 'starcoder2')
+            epsilon = 1e-5 if config['model_type'].startswith(wide) else 1e-6
             assert model.norm_epsilon == epsilon, form
-            assert model.tied == config['model_type'].startswith(('gemma', 'smol')), form
+            assert model.tied == config['model_type'].startswith(('gemma', 'smol', 'starcoder')), form
     assert RotaryEntry(Hyperparameters(), 500.0).base == 500.0
 
 
@@ -300,8 +301,13 @@ REFUSED = [
     ('llama', {'rope_scaling': {'rope_type': 'longrope', 'factor': 4}}, "rotary positions scaled by 'longrope'"),
     ('llama', {'partial_rotary_factor': 0.5}, 'rotary positions on a part of a head'),
     ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 4, 'mscale': 1.0}}, 'rotary positions with mscale'),
-    ('llama', {'attention_bias': True}, 'biases in attention'),
-    ('llama', {'mlp_bias': True}, 'biases in the linear units'),
+    ('mistral', {'attention_bias': True}, 'biases in attention'),
+    ('mistral', {'mlp_bias': True}, 'biases in the linear units'),
+    ('qwen2_moe', {'qkv_bias': False}, 'no biases of queries, keys and values'),
+    ('qwen3_moe', {'use_sliding_window': True}, 'a sliding window'),
+    ('olmoe', {'clip_qkv': 8.0}, 'a limit of queries, keys and values'),
+    ('phi3', {'rope_scaling': {'type': 'longrope'}}, "rotary positions scaled by 'longrope'"),
+    ('starcoder2', {'use_bias': False}, 'layer normalization without biases of maps'),
     ('llama', {'hidden_act': 'relu'}, "hidden_act = 'relu'"),
     ('llama', {'quantization_config': {}}, 'quantized weights'),
     ('qwen3', {'layer_types': ['linear_attention'] * 2}, 'layers of type linear_attention'),
@@ -320,6 +326,21 @@ REFUSED = [
     ('kda', {'safe_gate': True}, 'safe_gate = True'),
     ('kda', {'expand_v': 2.0}, 'expand_v = 2.0'),
 ]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'model_type': 'llama4'}, 'The nearest is llama; what differs: nothing that config.json says'),
+        ({'model_type': 'phi4', 'hidden_act': 'relu'}, "The nearest is phi3; what differs: hidden_act = 'relu'"),
+        ({'model_type': 'qwen3_mo', 'sliding_window': []}, 'The nearest is qwen3_moe; what differs: '),
+        ({'model_type': 'bert'}, 'starcoder2$'),
+    ],
+)
+def test_a_refusal_names_the_nearest_family(changes, said):
+    config = Hyperparameters(checkpoints.load('llama')['config'] | changes)
+    with pytest.raises(ConfigError, match=said):
+        choose(config, 'x')
 
 
 @pytest.mark.parametrize(('form', 'changes', 'said'), REFUSED)
@@ -341,7 +362,9 @@ def test_the_pattern_is_the_shortest_that_gives_all_layers():
     assert find_pattern('aabbb') == tuple('aabbb')
 
 
-NATIVE = [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision')]
+IN_OTHER_TENSORS = ('phi3', 'granite', 'llama_attention_biases')
+"""Forms whose matrices are joined in files, take over factors, or get biases of zeros."""
+NATIVE = [form for form in checkpoints.FORMS if form not in ('gpt2', 'gemma3_vision', *IN_OTHER_TENSORS)]
 
 
 @pytest.mark.parametrize('form', NATIVE)

@@ -145,7 +145,8 @@ def conversations(instruct):
         'tokenizer.model_path': instruct / 'run', 'data.path': instruct / 'store',
     }  # fmt: skip
     flags = [word for name, value in settings.items() for word in ('--set', f'{name}={value}')]
-    assert main(['prepare', '--processes', '1', *flags]) == 0
+    for more in ([], ['--prove', '1']):
+        assert main(['prepare', '--processes', '1', *flags, *more]) == 0
     return TokenStore.open(str(instruct / 'store'))
 
 
@@ -168,7 +169,7 @@ def test_training_from_an_import_learns_answers_alone(conversations, instruct, t
     run = instruct / 'run'
     settings = {
         'train.init_from': f'{run}', 'data.path': conversations.path, 'train.steps': 8, 'train.context_length': 32,
-        'train.tokens_per_step': 128, 'train.log_every': 1, 'optimizer.peak_learning_rate': 0.01,
+        'train.tokens_per_step': 256, 'train.log_every': 1, 'optimizer.peak_learning_rate': 0.01,
         'optimizer.warmup_steps': 1, 'train.eval_every': None, 'train.tensorboard': False,
     }  # fmt: skip
     flags = [word for name, value in settings.items() for word in ('--set', f'{name}={value}')]

@@ -281,7 +281,8 @@ def test_families_come_in_and_go_out(form, tmp_path):
     NativeFormat().write(shapes.run_of(task, weights), tmp_path / 'native')
     use = recurrent_classes.use if form in checkpoints.RECURRENT else use_class
     found = use(tmp_path / 'native', tmp_path / 'saved', recorded['tokens'])
-    if 'text_config' not in recorded['config']:  # an import leaves out a tower for pictures, so the class changes
+    # An import leaves out a tower for pictures, and cuts joined matrices, so the class changes.
+    if 'text_config' not in recorded['config'] and form != 'phi3':
         assert [found['class']] == recorded['config']['architectures']
     check_equal(expected, np.array(found['logits']))
     check_equal(expected, np.array(found.get('decoded', found['logits'])))

@@ -91,7 +91,7 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
             where = f'{path}: {split}, shard {i} ({files[:200]})'
             if made.counts.source != line['source']:
                 raise MismatchError(f'{where}: the documents of the source have changed since; prepare the data again')
-            tokens = opened.read(split, int(starts[i]), int(starts[i + 1]))
+            tokens = opened.read_stored(split, starts[i : i + 1], int(starts[i + 1] - starts[i]))[0]
             if not {shards.digest_arrays(made.tokens), shards.digest_arrays([tokens])} == {line['tokens_sha256']}:
                 raise MismatchError(f'{where}: its tokens differ from the tokens of the source; prepare the data again')
             proved += 1

@@ -1,6 +1,7 @@
 """Shapes of checkpoints that `lm import` reads, one file each. Importing this package registers all of them."""
 
 import contextlib
+import difflib
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -27,12 +28,27 @@ def choose(config: Hyperparameters, path: pathlib.Path) -> Family:
     """
     kind = config.get('model_type')
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f'{path}: model_type = {kind!r}: can be imported are {", ".join(sorted(FAMILIES))}')
+        known = f'can be imported are {", ".join(sorted(FAMILIES))}'
+        raise ConfigError(f'{path}: model_type = {kind!r}: {known}{describe_nearest(kind, config)}')
     with reading_config(path):
         differences = FAMILIES[kind].differences(config)
     if differences:
         raise ConfigError(f'{path}: a {kind} model that no model here equals: it has {"; ".join(differences)}')
     return FAMILIES[kind]
+
+
+def describe_nearest(kind: object, config: Hyperparameters) -> str:
+    """Returns which family has the nearest name to a `model_type` that is not read, and what it does not compute of a
+    config.json; '' where no name is near."""
+    names = difflib.get_close_matches(kind, FAMILIES, 1) if isinstance(kind, str) else []
+    if not names:
+        return ''
+    try:
+        differences = FAMILIES[names[0]].differences(config)
+    except (KeyError, ValueError):  # its entries are of another kind
+        differences = ['other entries']
+    differs = '; '.join(differences) or 'nothing that config.json says; compare the code of both'
+    return f'. The nearest is {names[0]}; what differs: {differs}'
 
 
 def check_layers(config: Hyperparameters, count_tensors: Callable[[], int], path: pathlib.Path) -> None:

@@ -38,6 +38,7 @@ class Decoder(Family):
         kinds: the types of layers.
         turns_parts: rotary positions may turn a part of the channels of a head.
         without: beginnings of the names of tensors that `transformers` does not read either.
+        takes_biases: attention and linear units may have biases.
     """
 
     ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
@@ -56,6 +57,7 @@ class Decoder(Family):
     kinds: ClassVar[Collection[str]] = KINDS
     turns_parts: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
+    takes_biases: ClassVar[bool] = False
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
         """Returns further fields of the model."""
@@ -101,8 +103,8 @@ class Decoder(Family):
         )
         found = {
             f'hidden_act = {activation!r}': activation not in self.ACTIVATIONS,
-            'biases in attention': config.flag('attention_bias'),
-            'biases in the linear units': config.flag('mlp_bias'),
+            'biases in attention': config.flag('attention_bias') and not self.takes_biases,
+            'biases in the linear units': config.flag('mlp_bias') and not self.takes_biases,
             f'layers of type {", ".join(sorted(types - {*self.kinds}))}': bool(types - {*self.kinds}),
             'tokens that see later ones': config.flag('use_bidirectional_attention'),
             'quantized weights': config.get('quantization_config') is not None,

@@ -46,7 +46,7 @@ class Kda(GatedDeltaNet):
 
     def gate_tensors(self, theirs: LayerTensors) -> Tensors:
         bias = theirs.tensors.get(theirs.begin + GATE_BIAS)
-        if bias is not None and not bias.any():
+        if bias is not None and not np.any(bias):
             theirs.take(GATE_BIAS)
         return {
             'output_gate.down.weight': theirs.take('attn.g_proj.0.weight'),

@@ -1,4 +1,4 @@
-"""What the model keeps of the tokens that were read. B batch."""
+"""The arrays that the model keeps of the tokens that were read. B batch."""
 
 from typing import Any
 

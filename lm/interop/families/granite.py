@@ -1,0 +1,48 @@
+"""Granite 3."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from lm.attention import Attention
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import Decoder, LayerTensors
+from lm.interop.hyperparameters import Hyperparameters
+from lm.model import ModelConfig
+
+BRANCHES = ('attention_out.weight', 'glu_out.weight')
+
+
+class Granite(Decoder):
+    """Llama with factors of embeddings, scores, branches and logits. Matrices and gains take over the last two, which
+    are 1 when it leaves."""
+
+    model_types = ('granite',)
+    architecture = 'GraniteForCausalLM'
+
+    def options(self, config: Hyperparameters) -> dict[str, object]:
+        return {'embedding_scale': config.number('embedding_multiplier', 1.0)}
+
+    def attention(self, config: Hyperparameters, layer: int) -> Attention:
+        scale = config.number('attention_multiplier', 1.0)
+        return dataclasses.replace(super().attention(config, layer), scale=scale)
+
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+        ours = super().tensors(theirs, config)
+        gains = ours['final_norm.weight'] / np.float32(config.number('logits_scaling', 1.0))
+        return ours | {'final_norm.weight': gains}
+
+    def layer(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
+        found, factor = super().layer(theirs, config, layer), np.float32(config.number('residual_multiplier', 1.0))
+        return found | {name: found[name] * factor for name in BRANCHES}
+
+    def describe(self, model: ModelConfig) -> dict[str, object]:
+        described, scale = super().describe(model), getattr(model.layers[0], 'scale', None)
+        size = model.resolve(model.layers[0]).dims.head_dim
+        return described | {
+            'embedding_multiplier': math.sqrt(model.d_model)
+            if model.embedding_scale is None
+            else model.embedding_scale,
+            'attention_multiplier': size**-0.5 if scale is None else scale,
+        }

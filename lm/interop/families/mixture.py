@@ -1,0 +1,100 @@
+"""The decoder with experts in the place of linear units, which several families share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import UNITS, Decoder, LayerTensors, count_layers, cut_units, join_units
+from lm.interop.families.expert_tensors import (
+    BALANCE,
+    describe_balance,
+    find_mixture,
+    read_balance,
+    stack_experts,
+    unstack_experts,
+)
+from lm.interop.hyperparameters import Hyperparameters
+from lm.model import ModelConfig
+from lm.model.feed_forward import DenseLayer, FeedForward
+from lm.model.feed_forward.experts import Experts
+
+
+class ExpertDecoder(Decoder):
+    """A router with softmax chooses experts; with `shared`, a gated expert is passed by all tokens.
+
+    Attributes:
+        block: what stands before the names of the router and of the experts.
+        maps: their maps of values, of gates and of the output.
+        entries: our field of `Experts` → their entry.
+        expert: entries where config.json states none.
+        normalizes: the weights of the chosen experts have the sum 1; None: `norm_topk_prob` says it.
+        has_dense: some layers may be dense.
+        shared: there is a shared expert with a gate.
+    """
+
+    block: ClassVar[str] = 'mlp.'
+    maps: ClassVar[Sequence[str]] = UNITS
+    entries: ClassVar[Mapping[str, str]] = {
+        'n_experts': 'num_experts',
+        'top_k': 'num_experts_per_tok',
+        'hidden_dim': 'moe_intermediate_size',
+    }
+    expert: ClassVar[Mapping[str, object]] = {BALANCE: 0.001}
+    normalizes: ClassVar[bool | None] = None
+    has_dense: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+
+    def options(self, config: Hyperparameters) -> dict[str, object]:
+        kinds = find_mixture(self.feed_forward(config, i) for i in count_layers(config))
+        return {**super().options(config), 'feed_forward': kinds}
+
+    def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
+        """Returns the feed-forward layer of a layer."""
+        # transformers 5 has two names for the number of experts.
+        named = {} if 'num_local_experts' not in config else {'num_experts': config['num_local_experts']}
+        found = {**self.expert, **named} | config
+        is_dense = layer in config.integers('mlp_only_layers') or (layer + 1) % found.integer('decoder_sparse_step', 1)
+        if self.has_dense and is_dense:
+            return DenseLayer()
+        sizes: dict[str, Any] = {ours: found.integer(theirs) for ours, theirs in self.entries.items()}
+        return Experts(
+            **sizes,
+            shared_gate=self.shared,
+            normalize=found.flag('norm_topk_prob') if self.normalizes is None else self.normalizes,
+            balance=read_balance(found),
+        )
+
+    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
+        kind = self.feed_forward(config, layer)
+        if not isinstance(kind, Experts):
+            return super().unit_tensors(theirs, config, layer)
+        found = {
+            'experts.router.weight': theirs.take(f'{self.block}gate.weight'),
+            **stack_experts(theirs, f'{self.block}experts.', self.maps, kind.n_experts),
+        }
+        if self.shared:
+            found['experts.shared_gate.weight'] = theirs.take(f'{self.block}shared_expert_gate.weight')
+            found |= join_units(theirs, f'{self.block}shared_expert.')
+        return found
+
+    def describe(self, model: ModelConfig) -> dict[str, object]:
+        kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
+        one = next((kind for kind in kinds if isinstance(kind, Experts)), Experts(hidden_dim=8, shared_dim=8))
+        return super().describe(model) | {
+            **{theirs: getattr(one, ours) or 1 for ours, theirs in self.entries.items()},
+            'norm_topk_prob': one.normalize,
+            'mlp_only_layers': [i for i, kind in enumerate(kinds) if not isinstance(kind, Experts)],
+            **describe_balance(model),
+        }
+
+    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        if 'experts.glu_in' not in ours:
+            return super().unit_back(ours, model, layer)
+        found = {
+            f'{self.block}gate.weight': ours['experts.router.weight'],
+            **unstack_experts(ours, f'{self.block}experts.', self.maps),
+        }
+        if self.shared:
+            found[f'{self.block}shared_expert_gate.weight'] = ours['experts.shared_gate.weight']
+            found |= cut_units(ours, f'{self.block}shared_expert.')
+        return found

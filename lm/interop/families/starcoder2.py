@@ -1,0 +1,59 @@
+"""StarCoder 2."""
+
+from typing import ClassVar
+
+from lm.interop.families.base import Tensors
+from lm.interop.families.decoder import FULL, QKV, SLIDING, Decoder, LayerTensors, count_layers, cut
+from lm.interop.hyperparameters import Hyperparameters
+from lm.model import ModelConfig
+
+MAPS = {'attention_out': 'self_attn.o_proj', 'glu_in': 'mlp.c_fc', 'glu_out': 'mlp.c_proj'}
+"""Our maps without the one of queries, keys and values → theirs."""
+PARTS = ('weight', 'bias')
+
+
+class Starcoder2(Decoder):
+    """Layer normalization, biases, GELU without gates, rotary positions; a window in all layers, or in none."""
+
+    model_types = ('starcoder2',)
+    architecture = 'Starcoder2ForCausalLM'
+    activation = 'gelu_pytorch_tanh'
+    tied = True
+    norm_epsilon: ClassVar[float] = 1e-5
+
+    def options(self, config: Hyperparameters) -> dict[str, object]:
+        epsilon = config.number('norm_epsilon', self.norm_epsilon)
+        return {'norm': 'layer', 'norm_epsilon': epsilon, 'gated': False, 'biases': True}
+
+    def differences(self, config: Hyperparameters) -> list[str]:
+        found = super().differences(config)
+        return found if config.flag('use_bias', True) else [*found, 'layer normalization without biases of maps']
+
+    def layer_types(self, config: Hyperparameters) -> list[str]:
+        kind = FULL if self.window(config) is None else SLIDING
+        return [kind for _ in count_layers(config)]
+
+    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+        bias = theirs.pop('model.norm.bias')
+        return super().tensors(theirs, config) | {'final_norm.bias': bias}
+
+    def layer(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
+        found = {f'qkv.{part}': theirs.join(QKV, part) for part in PARTS}
+        maps = {**MAPS, **self.norms}.items()
+        return found | {f'{our}.{part}': theirs.take(f'{their}.{part}') for our, their in maps for part in PARTS}
+
+    def describe(self, model: ModelConfig) -> dict[str, object]:
+        described = super().describe(model) | {'norm_epsilon': model.norm_epsilon}
+        del described['layer_types']
+        return described
+
+    def back(self, ours: Tensors, model: ModelConfig) -> Tensors:
+        return super().back(ours, model) | {'model.norm.bias': ours['final_norm.bias']}
+
+    def layer_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
+        queries, keys, _ = model.resolve(model.layers[layer]).qkv_sizes
+        found: Tensors = {}
+        for part in PARTS:
+            found |= cut(ours[f'qkv.{part}'], QKV, [queries, keys], part)
+            found |= {f'{their}.{part}': ours[f'{our}.{part}'] for our, their in {**MAPS, **self.norms}.items()}
+        return found

@@ -1,0 +1,70 @@
+"""`lm import --prove` and `lm export --prove`: weights that are compared by the logits of a fixed prompt."""
+
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+
+from lm.checkpoint.checkpointer import Checkpointer
+from lm.errors import writing
+from lm.experiment import Experiment, load_of_run
+from lm.files import local_path
+from lm.interop.card import CARD
+from lm.interop.checkpoints import open_checkpoint
+from lm.interop.export_run import write_export
+from lm.interop.import_run import choose_family, describe_model, import_run, read_weights
+from lm.interop.proof import FILE, Proof, compute_proof, read_proof
+from lm.interop.tensors import WeightFiles
+from lm.model.functions import ModelFunctions
+from lm.runs.run_dir import RunDir
+
+
+def import_and_prove(experiment: Experiment, folder_name: str, run_dir: str, **options: Any) -> None:
+    """Does what `import_run` does, writes the proof of the run, and prints how it differs from the checkpoint's.
+
+    Only exports of lm that were proved have a proof. Raises the errors of `import_run` and `Proof.compare`.
+    """
+    import_run(experiment, folder_name, run_dir, **options)
+    run, source = RunDir(run_dir), local_path(folder_name, 'DIR')
+    proof, known = prove_run(run, 0), read_proof(source) if source.is_dir() else None
+    proof.write(run.path)
+    kept = f'the logits of a fixed prompt are kept in {run.path / FILE}'
+    print(kept if known is None else proof.compare(known, str(source)))
+
+
+def export_and_prove(
+    experiment: Experiment, run_dir: str, step: int | None, *, out: str, weights: WeightFiles, **options: Any
+) -> None:
+    """Does what `export_run` does, reads the export as `lm import` does, and compares it with the run and with the
+    import that the run is. The model card says what was checked.
+
+    Raises the errors of `export_run` and `Proof.compare`.
+    """
+    step = write_export(experiment, run_dir, step, out=out, weights=weights, **options)
+    run, folder = RunDir(run_dir, found=True), local_path(out, '--out')
+    found, written = prove_run(run, step), prove_folder(folder)
+    written.write(folder)
+    imported = read_proof(run.path) if step == 0 else None
+    lines = [found.compare(imported, 'the import')] if imported else []
+    if weights.dtype == 'float32':
+        lines.append(written.compare(found, str(run.path)))
+    print('\n'.join(lines) or f'the weights are {weights.dtype}: their logits are not compared with those of the run')
+    with writing(folder / CARD), (folder / CARD).open('a') as card:
+        card.write(''.join(['\n## Checks\n\n', *(f'- {line[0].upper()}{line[1:]}.\n' for line in lines)]))
+
+
+def prove_run(run: RunDir, step: int) -> Proof:
+    """Computes the proof of the weights of a run at a step."""
+    model = load_of_run(str(run.path)).model
+    with Checkpointer(run.checkpoints) as saved:
+        restored = saved.restore(ModelFunctions(model, jnp.float32).abstract, step=step)
+    assert restored is not None, 'it has just been written, or read'
+    return compute_proof(model, restored[0])
+
+
+def prove_folder(folder: pathlib.Path) -> Proof:
+    """Computes the proof of what `lm import` would read from a folder that this process has written."""
+    checkpoint = open_checkpoint(folder)
+    family = choose_family(checkpoint)
+    model = describe_model(family, checkpoint, allow_imports=True)
+    return compute_proof(model, read_weights(family, checkpoint, ModelFunctions(model, jnp.float32)))
