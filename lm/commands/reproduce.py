@@ -10,7 +10,7 @@ from lm.errors import ConfigError
 from lm.sweep.options import ClusterOptions, SweepOptions
 
 if TYPE_CHECKING:
-    from lm.reproduce.runs import Choice
+    from lm.reproduce.runs import TableChoice
 
 CHOICES = ('scale', 'rows', 'columns', 'seeds', 'text')
 """Flags of what is reproduced; others are of how."""
@@ -93,9 +93,9 @@ def make_hand_over_call(arguments: argparse.Namespace, root: str) -> Call:
     return functools.partial(hand_over, find_description(arguments.table), read_choice(arguments), asked, options)
 
 
-def read_choice(arguments: argparse.Namespace) -> 'Choice':
+def read_choice(arguments: argparse.Namespace) -> 'TableChoice':
     """Returns what of the table is asked for. Raises ConfigError for an impossible number of seeds."""
-    from lm.reproduce.runs import Choice
+    from lm.reproduce.runs import TableChoice
 
     if arguments.seeds is not None and arguments.seeds < 1:
         raise ConfigError(f'--seeds {arguments.seeds}: must be at least 1')
@@ -105,7 +105,7 @@ def read_choice(arguments: argparse.Namespace) -> 'Choice':
         for name in ('rows', 'columns')
         if name in given
     }
-    return Choice(**given, **lists, gin_params=tuple(arguments.gin_param))
+    return TableChoice(**given, **lists, gin_params=tuple(arguments.gin_param))
 
 
 VERB = Verb(
