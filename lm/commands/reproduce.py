@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm.commands.flags import add_option_flags, find_given, find_options, setting
 from lm.commands.verb import Call, Verb
@@ -99,13 +99,11 @@ def read_choice(arguments: argparse.Namespace) -> 'TableChoice':
 
     if arguments.seeds is not None and arguments.seeds < 1:
         raise ConfigError(f'--seeds {arguments.seeds}: must be at least 1')
-    given = find_given(arguments, *CHOICES)
-    lists = {
-        name: tuple(part.strip() for part in given.pop(name).split(','))
-        for name in ('rows', 'columns')
-        if name in given
-    }
-    return TableChoice(**given, **lists, gin_params=tuple(arguments.gin_param))
+    given: dict[str, Any] = find_given(arguments, *CHOICES)
+    for name in ('rows', 'columns'):
+        if name in given:
+            given[name] = tuple(part.strip() for part in given[name].split(','))
+    return TableChoice(**given, gin_params=tuple(arguments.gin_param))
 
 
 VERB = Verb(

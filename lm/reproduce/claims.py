@@ -1,4 +1,4 @@
-"""What the papers claim, and what of it holds: `configs/papers/claims.toml`."""
+"""The claims of the papers and their verdicts, from `configs/papers/claims.toml`."""
 
 import dataclasses
 import functools

@@ -1,6 +1,6 @@
-"""`lm reproduce --price`: what a table needs, before anything runs: row by row, and in total.
+"""`lm reproduce --price`: the needs of a table, before anything runs, row by row and in total.
 
-Hours and memory are those of `lm check`: the step of each run is compiled for the slice. The folder of the table keeps
+Hours and memory agree with `lm check`: the step of each run is compiled for the slice. The folder of the table keeps
 what was compiled, since a table of a hundred runs compiles for hours.
 """
 

@@ -29,7 +29,7 @@ Column = int | str
 
 @dataclasses.dataclass(frozen=True)
 class TableChoice:
-    """What of a table is asked for.
+    """The part of a table that is asked for.
 
     Attributes:
         scale: paper, or a key of scales.toml.
@@ -92,8 +92,8 @@ def list_runs(description: Description, choice: TableChoice) -> list[TableRun]:
         found = sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
     rows = list(dict.fromkeys(_name_row(*one) for one in found))
     present = {column for *_, cells in found for column in list_columns(cells)}
-    columns = [column for table in tables for column in table.columns if column in present]
-    columns = list(dict.fromkeys(columns))
+    on_axes = [column for table in tables for column in table.columns if not isinstance(column, Figure)]
+    columns = [column for column in dict.fromkeys(on_axes) if column in present]
     kept_rows, kept_columns = choose_rows(rows, choice.rows), choose_columns(columns, choice.columns)
     taken = [
         one

@@ -116,14 +116,14 @@ class ReproducedTable:
         """Returns the rank correlation of each column with enough numbers on both sides."""
         found = []
         for key, heading in self.columns.items():
-            cells = [c for c in self.cells if (c.column, c.measure) == key and is_number(c.printed) and c.ours]
-            if len({c.printed for c in cells}) < 2 or len(cells) < FEWEST_RANKED:
+            cells = [cell for cell in self.cells if (cell.column, cell.measure) == key and cell.ours]
+            cells = [(cell.printed, cell) for cell in cells if isinstance(cell.printed, int | float)]
+            printed = [number for number, _ in cells]
+            if len(set(printed)) < 2 or len(cells) < FEWEST_RANKED:
                 continue
-            seeds = sorted(set.intersection(*(set(c.ours) for c in cells)))
-            by_seed = {
-                seed: correlate_ranks([c.printed for c in cells], [c.ours[seed] for c in cells]) for seed in seeds
-            }
-            means = correlate_ranks([c.printed for c in cells], [c.mean for c in cells])
+            seeds = sorted(set.intersection(*(set(cell.ours) for _, cell in cells)))
+            by_seed = {seed: correlate_ranks(printed, [cell.ours[seed] for _, cell in cells]) for seed in seeds}
+            means = correlate_ranks(printed, [statistics.fmean(cell.ours.values()) for _, cell in cells])
             found.append(RankCorrelation(heading, len(cells), by_seed, means))
         return found
 
@@ -198,7 +198,7 @@ class ReproducedTable:
         """Draws our figure against the paper's, a mark per cell; returns whether there was one to draw."""
         curves = []
         for i, row in enumerate(dict.fromkeys(cell.row for cell in self.cells)):
-            cells = [c for c in self.cells if c.row == row and is_number(c.printed) and c.ours]
+            cells = [c for c in self.cells if c.row == row and isinstance(c.printed, int | float) and c.ours]
             if cells:
                 values = [list(c.ours.values()) for c in cells]
                 figures = [
@@ -223,11 +223,6 @@ class ReproducedTable:
         write_atomically(folder / 'table.csv', self.format_csv())
         drawn = pictures and self.draw(folder / 'table')
         return [name for name in NAMES if drawn or not name.endswith(('.png', '.pdf'))]
-
-
-def is_number(printed: float | str | None) -> bool:
-    """Tells whether the paper has a number, and no text such as OOM."""
-    return isinstance(printed, int | float)
 
 
 def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""What of the papers holds: the claims of configs/papers/claims.toml, and the tables of `lm reproduce`."""
+"""The page on what of the papers holds: the claims of configs/papers/claims.toml, and the tables of `lm reproduce`."""
 
 import re
 
