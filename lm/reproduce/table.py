@@ -227,9 +227,10 @@ class ReproducedTable:
 
 def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns Spearman's rank correlation; equal numbers share the mean of their ranks. NaN where all are equal."""
-    from scipy.stats import rankdata
-
-    ranks = [rankdata(values) for values in (first, second)]
+    ranks = []
+    for values in (np.array(first), np.array(second)):
+        below, up_to = (np.sum(compare(values[:, None], values), axis=1) for compare in (np.greater, np.greater_equal))
+        ranks.append((below + up_to) / 2)
     if any(np.ptp(r) == 0 for r in ranks):
         return math.nan
     return float(np.corrcoef(*ranks)[0, 1])

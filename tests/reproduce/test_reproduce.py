@@ -11,6 +11,7 @@ from scipy.stats import spearmanr
 from lm import cli
 from lm.errors import ConfigError
 from lm.experiment import load
+from lm.hardware import parse
 from lm.report.published import load_tables
 from lm.reproduce.descriptions import PAPER_SCALE, find_description, find_paths, load_descriptions, load_scales
 from lm.reproduce.runs import TableChoice, TableRow, choose_columns, choose_rows, list_runs
@@ -26,6 +27,7 @@ def test_a_description_names_what_exists(name):
     description = load_descriptions()[name]
     assert description.offered or description.missing
     assert not (description.offered and description.missing)
+    assert parse(description.topology).chips
     assert set(description.published) <= load_tables().keys()
     assert set(description.scales) <= load_scales().keys()
     for group in description.runs:
@@ -136,7 +138,7 @@ def test_the_table_has_both_numbers_and_says_what_is_missing(table):
     assert any('11.64 / –' in line for line in lines)
     text = '\n'.join(table.list_remarks())
     assert '6 of 8 figures are there' in text
-    assert 'divided by 8, 819k training tokens in place of 131B, on Python sources' in text
+    assert 'divided by 8, 614k training tokens in place of 131B, on Python sources' in text
     assert 'A model this small may rank otherwise' in text
     rows = list(csv.DictReader(io.StringIO(table.format_csv())))
     assert [row['seeds'] for row in rows] == ['0 1', '0 1', '0 1', '']
