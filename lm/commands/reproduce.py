@@ -4,7 +4,7 @@ import argparse
 import functools
 from typing import TYPE_CHECKING, Any
 
-from lm.commands.flags import add_option_flags, find_given, find_options, setting
+from lm.commands.flags import add_binding_flags, add_option_flags, find_given, find_options
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 from lm.sweep.options import ClusterOptions, SweepOptions
@@ -29,15 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--run_dir', metavar='ROOT', help='default: runs/reproduce/PAPER/TABLE/SCALE')
     parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='no PNG and PDF files')
-    parser.add_argument(
-        '--set',
-        action='append',
-        default=[],
-        dest='gin_param',
-        type=setting,
-        metavar='X.Y=VALUE',
-        help='one binding of all runs, which then differ from the paper',
-    )
+    add_binding_flags(parser.add_argument_group('bindings of all runs', 'which then differ from the paper'))
     parser.add_argument(
         '--price', action='store_true', help='print memory, hours, chip-hours, stores and preparation, and stop'
     )

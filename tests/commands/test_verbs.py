@@ -35,7 +35,7 @@ def test_each_verb_has_its_own_place_in_the_help():
     places = [verb.place for verb in VERBS.values()]
     assert places == sorted(set(places))
     first, last = ('prepare', 'train', 'distill', 'evaluate', 'generate'), ('report', 'bench', 'inspect', 'doctor')
-    assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', *last]
+    assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', 'reproduce', *last]
 
 
 @pytest.mark.parametrize('name', VERBS)
