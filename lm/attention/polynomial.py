@@ -23,7 +23,9 @@ class Polynomial(Gated):
         even=True,
         help='power of the scores; from 4 on close to softmax, in heads of 64',
     )
-    denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    denominator_bias: float = field(
+        default=1.0, minimum=0, formerly='bias', help='b: keeps the denominator from zero; 0, as the first draft has it'
+    )
     offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
     score_norm: str = field(
         default='separate',

@@ -74,7 +74,9 @@ class Polysketch(Gated, LinearAttention):
         default=8, minimum=1, help="hidden units of a learned sketch's networks, in multiples of sketch_size"
     )
     per_head: bool = field(default=False, help='each key head has its own sketch; False: one for the layer')
-    denominator_bias: float = field(default=1.0, above=0, formerly='bias', help='b: keeps the denominator from zero')
+    denominator_bias: float = field(
+        default=1.0, minimum=0, formerly='bias', help='b: keeps the denominator from zero; 0, as the first draft has it'
+    )
     offset: float = field(default=2.0, minimum=0, help='first mean of scores, in their standard deviations')
     implementation: str | None = field(
         default=None,

@@ -52,6 +52,12 @@ class Softmax(Gated):
         resume=True,
         help="how it is computed; None: the platform's best; results agree",
     )
+    block: int | None = field(
+        default=None, minimum=1, resume=True, help='tokens per block (changes speed, not results); None: the fastest'
+    )
+
+    def portable(self, dims: HeadDims) -> dict[str, Any]:
+        return {name: value for name, value in super().portable(dims).items() if name != 'block'}
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'SoftmaxAttention':
         return SoftmaxAttention(self, dims)
@@ -87,7 +93,8 @@ class SoftmaxAttention(ExactModule):
 
     def compute(self, q_BxLxHxD: jax.Array, k_BxMxKxD: jax.Array, v_BxMxKxD: jax.Array, **options: Any) -> jax.Array:
         config = self.config
-        options = {'scale': config.scale, 'window': config.window, 'implementation': config.implementation} | options
+        computed = {'implementation': config.implementation, 'block': config.block}
+        options = {'scale': config.scale, 'window': config.window} | computed | options
         sinks_H = None if self.sinks is None else self.sinks[...]
         weights = {'score_cap': config.score_cap, 'sinks_H': sinks_H}
         return softmax_attention(q_BxLxHxD, k_BxMxKxD, v_BxMxKxD, **weights, **options)

@@ -15,7 +15,8 @@ from lm.commands.flags import (
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
-OF_TASKS, OF_SPLITS = ('num_fewshot', 'include_path', 'task_data', 'limit'), ('split', 'window', 'chunk')
+OF_TASKS = ('num_fewshot', 'include_path', 'task_data', 'limit', 'sample_seed')
+OF_SPLITS = ('split', 'window', 'chunk')
 """The flags that only have a meaning with --tasks, and without it."""
 
 
@@ -35,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--include_path', metavar='DIR', help='of tasks: a folder of your own (YAML)')
     parser.add_argument('--task_data', metavar='DIR', help='of tasks: DIR/TASK holds the data set, not the hub')
     parser.add_argument('--limit', type=int, metavar='N', help='of tasks: only the first N examples of each')
+    parser.add_argument('--sample_seed', type=int, metavar='SEED', help='of tasks: N random examples, not the first')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     add_gin_flags(parser)
     add_job_flags(parser)
@@ -68,9 +70,11 @@ def check_together(arguments: argparse.Namespace) -> None:
         if (value := getattr(arguments, flag)) is not None:
             remedy = 'is of a split, not of --tasks; leave out one' if of_tasks else 'is of tasks; add --tasks'
             raise ConfigError(f'--{flag} {value}: {remedy}')
-    for flag, least in (('limit', 1), ('num_fewshot', 0)):
+    for flag, least in (('limit', 1), ('num_fewshot', 0), ('sample_seed', 0)):
         if (value := getattr(arguments, flag)) is not None and value < least:
             raise ConfigError(f'--{flag} {value}: must be at least {least}')
+    if arguments.sample_seed is not None and arguments.limit is None:
+        raise ConfigError(f'--sample_seed {arguments.sample_seed}: says which examples --limit takes; add --limit')
 
 
 VERB = Verb(

@@ -13,9 +13,11 @@ import json
 import os
 import pathlib
 import tempfile
+import zlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from lm.errors import ConfigError, MissingPackageError
 from lm.eval_harness.ruler import NEEDS_NOTHING, check_answers, check_fits, measured_by
@@ -38,6 +40,7 @@ def evaluate_tasks(
     include_path: str | None = None,
     limit: int | None = None,
     task_data: str | None = None,
+    sample_seed: int | None = None,
 ) -> dict[str, Any]:
     """Evaluates the weights of a run with the harness.
 
@@ -45,8 +48,9 @@ def evaluate_tasks(
         tasks: names of the harness's tasks, names of tasks in `include_path`, or questions files.
         num_fewshot: examples in front of each question; None: the task decides.
         include_path: a folder of the user's own tasks (YAML files).
-        limit: examples per task, for a trial.
+        limit: examples per task, the first ones.
         task_data: a folder of data sets instead of the hub; each is in a folder with its task's name.
+        sample_seed: draws the `limit` examples of each task at random; None: they are the first ones.
 
     Returns:
         step, tasks → metric → value (and `…_stderr`), versions and n-shot of each task, all plain JSON.
@@ -73,18 +77,34 @@ def evaluate_tasks(
     chosen = [known_task(name, manager.all_tasks) for name in tasks]
     if task_data is not None and not pathlib.Path(task_data).expanduser().is_dir():
         raise ConfigError(f'--task_data {task_data}: is no folder')
+    loaded = [each for task in chosen for each in _load(task, manager, run, task_data)]
+    drawn = None if sample_seed is None or limit is None else draw_examples(loaded, limit, sample_seed)
     found = lm_eval.simple_evaluate(
         RunModel(run),
-        tasks=[each for task in chosen for each in _load(task, manager, run, task_data)],
+        tasks=loaded,
         num_fewshot=num_fewshot,
-        limit=limit,
+        limit=limit if drawn is None else None,
+        samples=drawn,
         task_manager=manager,
         log_samples=False,
         bootstrap_iters=BOOTSTRAP,
     )
     kept = {name: found.get(name, {}) for name in ('results', 'n-shot', 'versions', 'n-samples')}
-    facts = {'step': run.step, 'context_length': run.scorer.context_length, 'limit': limit}
+    facts = {'step': run.step, 'context_length': run.scorer.context_length, 'limit': limit, 'sample_seed': sample_seed}
     return facts | json.loads(json.dumps(kept, default=str))
+
+
+def draw_examples(tasks: list[Any], limit: int, seed: int) -> dict[str, list[int]]:
+    """Returns task → the numbers of `limit` examples, drawn without replacement; all where a task has fewer.
+
+    The draw depends on the seed, the name of the task and its number of examples. A group is drawn task by task.
+    """
+    drawn = {}
+    for task in tasks:
+        for leaf in task.get_all_tasks() if hasattr(task, 'get_all_tasks') else [task]:
+            generator = np.random.default_rng([seed, zlib.crc32(leaf.task_name.encode())])
+            drawn[leaf.task_name] = sorted(generator.permutation(len(leaf.eval_docs))[:limit].tolist())
+    return drawn
 
 
 def _load(task: str | dict[str, Any], manager: Any, run: LoadedRun, task_data: str | None) -> list[Any]:
@@ -137,6 +157,7 @@ def evaluate_on_tasks(
         return
     result['overrides'] = run.changes
     num_fewshot, limit, *sources = map(options.get, ('num_fewshot', 'limit', 'task_data', 'include_path'))
+    sources += [seed] if (seed := options.get('sample_seed')) is not None else []  # older names stay
     asked = json.dumps([tasks, num_fewshot, limit, result['context_length'], run.changes, sources])
     name = f'step-{run.step}_{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json'
     path = run.directory.evaluations / 'harness' / name

@@ -204,7 +204,8 @@ def _find_mechanism(run: Run, beside: str | None = None) -> tuple[str, str]:
     """
     found = run.mechanisms()
     if beside is not None:
-        found = [name for name in found if name != beside] if beside in found else []
+        others = [name for name in found if name.rpartition('/')[2] != beside]
+        found = others if len(others) < len(found) else []
     return (found[0].rpartition('/')[2], found[0]) if len(found) == 1 else ('', '')
 
 

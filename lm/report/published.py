@@ -72,7 +72,7 @@ class PaperTable:
         axis: the binding whose values are the columns; None: the columns are figures.
         corpus: the text of its runs; None: any text.
         task: the synthetic task of its runs.
-        beside: the mechanism, as scope/name, of the layers that stand beside the row's in a pattern.
+        beside: the mechanism of the layers that stand beside the row's in a pattern.
         only_with: label of a row; the table counts only beside runs of its mechanism.
     """
 
@@ -115,14 +115,14 @@ def _table(data: dict[str, Any]) -> PaperTable:
     columns = [Figure(**column) if isinstance(column, dict) else column for column in data.pop('columns')]
     for group in data.pop('groups'):
         for row in group['rows']:
-            mechanism, values = row.pop('mechanism', None), row.pop('values')
-            template, fields = labels.get(mechanism, (row.pop('label', ''), {}))
+            mechanism, values, own = row.pop('mechanism', None), row.pop('values'), row.pop('label', None)
+            template, fields = labels.get(mechanism, ('', {}))
             # A key with a dot is a binding of the run, any other key a field of the mechanism.
             row = _flatten(row)
             bindings = {name: value for name, value in row.items() if '.' in name}
             fields = fields | {name: value for name, value in row.items() if '.' not in name}
             layers = f', {bindings["model.n_layers"]} layers' if 'model.n_layers' in bindings else ''
-            label = make_label(template, fields | {'layers': layers})
+            label = make_label(template, fields | {'layers': layers}) if own is None else own
             bindings = settings | _flatten(group.get('settings', {})) | bindings
             rows.append(Row(group['title'], label, mechanism, fields, bindings, values))
     return PaperTable(**data, columns=columns, labels=labels, rows=rows)

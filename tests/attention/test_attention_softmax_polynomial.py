@@ -150,7 +150,7 @@ def test_flops_per_token():
     [
         (Polynomial, {'degree': 3}, 'polynomial.degree = 3'),
         (Polynomial, {'degree': 0}, 'polynomial.degree = 0'),
-        (Polynomial, {'denominator_bias': 0.0}, 'polynomial.denominator_bias = 0.0'),
+        (Polynomial, {'denominator_bias': -1.0}, 'polynomial.denominator_bias = -1.0'),
         (Softmax, {'window': 0}, 'softmax.window = 0'),
         (Softmax, {'scale': -1.0}, 'softmax.scale = -1.0'),
         (Softmax, {'score_cap': 0.0}, 'softmax.score_cap = 0.0'),

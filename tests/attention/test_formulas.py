@@ -31,6 +31,8 @@ MORE = {
     'softmax cap': Softmax(window=7, score_cap=2.0, log_base=100.0),
     'polynomial bias': Polynomial(degree=2, denominator_bias=0.1),
     'polynomial tied': Polynomial(score_norm='tied'),
+    'polynomial without bias': Polynomial(denominator_bias=0.0),
+    'polysketch draft': Polysketch(sketch='srht', sketch_size=8, local=False, per_head=True, denominator_bias=0.0),
     'polysketch narrow networks': Polysketch(sketch_size=8, block=16, network_width=3),
     'polysketch gaussian': Polysketch(sketch='gaussian', sketch_size=8, local=False),
     'polysketch srht local': Polysketch(sketch='srht', sketch_size=8, block=16, per_head=True, denominator_bias=2.0),

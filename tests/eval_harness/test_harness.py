@@ -18,7 +18,7 @@ from lm.data.store import TokenStore
 from lm.data.tokenizers import from_bytes
 from lm.errors import ConfigError
 from lm.eval_harness.ruler import NEEDS_NOTHING, SENTENCE, check_answers, check_fits
-from lm.eval_harness.tasks import check_names, evaluate_tasks, known_task, read_questions
+from lm.eval_harness.tasks import check_names, draw_examples, evaluate_tasks, known_task, read_questions
 
 QUESTIONS = [
     {'question': 'What does import do?', 'choices': ['import sys', 'qqq zzz 7#', '@@@@'], 'answer': 0},
@@ -65,7 +65,7 @@ def test_results_with_the_same_name_are_refused():
         check_names([])
 
 
-@pytest.mark.parametrize(('name', 'number'), [('limit', 0), ('num_fewshot', -1)])
+@pytest.mark.parametrize(('name', 'number'), [('limit', 0), ('num_fewshot', -1), ('sample_seed', -1)])
 def test_numbers_of_tasks_are_checked(name, number):
     arguments = types.SimpleNamespace(tasks='q.jsonl', **dict.fromkeys(OF_TASKS + OF_SPLITS))
     check_together(arguments)
@@ -89,6 +89,25 @@ def test_a_task_of_ruler_without_answers_is_refused():
     made = {'ruler_cwe': types.SimpleNamespace(dataset={'test': {'outputs': [['word'], []]}})}
     with pytest.raises(ConfigError, match=r'--context_length 900: too short for ruler_cwe'):
         check_answers(made, 900)
+
+
+def test_examples_are_drawn_by_a_seed():
+    def task(name, count):
+        return types.SimpleNamespace(task_name=name, eval_docs=range(count))
+
+    drawn = draw_examples([task('hellaswag', 10_042), task('piqa', 1838), task('physics', 229)], 500, 0)
+    assert {name: len(set(numbers)) for name, numbers in drawn.items()} == {
+        'hellaswag': 500,
+        'piqa': 500,
+        'physics': 229,
+    }
+    assert all(numbers == sorted(numbers) for numbers in drawn.values())
+    assert 4000 < np.mean(drawn['hellaswag']) < 6000
+    assert drawn['hellaswag'][-1] > 9000, 'not the first ones'
+    assert draw_examples([task('piqa', 1838)], 500, 0)['piqa'] == drawn['piqa'], 'other tasks change no draw'
+    assert draw_examples([task('piqa', 1838)], 500, 1)['piqa'] != drawn['piqa']
+    group = types.SimpleNamespace(get_all_tasks=lambda: [task('piqa', 1838), task('boolq', 40)])
+    assert draw_examples([group], 500, 0) == {'piqa': drawn['piqa'], 'boolq': list(range(40))}
 
 
 @pytest.fixture(scope='module')
@@ -121,6 +140,8 @@ def test_questions_of_a_file(run, questions, reference_run, capsys):
     assert 'acc_norm' in capsys.readouterr().out
     (written,) = (reference_run[0] / 'evaluations' / 'harness').glob('*.json')
     assert json.loads(written.read_text())['limit'] == 1
+    drawn = evaluate_tasks(run, [str(questions)], limit=1, sample_seed=5)
+    assert drawn['n-samples']['physics']['effective'] == 1
 
 
 @pytest.fixture

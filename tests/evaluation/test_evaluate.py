@@ -239,6 +239,7 @@ def test_a_context_longer_than_the_split_is_refused(reference_run):
     ('flags', 'said'),
     [
         (['--limit', '5'], '--limit 5: is of tasks; add --tasks'),
+        (['--tasks', 'piqa', '--sample_seed', '5'], '--sample_seed 5: says which examples --limit takes; add --limit'),
         (['--num_fewshot', '0'], '--num_fewshot 0: is of tasks'),
         (['--task_data', 'data'], '--task_data data: is of tasks'),
         (['--tasks', 'piqa', '--split', 'test'], '--split test: is of a split, not of --tasks; leave out one'),

@@ -583,7 +583,7 @@ def groups_of(key: str) -> dict[str, dict[str, list[float | None]]]:
 
 def test_the_tables_equal_the_papers():
     for key in ('pg19', 'wiki40b', 'speed'):
-        assert [len(rows) for rows in groups_of(key).values()] == [4, 9]
+        assert [len(rows) for rows in groups_of(key).values()] == [4, 9] + ([3] if key == 'speed' else [])
         assert list(groups_of(key).values())[1].keys() == list(groups_of('pg19').values())[1].keys()
     for held in load_tables().values():
         assert all(len(row.values) == len(held.columns) for row in held.rows)
@@ -596,7 +596,7 @@ def test_the_tables_equal_the_papers():
 
 
 SUMS = {  # the sums of all numbers of a table, from the papers' text
-    'pg19': 1074.99, 'wiki40b': 1301.08, 'speed': 241.15, 'c4': 858.34, 'c4_speed': 48.28, 'copying': 971.83,
+    'pg19': 1074.99, 'wiki40b': 1301.08, 'speed': 278.01, 'c4': 858.34, 'c4_speed': 48.28, 'copying': 971.83,
     'induction': 531.0, 'recall': 557.5, 'arena': 2884.98, 'continued': 2866.83, 'sketches': 3.761, 'proteins': 439.25,
     'c4_tasks': 7512.2, 'c4_tasks_30k': 5344.1, 'draft_wiki40b': 233.6, 'draft_pg19': 211.8, 'draft_speed': 82.54,
     'draft_long': 1.88, 'draft_large': 29.0,

@@ -152,6 +152,8 @@ class Formula:
         if not self.divides:
             return y_BxLxHxC
         total_BxLxHx1 = self.bias + total_BxLxHx1
+        if not self.bias:  # padding sees no key
+            total_BxLxHx1 = total_BxLxHx1 + (total_BxLxHx1 == 0)
         if self.epsilon is not None:
             total_BxLxHx1 = total_BxLxHx1 + 2 * self.epsilon * (xp.abs(total_BxLxHx1) <= self.epsilon)
         return y_BxLxHxC / total_BxLxHx1

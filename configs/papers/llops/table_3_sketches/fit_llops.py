@@ -2,12 +2,13 @@
 """Measures how well LLoPS sketches approximate a polynomial kernel on the queries and keys of a run (LLoPS Table 3).
 
     python configs/papers/llops/table_3_sketches/fit_llops.py runs/polynomial --degree 2 [--n_features 256] \
-        [--nonnegative] [--json FILE]
+        [--layers 0 8 15] [--nonnegative] [--json FILE]
 
-The run should have been trained with polynomial attention. The script samples queries and keys of every layer on
-validation text. It sketches them by random projections, the start of the fit, and by fitted projections (LLoPS, eq. 6
-and §4.3). For degree 2 the random projections are PolySketchFormer's. It measures the errors on samples that the fit
-has not seen, and prints a Markdown table.
+The run should have been trained with polynomial attention. The script samples queries and keys of the layers on
+validation text. It sketches them by random projections, the start of the fit, by fitted projections (LLoPS, eq. 6
+and §4.3), and by a fitted network of two layers. For degree 2 the random projections are PolySketchFormer's. It
+measures the errors on samples that the fit has not seen, and prints two Markdown tables. The second is Table 3, with
+the paper's below ours.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from lm.attention.base import AttentionModule
 from lm.attention.llops import Llops
 from lm.errors import ConfigError, LmError
 from lm.ops.linear_attention import FeatureMap
+from lm.report.published import load_tables
 from lm.text import make_markdown_table
 
 LOSSES = ('frobenius', 'relative', 'rmae')
@@ -103,6 +105,25 @@ def fit(
     return Fit(fitted[0], fitted[1], before, after)
 
 
+class NetworkFeatures:
+    """φ(x) = W₂ gelu(W₁ x + b), the paper's baseline of a network of two layers for queries and for keys."""
+
+    def __call__(self, parameters: dict[str, jax.Array], x: jax.Array, queries: bool) -> jax.Array:
+        return jax.nn.gelu(x @ parameters['first'] + parameters['bias']) @ parameters['second']
+
+    def start(self, key: jax.Array, size: int, n_features: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Draws the parameters for queries and for keys. The hidden layer is as wide as the features."""
+        init = jax.nn.initializers.lecun_normal()
+
+        def draw(key: jax.Array) -> dict[str, jax.Array]:
+            first, second = jax.random.split(key)
+            matrices = {'first': init(first, (size, n_features)), 'second': init(second, (n_features, n_features))}
+            return matrices | {'bias': jnp.zeros(n_features)}
+
+        q_key, k_key = jax.random.split(key)
+        return draw(q_key), draw(k_key)
+
+
 def samples(
     layers: Iterable[tuple[AttentionModule, jax.Array, jax.Array]], count: int, seed: int = 0
 ) -> list[tuple[jax.Array, jax.Array]]:
@@ -153,7 +174,10 @@ def errors(
 
 
 def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
-    """Returns a row per layer: relative errors of the random and of the fitted sketch on unseen samples."""
+    """Returns a row per layer: errors of the random sketch, the fitted one and the network on unseen samples.
+
+    Raises ConfigError if the run lacks a layer.
+    """
     run = lm.load(arguments.run)
     length, split = run.experiment.train.context_length, run.experiment.data.eval_split
     n = min(arguments.windows, (run.splits.tokens(split) - 1) // length)
@@ -162,14 +186,25 @@ def measure(config: Llops, arguments: argparse.Namespace) -> list[dict]:
     rows = []
     layers = samples(model.attention_inputs(tokens), 2 * arguments.samples, arguments.seed)
     sketch, kernel = config.sketch(), config.kernel
+    if missing := sorted({*(arguments.layers or ())} - {*range(len(layers))}):
+        raise ConfigError(f'--layers {missing[0]}: {arguments.run} has {len(layers)} layers, 0 to {len(layers) - 1}')
     for layer, (q_NxD, k_NxD) in enumerate(layers):
+        if arguments.layers and layer not in arguments.layers:
+            continue
         half = len(q_NxD) // 2
         random = config.init_factors(jax.random.split(jax.random.key(arguments.seed))[0], q_NxD.shape[1])
         options = dict(steps=arguments.steps, loss=arguments.loss, seed=arguments.seed)
         fitted = fit(sketch, kernel, random, q_NxD[:half], k_NxD[:half], **options)
+        network = NetworkFeatures()
+        start = network.start(jax.random.key(arguments.seed), q_NxD.shape[1], arguments.n_features)
+        trained = fit(network, kernel, start, q_NxD[:half], k_NxD[:half], **options | {'learning_rate': 1e-3})
         row = {'layer': layer}
-        for name, factors in (('random', random), ('fitted', fitted[:2])):
-            found = errors(sketch, kernel, factors, q_NxD[half:], k_NxD[half:])
+        for name, features, factors in (
+            ('random', sketch, random),
+            ('fitted', sketch, fitted[:2]),
+            ('network', network, trained[:2]),
+        ):
+            found = errors(features, kernel, factors, q_NxD[half:], k_NxD[half:])
             row |= {f'{name}_{kind}': float(value) for kind, value in found.items()}
         rows.append(row)
     return rows
@@ -188,11 +223,27 @@ def table(rows: list[dict]) -> str:
     return make_markdown_table(cells, headings)
 
 
+def table_3(rows: list[dict], degree: int) -> str:
+    """Returns Table 3: the mean of |error / kernel| (eq. 21) by method and layer, the paper's rows below ours."""
+    cells = []
+    for label, name in (('random (PSF)', 'random'), ('network (NN)', 'network'), ('fitted (LLoPS)', 'fitted')):
+        values = [row[f'{name}_rmae'] for row in rows]
+        cells.append([f'ours: {label}', *(f'{value:.3f}' for value in [*values, np.mean(values)])])
+    printed = load_tables()['sketches']
+    lines = [make_markdown_table(cells, ['RMAE', *(f'layer {row["layer"]}' for row in rows), 'mean'])]
+    theirs = [row for row in printed.rows if row.group == f'p = {degree}']
+    if theirs:
+        cells = [[f'paper: {row.label}', *(f'{value:.3f}' for value in row.values)] for row in theirs]
+        lines += ['', make_markdown_table(cells, [f'{printed.source}', *(column.label for column in printed.columns)])]
+    return '\n'.join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', help='a run directory')
     parser.add_argument('--degree', type=int, default=2)
     parser.add_argument('--n_features', type=int, default=256)
+    parser.add_argument('--layers', type=int, nargs='+', metavar='N', help='from 0; default: all; the paper: 0 8 15')
     parser.add_argument('--nonnegative', action='store_true', help='squares of products of degree / 2 projections')
     parser.add_argument(
         '--samples', type=int, default=2048, help='queries and keys per layer, for fitting and for testing'
@@ -210,6 +261,8 @@ def main() -> int:
         print(f'fit_llops: {error}', file=sys.stderr)
         return error.exit_code
     print(table(rows))
+    print()
+    print(table_3(rows, arguments.degree))
     if arguments.json:
         with open(arguments.json, 'w') as file:
             json.dump(rows, file, indent=2)
