@@ -34,7 +34,7 @@ class RunGroup:
     gin_params: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Description:
     """A table or figure of a paper.
 

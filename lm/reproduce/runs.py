@@ -85,11 +85,7 @@ def list_runs(description: Description, choice: TableChoice) -> list[TableRun]:
     if choice.scale not in (PAPER_SCALE, *description.scales):
         return []  # its commands make the whole table
     tables = [load_tables()[key] for key in description.published]
-    found = [
-        _fill(group, point, tables) for group in description.runs for point in _make_points(group)
-    ]  # (group, point, cells)
-    if any(cells for *_, cells in found):
-        found = sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
+    found = _fill_rows(description)
     rows = list(dict.fromkeys(_name_row(*one) for one in found))
     present = {column for *_, cells in found for column in list_columns(cells)}
     on_axes = [column for table in tables for column in table.columns if not isinstance(column, Figure)]
@@ -168,6 +164,17 @@ def list_columns(cells: Sequence[Cell]) -> list[Column]:
 def name_column(column: Column) -> str:
     """Returns a column as headings print it."""
     return column if isinstance(column, str) else shorten(column)
+
+
+@functools.cache
+def _fill_rows(description: Description) -> list[tuple[RunGroup, Point, tuple[Cell, ...]]]:
+    """Returns the runs at the paper's size with their cells, in the order of the paper. Where the paper has numbers,
+    runs without one are left out."""
+    tables = [load_tables()[key] for key in description.published]
+    found = [_fill(group, point, tables) for group in description.runs for point in _make_points(group)]
+    if not any(cells for *_, cells in found):
+        return found
+    return sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
 
 
 @functools.cache
