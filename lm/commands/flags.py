@@ -106,10 +106,16 @@ def add_gin_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every verb with a configuration."""
     group = parser.add_argument_group('configuration')
     group.add_argument('--gin_file', action='append', default=[], metavar='FILE', help='a gin file; later ones win')
-    group.add_argument(
+    add_binding_flags(group)
+    add_imports_flag(group)
+
+
+def add_binding_flags(parser: argparse._ActionsContainer) -> None:
+    """Adds the flags that set single bindings."""
+    parser.add_argument(
         '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
     )
-    group.add_argument(
+    parser.add_argument(
         '--set',
         action='append',
         default=[],
@@ -118,7 +124,6 @@ def add_gin_flags(parser: argparse.ArgumentParser) -> None:
         metavar='X.Y=VALUE',
         help='the same without the quotes of gin: --set data.path=data/mine',
     )
-    add_imports_flag(group)
 
 
 def setting(text: str) -> str:

@@ -2,15 +2,15 @@
 
 import argparse
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lm.commands.flags import add_option_flags, find_given, find_options, setting
+from lm.commands.flags import add_binding_flags, add_option_flags, find_given, find_options
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 from lm.sweep.options import ClusterOptions, SweepOptions
 
 if TYPE_CHECKING:
-    from lm.reproduce.runs import Choice
+    from lm.reproduce.runs import TableChoice
 
 CHOICES = ('scale', 'rows', 'columns', 'seeds', 'text')
 """Flags of what is reproduced; others are of how."""
@@ -29,15 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--run_dir', metavar='ROOT', help='default: runs/reproduce/PAPER/TABLE/SCALE')
     parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='no PNG and PDF files')
-    parser.add_argument(
-        '--set',
-        action='append',
-        default=[],
-        dest='gin_param',
-        type=setting,
-        metavar='X.Y=VALUE',
-        help='one binding of all runs, which then differ from the paper',
-    )
+    add_binding_flags(parser.add_argument_group('bindings of all runs', 'which then differ from the paper'))
     parser.add_argument(
         '--price', action='store_true', help='print memory, hours, chip-hours, stores and preparation, and stop'
     )
@@ -93,19 +85,17 @@ def make_hand_over_call(arguments: argparse.Namespace, root: str) -> Call:
     return functools.partial(hand_over, find_description(arguments.table), read_choice(arguments), asked, options)
 
 
-def read_choice(arguments: argparse.Namespace) -> 'Choice':
+def read_choice(arguments: argparse.Namespace) -> 'TableChoice':
     """Returns what of the table is asked for. Raises ConfigError for an impossible number of seeds."""
-    from lm.reproduce.runs import Choice
+    from lm.reproduce.runs import TableChoice
 
     if arguments.seeds is not None and arguments.seeds < 1:
         raise ConfigError(f'--seeds {arguments.seeds}: must be at least 1')
-    given = find_given(arguments, *CHOICES)
-    lists = {
-        name: tuple(part.strip() for part in given.pop(name).split(','))
-        for name in ('rows', 'columns')
-        if name in given
-    }
-    return Choice(**given, **lists, gin_params=tuple(arguments.gin_param))
+    given: dict[str, Any] = find_given(arguments, *CHOICES)
+    for name in ('rows', 'columns'):
+        if name in given:
+            given[name] = tuple(part.strip() for part in given[name].split(','))
+    return TableChoice(**given, gin_params=tuple(arguments.gin_param))
 
 
 VERB = Verb(

@@ -1,10 +1,11 @@
-"""What the papers claim, and what of it holds: `configs/papers/claims.toml`."""
+"""The claims of the papers and their verdicts, from `configs/papers/claims.toml`."""
 
 import dataclasses
 import functools
 import sys
 import tomllib
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +14,6 @@ from lm.config.project import project_root
 from lm.errors import ConfigError
 from lm.reproduce.descriptions import FOLDER, Description, load_descriptions
 
-PAPERS = {
-    'polysketchformer': 'PolySketchFormer',
-    'polysketchformer_draft': 'First draft of PolySketchFormer',
-    'performer': 'Performer (FAVOR, 2020)',
-    'llops': 'LLoPS',
-    'approximate_attention': 'Approximate attention',
-}
 VERDICTS = ('repeated', 'refuted', 'untried', 'not ours')
 TRIED = ('repeated', 'refuted')
 NEEDED = ('size', 'tokens', 'seeds', 'device', 'command', 'ours')
@@ -31,7 +25,7 @@ class Claim:
     """A claim.
 
     Attributes:
-        paper: key of PAPERS.
+        paper: key of `load_papers`.
         place: in the paper.
         statement: what the paper says, in a sentence.
         verdict: one of VERDICTS; it holds for the size of this row.
@@ -61,7 +55,7 @@ class Claim:
     def __post_init__(self) -> None:
         """Raises ConfigError for a verdict without its evidence."""
         where = f'claims.toml: {self.paper}, {self.place}'
-        if self.paper not in PAPERS or self.verdict not in VERDICTS:
+        if self.verdict not in VERDICTS:
             raise ConfigError(f'{where}: {self.verdict}: the verdict must be one of {", ".join(VERDICTS)}')
         missing = [name for name in NEEDED if not getattr(self, name)]
         if self.verdict in TRIED and missing:
@@ -71,10 +65,19 @@ class Claim:
 
 
 @functools.cache
+def _read() -> dict[str, Any]:
+    return tomllib.loads((project_root() / FOLDER / 'claims.toml').read_text(encoding='utf-8'))
+
+
+def load_papers() -> dict[str, str]:
+    """Returns the folder of each paper in configs/papers → its title."""
+    return _read()['papers']
+
+
+@functools.cache
 def load_claims() -> tuple[Claim, ...]:
     """Returns all claims in the order of the file. Raises ConfigError for one without its evidence."""
-    rows = tomllib.loads((project_root() / FOLDER / 'claims.toml').read_text(encoding='utf-8'))['claims']
-    return tuple(Claim(tables=tuple(row.pop('tables', ())), **row) for row in rows)
+    return tuple(Claim(**row | {'tables': tuple(row.get('tables', ()))}) for row in _read()['claims'])
 
 
 def count_verdicts(claims: Iterable[Claim]) -> str:
@@ -103,6 +106,6 @@ def print_tables() -> None:
 
 
 def sort_by_paper() -> dict[str, Description]:
-    """Returns the descriptions, the papers in the order of PAPERS."""
-    found, order = load_descriptions(), list(PAPERS)
+    """Returns the descriptions, the papers in the order of `load_papers`."""
+    found, order = load_descriptions(), list(load_papers())
     return dict(sorted(found.items(), key=lambda item: order.index(item[0].partition('/')[0])))

@@ -1,4 +1,4 @@
-"""What the tables of the papers run: the files TABLE.toml below `configs/papers/PAPER`.
+"""Descriptions of the tables of the papers, and of what they run: the files TABLE.toml below `configs/papers/PAPER`.
 
 The papers' numbers stand beside them in `published*.toml`.
 """
@@ -34,7 +34,7 @@ class RunGroup:
     gin_params: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Description:
     """A table or figure of a paper.
 
@@ -111,10 +111,10 @@ def load_corpora() -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, name: str) -> Description:
     data = tomllib.loads(path.read_text(encoding='utf-8'))
-    runs = tuple(
-        RunGroup(**{key: value if key == 'name' else tuple(value) for key, value in group.items()})
-        for group in data.pop('runs', ())
-    )
+    runs = []
+    for group in data.pop('runs', ()):
+        lists = {key: tuple(value) for key, value in group.items() if key != 'name'}
+        runs.append(RunGroup(group['name'], **lists))
     commands = {scale: tuple(lines) for scale, lines in data.pop('commands', {}).items()}
     lists = {key: tuple(data.pop(key)) for key in ('published', 'scales') if key in data}
-    return Description(name, runs=runs, commands=commands, **lists, **data)
+    return Description(name, runs=tuple(runs), commands=commands, **lists, **data)

@@ -8,7 +8,7 @@ from lm.config.project import project_root
 from lm.errors import ConfigError, LmError
 from lm.files import is_remote
 from lm.reproduce.descriptions import Description
-from lm.reproduce.runs import Choice, list_runs
+from lm.reproduce.runs import TableChoice, list_runs
 from lm.sweep.emit import emit_sweep, find_format
 from lm.sweep.options import ClusterOptions
 from lm.sweep.sweep import Sweep
@@ -35,7 +35,7 @@ class HandOver:
     retry_failed: bool = False
 
 
-def hand_over(description: Description, choice: Choice, asked: HandOver, options: ClusterOptions) -> None:
+def hand_over(description: Description, choice: TableChoice, asked: HandOver, options: ClusterOptions) -> None:
     """Writes the configurations of the runs into their folder, and starts pods or writes manifests.
 
     Raises ConfigError for options that the launcher does not use, and LmError if the script fails.

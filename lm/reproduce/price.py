@@ -1,6 +1,6 @@
-"""`lm reproduce --price`: what a table needs, before anything runs: row by row, and in total.
+"""`lm reproduce --price`: the needs of a table, before anything runs, row by row and in total.
 
-Hours and memory are those of `lm check`: the step of each run is compiled for the slice. The folder of the table keeps
+Hours and memory agree with `lm check`: the step of each run is compiled for the slice. The folder of the table keeps
 what was compiled, since a table of a hundred runs compiles for hours.
 """
 
@@ -23,10 +23,10 @@ from lm.files import write_atomically
 from lm.hardware import Topology
 from lm.plan import PlanCache, plan_step
 from lm.reproduce.descriptions import Description, load_corpora, load_scales
-from lm.reproduce.runs import SEED, Choice, TableRun, list_runs
+from lm.reproduce.runs import SEED, TableChoice, TableRun, list_runs, name_column
 from lm.runs.config_diff import parse_bindings
 from lm.runs.records import read_json, to_json
-from lm.text import format_count, format_digits, format_si, shorten
+from lm.text import format_count, format_digits, format_si
 
 NAME = 'price.json'
 BYTES_PER_TOKEN_IN_STORE = 2
@@ -60,7 +60,7 @@ class RunPrice(NamedTuple):
 
 def print_price(
     description: Description,
-    choice: Choice,
+    choice: TableChoice,
     root: str,
     topology: Topology | None,
     price_per_chip_hour: float | None = None,
@@ -90,7 +90,9 @@ def print_price(
         raise ConfigError(f'--topology {topology and topology.name}: does not fit: {names}; take a larger topology')
 
 
-def price_runs(runs: Sequence[TableRun], choice: Choice, root: epath.Path, topology: Topology | None) -> list[RunPrice]:
+def price_runs(
+    runs: Sequence[TableRun], choice: TableChoice, root: epath.Path, topology: Topology | None
+) -> list[RunPrice]:
     """Returns the needs of each run. With a topology, a run takes a minute or two, unless `root` has its figures."""
     known, cache = read_json(root / NAME) or {}, PlanCache()
     prices = []
@@ -131,7 +133,7 @@ def summarize(found: Check) -> dict[str, Any]:
     }
 
 
-def estimate_hours(flops: float, choice: Choice) -> float | None:
+def estimate_hours(flops: float, choice: TableChoice) -> float | None:
     """Returns hours of one processor core, from the measured rate of the scale; None: it has none."""
     scale = load_scales().get(choice.scale, {})
     if 'flops_per_second' not in scale:
@@ -148,7 +150,7 @@ def make_price_table(description: Description, prices: Sequence[RunPrice], topol
     for price in prices:
         run = price.run
         fits = {None: '–', True: 'yes', False: 'no'}[price.fits]
-        column = '' if run.column is None else shorten(run.column)
+        column = '' if run.column is None else name_column(run.column)
         figures = (price.needed_gib, price.hours, price.chip_hours)
         gib, hours, chips = ('–' if figure is None else format_digits(figure) for figure in figures)
         table.add_row(run.row.label, column, str(run.seed), format_si(price.flops), gib, fits, hours, chips)
@@ -172,7 +174,7 @@ def sum_up(prices: Sequence[RunPrice], topology: Topology | None, price_per_chip
     return [total, *([f'left out, as they do not fit: {", ".join(left_out)}'] if left_out else [])]
 
 
-def describe_data(description: Description, choice: Choice, runs: Sequence[TableRun]) -> list[str]:
+def describe_data(description: Description, choice: TableChoice, runs: Sequence[TableRun]) -> list[str]:
     """Returns the size of the store, and the time of its preparation."""
     if any(run.point.experiment.data.task for run in runs):
         return ['data: drawn by the training, no store']

@@ -18,9 +18,11 @@ from lm.data.prepare.run import run as run_preparation
 from lm.data.prepare.stages import prepare
 from lm.errors import ConfigError, LmError, Preempted
 from lm.files import is_remote
+from lm.report.published import Figure
 from lm.reproduce.descriptions import FOLDER, Description
-from lm.reproduce.runs import Choice, TableRun, list_runs
-from lm.reproduce.table import ReproducedTable, collect
+from lm.reproduce.runs import TableChoice, TableRun, list_runs
+from lm.reproduce.table import ReproducedTable, collect, read_figure
+from lm.runs.records import Run
 from lm.sweep.options import SweepOptions
 from lm.sweep.run import run_sweep
 from lm.sweep.sweep import Sweep
@@ -31,7 +33,7 @@ OUT = 'table'
 
 
 def reproduce(
-    description: Description, choice: Choice, root: str, options: SweepOptions, pictures: bool = True
+    description: Description, choice: TableChoice, root: str, options: SweepOptions, pictures: bool = True
 ) -> None:
     """Repeats a table on this machine.
 
@@ -56,6 +58,7 @@ def reproduce(
             raise
         except LmError as error:
             failure = error
+    score_tasks(runs, sweep)
     for line in description.commands.get(choice.scale, ()):
         run_command(line, root)
     if runs:
@@ -72,6 +75,28 @@ def prepare_data(runs: Sequence[TableRun], sweep: Sweep) -> None:
         if not (epath.Path(path) / 'dataset.json').exists():
             print(f'preparing {path}', flush=True)
             run_preparation(prepare, config, path)
+
+
+def score_tasks(runs: Sequence[TableRun], sweep: Sweep) -> None:
+    """Scores finished runs on the tasks of the harness that the paper asks, where they have no score yet."""
+    for run in runs:
+        if sweep.is_finished(run.point):
+            path = str(sweep.root / run.point.name)
+            for figure in find_unscored(run, Run.read(path)):
+                run_command(describe_scoring(path, figure), str(sweep.root))
+
+
+def find_unscored(run: TableRun, record: Run) -> list[Figure]:
+    """Returns the tasks of the harness that the paper asks of a run, and that have no score."""
+    asked = [cell.figure for cell in run.cells if cell.figure.task]
+    return [figure for figure in asked if read_figure(run, record, figure) is None]
+
+
+def describe_scoring(path: str, figure: Figure) -> str:
+    """Returns the command that scores the run in `path`."""
+    words = ['lm', 'evaluate', '--run_dir', path, '--tasks', figure.task or '', '--num_fewshot', str(figure.shots or 0)]
+    words += ['--limit', str(figure.examples), '--sample_seed', '0'] if figure.examples else []
+    return shlex.join(words)
 
 
 def run_command(line: str, root: str) -> None:

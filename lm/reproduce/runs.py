@@ -12,7 +12,7 @@ from lm.errors import ConfigError
 from lm.experiment import load
 from lm.report import paper
 from lm.report.paper import SETTINGS, Cell
-from lm.report.published import PaperTable, load_tables
+from lm.report.published import Figure, PaperTable, load_tables
 from lm.reproduce.descriptions import PAPER_SCALE, Description, RunGroup, find_paths, load_scales
 from lm.reproduce.scale import Scale
 from lm.runs.config_diff import parse_bindings
@@ -23,11 +23,13 @@ from lm.sweep.points import Point, make_points
 from lm.text import shorten
 
 SEED = 'train.seed'
+Column = int | str
+"""A value on the axis of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """What of a table is asked for.
+class TableChoice:
+    """The part of a table that is asked for.
 
     Attributes:
         scale: paper, or a key of scales.toml.
@@ -59,22 +61,22 @@ class TableRun:
 
     Attributes:
         row: which row it fills; without published numbers, the row of its own name.
-        column: of the paper's axis; None: the table has one column.
-        cells: what the paper printed there: one per measure.
+        column: of the paper's axis; None: the table has none.
+        cells: what the paper printed of it: one per figure.
         seed: of its weights and data.
         point: its name and experiment at the chosen scale.
         original: the experiment at the paper's size, of the same name.
     """
 
     row: TableRow
-    column: int | None
+    column: Column | None
     cells: tuple[Cell, ...]
     seed: int
     point: Point
     original: Point
 
 
-def list_runs(description: Description, choice: Choice) -> list[TableRun]:
+def list_runs(description: Description, choice: TableChoice) -> list[TableRun]:
     """Returns the runs that are asked for, row by row in the paper's order.
 
     Raises ConfigError for a scale, row or column that the table does not have.
@@ -83,22 +85,26 @@ def list_runs(description: Description, choice: Choice) -> list[TableRun]:
     if choice.scale not in (PAPER_SCALE, *description.scales):
         return []  # its commands make the whole table
     tables = [load_tables()[key] for key in description.published]
-    found = [
-        _fill(group, point, tables) for group in description.runs for point in _make_points(group)
-    ]  # (group, point, cells)
-    if tables:
-        found = sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
+    found = _fill_rows(description)
     rows = list(dict.fromkeys(_name_row(*one) for one in found))
-    columns = sorted({cell.column for *_, cells in found for cell in cells})
+    present = {column for *_, cells in found for column in list_columns(cells)}
+    on_axes = [column for table in tables for column in table.columns if not isinstance(column, Figure)]
+    columns = [column for column in dict.fromkeys(on_axes) if column in present]
     kept_rows, kept_columns = choose_rows(rows, choice.rows), choose_columns(columns, choice.columns)
-    taken = [one for one in found if _name_row(*one) in kept_rows and (not one[2] or one[2][0].column in kept_columns)]
-    scaled = _find_scale(choice)
+    taken = [
+        one
+        for one in found
+        if _name_row(*one) in kept_rows and (not list_columns(one[2]) or list_columns(one[2])[0] in kept_columns)
+    ]
+    scaled, labels = _find_scale(choice), [_identify(group, cells) for group, _, cells in found]
     runs = []
     for group, point, cells in taken:
         for seed in range(choice.seeds):
-            column = cells[0].column if cells else None
+            column = next(iter(list_columns(cells)), None)
             row = _name_row(group, point, cells)
-            name = _make_name(group, row.label if cells else point.name, column, seed)
+            is_alone = bool(cells) and labels.count(_identify(group, cells)) == 1
+            label = row.label if is_alone else point.name
+            name = _make_name(group, label, column, seed)
             params = (f'{SEED} = {seed}', *choice.gin_params)
             runs.append(
                 TableRun(
@@ -133,21 +139,42 @@ def choose_rows(rows: Sequence[TableRow], asked: Sequence[str]) -> list[TableRow
     return [row for row in rows if row in kept or not asked]
 
 
-def choose_columns(columns: Sequence[int], asked: Sequence[str]) -> list[int]:
+def choose_columns(columns: Sequence[Column], asked: Sequence[str]) -> list[Column]:
     """Returns the columns of these values (4096 or 4k), or of these numbers from 1. Raises ConfigError."""
-    named = {name: column for column in columns for name in (str(column), shorten(column))}
+    named = {name: column for column in columns for name in (str(column), name_column(column))}
     kept = []
     for text in asked:
         if text not in named and not (text.isdigit() and 1 <= int(text) <= len(columns)):
-            listed = ', '.join(shorten(column) for column in columns) or 'none'
+            listed = ', '.join(map(name_column, columns)) or 'none'
             raise ConfigError(f'--columns {text}: must be 1 to {len(columns)}, or one of {listed}')
         kept.append(named[text] if text in named else columns[int(text) - 1])
     return [column for column in columns if column in kept or not asked]
 
 
 def name_axis(tables: Sequence[PaperTable]) -> str:
-    """Returns what the columns are, in words."""
-    return SETTINGS[tables[0].axis] if tables else ''
+    """Returns what the columns are, in words; '' where they are figures."""
+    return SETTINGS[tables[0].axis] if tables and tables[0].axis else ''
+
+
+def list_columns(cells: Sequence[Cell]) -> list[Column]:
+    """Returns the values of the cells on the axes of their tables; columns that are figures have none."""
+    return [cell.column for cell in cells if not isinstance(cell.column, Figure)]
+
+
+def name_column(column: Column) -> str:
+    """Returns a column as headings print it."""
+    return column if isinstance(column, str) else shorten(column)
+
+
+@functools.cache
+def _fill_rows(description: Description) -> list[tuple[RunGroup, Point, tuple[Cell, ...]]]:
+    """Returns the runs at the paper's size with their cells, in the order of the paper. Where the paper has numbers,
+    runs without one are left out."""
+    tables = [load_tables()[key] for key in description.published]
+    found = [_fill(group, point, tables) for group in description.runs for point in _make_points(group)]
+    if not any(cells for *_, cells in found):
+        return found
+    return sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
 
 
 @functools.cache
@@ -173,12 +200,18 @@ def _name_row(group: RunGroup, point: Point, cells: Sequence[Cell]) -> TableRow:
     return TableRow(cells[0].row.group, cells[0].row.label) if cells else TableRow(group.name, point.name)
 
 
-def _make_name(group: RunGroup, label: str, column: int | None, seed: int) -> str:
+def _identify(group: RunGroup, cells: Sequence[Cell]) -> tuple[str, str, Column | None]:
+    """Returns what makes the name of a run, if no other run has the same."""
+    label = cells[0].row.label if cells else ''
+    return group.name, label, next(iter(list_columns(cells)), None)
+
+
+def _make_name(group: RunGroup, label: str, column: Column | None, seed: int) -> str:
     words = re.sub('[^A-Za-z0-9]+', '-', label).strip('-').lower()[:80].strip('-')
     return check_name('_'.join([group.name, words, *([] if column is None else [str(column)]), f'seed-{seed}']))
 
 
-def _find_scale(choice: Choice) -> Scale | None:
+def _find_scale(choice: TableChoice) -> Scale | None:
     if choice.scale == PAPER_SCALE:
         if choice.text:
             raise ConfigError(f'--text {choice.text}: is of smaller scales; the paper names its corpus')

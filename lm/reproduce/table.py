@@ -17,11 +17,12 @@ from lm.plots import Curve
 from lm.report.measures import Measures
 from lm.report.out_folder import HEAD, check_folder
 from lm.report.page import SortableTable, TableCell, format_page
+from lm.report.published import Figure
 from lm.reproduce.descriptions import PAPER_SCALE, Description
-from lm.reproduce.runs import Choice, TableRow, TableRun, name_axis
+from lm.reproduce.runs import TableChoice, TableRow, TableRun, name_axis, name_column
 from lm.runs.records import Run, is_run
 from lm.sweep.sweep import Sweep
-from lm.text import format_si, make_markdown_table, shorten
+from lm.text import format_si, make_markdown_table
 
 FEWEST_RANKED = 3
 """Rows that a rank correlation needs."""
@@ -32,14 +33,15 @@ class CellResult(NamedTuple):
     """A cell of the table.
 
     Attributes:
-        measure: of the paper; 'perplexity' or 'accuracy' of ours where the paper has no number.
+        column: its heading; '' where there is one column.
+        measure: perplexity, accuracy or steps_per_second, or the task that is scored.
         printed: the paper's number or text; None: it has none.
         ours: seed → our figure, of finished runs.
         planned: how many runs the cell has.
     """
 
     row: TableRow
-    column: int | None
+    column: str
     measure: str
     printed: float | str | None
     ours: dict[int, float]
@@ -68,7 +70,7 @@ class CellResult(NamedTuple):
 class RankCorrelation(NamedTuple):
     """Spearman's correlation of the paper's order of rows and ours in one column, by seed."""
 
-    column: int | None
+    column: str
     rows: int
     by_seed: dict[int, float]
     of_means: float
@@ -90,7 +92,9 @@ class ReproducedTable:
         cells: what they measured (`collect`).
     """
 
-    def __init__(self, description: Description, choice: Choice, runs: Sequence[TableRun], cells: Sequence[CellResult]):
+    def __init__(
+        self, description: Description, choice: TableChoice, runs: Sequence[TableRun], cells: Sequence[CellResult]
+    ):
         self.description, self.choice, self.runs, self.cells = description, choice, runs, list(cells)
         self.tables = list(dict.fromkeys(cell.table for run in runs for cell in run.cells))
 
@@ -99,22 +103,28 @@ class ReproducedTable:
         return list(dict.fromkeys(cell.measure for cell in self.cells))
 
     @property
-    def columns(self) -> list[int | None]:
-        return list(dict.fromkeys(cell.column for cell in self.cells))
+    def columns(self) -> dict[tuple[str, str], str]:
+        """(Column, measure) → heading."""
+        pairs = dict.fromkeys((cell.column, cell.measure) for cell in self.cells)
+        names = [column for column, _ in pairs]
+        return {
+            (column, measure): column if column and names.count(column) == 1 else f'{column} {measure}'.strip()
+            for column, measure in pairs
+        }
 
     def correlate(self) -> list[RankCorrelation]:
         """Returns the rank correlation of each column with enough numbers on both sides."""
         found = []
-        for column in self.columns:
-            cells = [c for c in self.cells if c.column == column and isinstance(c.printed, int | float) and c.ours]
-            if len({c.printed for c in cells}) < 2 or len(cells) < FEWEST_RANKED or len(self.measures) > 1:
+        for key, heading in self.columns.items():
+            cells = [cell for cell in self.cells if (cell.column, cell.measure) == key and cell.ours]
+            cells = [(cell.printed, cell) for cell in cells if isinstance(cell.printed, int | float)]
+            printed = [number for number, _ in cells]
+            if len(set(printed)) < 2 or len(cells) < FEWEST_RANKED:
                 continue
-            seeds = sorted(set.intersection(*(set(c.ours) for c in cells)))
-            by_seed = {
-                seed: correlate_ranks([c.printed for c in cells], [c.ours[seed] for c in cells]) for seed in seeds
-            }
-            means = correlate_ranks([c.printed for c in cells], [c.mean for c in cells])
-            found.append(RankCorrelation(column, len(cells), by_seed, means))
+            seeds = sorted(set.intersection(*(set(cell.ours) for _, cell in cells)))
+            by_seed = {seed: correlate_ranks(printed, [cell.ours[seed] for _, cell in cells]) for seed in seeds}
+            means = correlate_ranks(printed, [statistics.fmean(cell.ours.values()) for _, cell in cells])
+            found.append(RankCorrelation(heading, len(cells), by_seed, means))
         return found
 
     def list_remarks(self) -> list[str]:
@@ -134,7 +144,7 @@ class ReproducedTable:
             )
         axis = name_axis(self.tables)
         for found in self.correlate():
-            where = '' if found.column is None else f' at {axis} {shorten(found.column)}'
+            where = f' at {axis} {found.column}'.replace('  ', ' ').rstrip()
             lines.append(f"Rank correlation with the paper's order{where}: {found.describe()}.")
         if self.choice.scale != PAPER_SCALE:
             lines.append(
@@ -145,16 +155,13 @@ class ReproducedTable:
 
     def make_rows(self) -> list[list[str]]:
         """Returns the cells as texts: a row per row of the paper."""
-        rows: dict[tuple[TableRow, str], list[str]] = {}
-        for cell in self.cells:
-            names = [cell.row.group, cell.row.label, *([cell.measure] if len(self.measures) > 1 else [])]
-            rows.setdefault((cell.row, cell.measure), names).append(cell.format_both())
-        return list(rows.values())
+        found = {(cell.row, cell.column, cell.measure): cell.format_both() for cell in self.cells}
+        rows = dict.fromkeys(cell.row for cell in self.cells)
+        return [[*row, *(found.get((row, *key), '') for key in self.columns)] for row in rows]
 
     def make_headings(self) -> list[str]:
         """Returns the headings of `make_rows`."""
-        columns = ['paper / ours' if column is None else f'{shorten(column)}' for column in self.columns]
-        return ['', 'row', *(['measure'] if len(self.measures) > 1 else []), *columns]
+        return ['', 'row', *self.columns.values()]
 
     def make_terminal_table(self) -> Table:
         """Returns the table for a terminal."""
@@ -220,9 +227,10 @@ class ReproducedTable:
 
 def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns Spearman's rank correlation; equal numbers share the mean of their ranks. NaN where all are equal."""
-    from scipy.stats import rankdata
-
-    ranks = [rankdata(values) for values in (first, second)]
+    ranks = []
+    for values in (np.array(first), np.array(second)):
+        below, up_to = (np.sum(compare(values[:, None], values), axis=1) for compare in (np.greater, np.greater_equal))
+        ranks.append((below + up_to) / 2)
     if any(np.ptp(r) == 0 for r in ranks):
         return math.nan
     return float(np.corrcoef(*ranks)[0, 1])
@@ -230,31 +238,39 @@ def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:
 
 def collect(runs: Sequence[TableRun], sweep: Sweep) -> list[CellResult]:
     """Returns the cells of the runs, with the figures of those that are finished in the folder of the sweep."""
-    measured = [_measure(run, sweep) for run in runs]
-    names = list(dict.fromkeys(name for figures in measured for name in figures)) or ['perplexity']
-    found: dict[tuple[TableRow, int | None, str], CellResult] = {}
-    for run, figures in zip(runs, measured, strict=True):
-        printed = {cell.table.measure: cell.printed for cell in run.cells} or dict.fromkeys(names)
-        for measure, number in printed.items():
-            key = (run.row, run.column, measure)
-            cell = found.get(key) or CellResult(*key, number, {}, 0)
-            if measure in figures:
-                cell.ours[run.seed] = figures[measure]
+    found: dict[tuple[TableRow, str, str], CellResult] = {}
+    for run in runs:
+        path = sweep.root / run.point.name
+        record = Run.read(path) if is_run(path) and sweep.is_finished(run.point) else None
+        for column, measure, printed, value in _measure(run, record):
+            key = run.row, column, measure
+            cell = found.get(key) or CellResult(*key, printed, {}, 0)
+            if value is not None:
+                cell.ours[run.seed] = value
             found[key] = cell._replace(planned=cell.planned + 1)
     return list(found.values())
 
 
-def _measure(run: TableRun, sweep: Sweep) -> dict[str, float]:
-    """Returns measure → figure of a finished run."""
-    path = sweep.root / run.point.name
-    if not is_run(path) or not sweep.is_finished(run.point):
-        return {}
-    found, measures = Run.read(path), Measures()
-    rate = found.tokens_per_second and found.tokens_per_second / run.original.experiment.train.tokens_per_step
-    figures = {
-        'perplexity': measures.perplexity(found),
-        'accuracy': measures.accuracy(found),
-        'steps_per_second': rate,
-    }
-    wanted = {cell.table.measure for cell in run.cells} or {'perplexity', 'accuracy'}
-    return {name: value for name, value in figures.items() if value is not None and name in wanted}
+def read_figure(run: TableRun, record: Run, figure: Figure) -> float | None:
+    """Returns a figure of a finished run; None where it was not measured."""
+    measures = Measures()
+    if figure.measure == 'steps_per_second':
+        tokens = run.original.experiment.train.tokens_per_step
+        return record.tokens_per_second and record.tokens_per_second / tokens
+    if figure.measure and figure.set is None:
+        return {'perplexity': measures.perplexity, 'accuracy': measures.accuracy}[figure.measure](record)
+    return measures.figure(record, figure)
+
+
+def _measure(run: TableRun, record: Run | None) -> list[tuple[str, str, float | str | None, float | None]]:
+    """Returns column, measure, the paper's number and ours, of each figure of a run."""
+    found = []
+    for cell in run.cells:
+        figure, column = cell.figure, cell.column
+        name = column.label if isinstance(column, Figure) else name_column(column)
+        measure = figure.measure or figure.task or name
+        found.append((name, measure, cell.printed, record and read_figure(run, record, figure)))
+    if not run.cells:
+        measure = 'accuracy' if run.point.experiment.data.task else 'perplexity'
+        found.append(('', measure, None, record and read_figure(run, record, Figure(measure=measure))))
+    return found

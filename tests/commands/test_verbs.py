@@ -38,7 +38,7 @@ def test_each_verb_has_its_own_place_in_the_help():
         ('prepare', 'train', 'distill', 'evaluate', 'generate'),
         ('report', 'bench', 'inspect', 'doctor', 'demo', 'help'),
     )
-    assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', *last]
+    assert list(VERBS) == [*first, 'export', 'import', 'check', 'sweep', 'reproduce', *last]
 
 
 @pytest.mark.parametrize('name', VERBS)

@@ -11,7 +11,7 @@ from lm.hardware import parse
 from lm.reproduce import price
 from lm.reproduce.descriptions import find_description, load_corpora, load_scales
 from lm.reproduce.price import RunPrice, describe_data, estimate_hours, price_runs, print_price, sum_up
-from lm.reproduce.runs import Choice, list_runs
+from lm.reproduce.runs import TableChoice, list_runs
 from lm.runs.records import to_json
 
 TABLE_2 = find_description('polysketchformer/table_2')
@@ -21,7 +21,7 @@ SMALL = ('model.n_layers = 1', 'train.tokens_per_step = 4096', 'train.steps = 10
 @pytest.mark.slow  # compiles for TPUs
 def test_a_price_is_that_of_lm_check(tmp_path, capsys, monkeypatch):
     pytest.importorskip('libtpu')
-    choice, topology = Choice(rows=('1', '11'), columns=('1',), gin_params=SMALL), parse('v5e:2x2')
+    choice, topology = TableChoice(rows=('1', '11'), columns=('1',), gin_params=SMALL), parse('v5e:2x2')
     runs = list_runs(TABLE_2, choice)
     prices = price_runs(runs, choice, epath.Path(tmp_path), topology)
     capsys.readouterr()
@@ -43,7 +43,7 @@ def test_a_price_is_that_of_lm_check(tmp_path, capsys, monkeypatch):
 @pytest.fixture
 def prices():
     """Three rows: one that fits, one that does not, and one that the paper has no number for either."""
-    runs = list_runs(TABLE_2, Choice(rows=('1-3',), columns=('16k',)))
+    runs = list_runs(TABLE_2, TableChoice(rows=('1-3',), columns=('16k',)))
     return [
         RunPrice(runs[0], 1e18, True, 10.0, 8.0, 320.0, 20.0),
         RunPrice(runs[1], 1e18, False, None, None, None, 40.0),
@@ -64,7 +64,7 @@ def test_a_run_without_room_is_expected_where_the_paper_had_none(prices):
 
 
 def test_a_run_that_should_fit_and_does_not_ends_with_an_error(tmp_path, capsys):
-    choice, topology = Choice(rows=('1',), columns=('512',), gin_params=SMALL), parse('v5e:2x2')
+    choice, topology = TableChoice(rows=('1',), columns=('512',), gin_params=SMALL), parse('v5e:2x2')
     (run,) = list_runs(TABLE_2, choice)
     refused = {'fits': False, 'hours': None, 'least_hours': None, 'chip_hours': None, 'needed_gib': 99.0}
     (tmp_path / price.NAME).write_text(to_json({price.identify(run.point.experiment, topology): refused}))
@@ -76,7 +76,7 @@ def test_a_run_that_should_fit_and_does_not_ends_with_an_error(tmp_path, capsys)
 def test_another_step_has_another_price(tmp_path):
     topology = parse('v5e:2x2')
     one, seeded, other = (
-        list_runs(TABLE_2, Choice(rows=('1',), columns=('512',), gin_params=params))[0].point.experiment
+        list_runs(TABLE_2, TableChoice(rows=('1',), columns=('512',), gin_params=params))[0].point.experiment
         for params in ((), ('train.seed = 5',), ('model.n_layers = 3',))
     )
     assert price.identify(one, topology) == price.identify(seeded, topology)
@@ -85,18 +85,18 @@ def test_another_step_has_another_price(tmp_path):
 
 def test_hours_of_a_processor_come_from_the_measured_rate():
     scale = load_scales()['tiny']
-    assert estimate_hours(0.0, Choice('tiny')) == pytest.approx(scale['seconds_to_start'] / 3600)
-    assert estimate_hours(3600 * scale['flops_per_second'], Choice('tiny')) > 1
-    assert estimate_hours(1e12, Choice()) is None
+    assert estimate_hours(0.0, TableChoice('tiny')) == pytest.approx(scale['seconds_to_start'] / 3600)
+    assert estimate_hours(3600 * scale['flops_per_second'], TableChoice('tiny')) > 1
+    assert estimate_hours(1e12, TableChoice()) is None
 
 
 def test_store_and_preparation():
-    choice = Choice(rows=('1',), columns=('512',))
+    choice = TableChoice(rows=('1',), columns=('512',))
     store, preparation = describe_data(TABLE_2, choice, list_runs(TABLE_2, choice))
     tokens = load_corpora()['pg19']['text_bytes'] / load_corpora()['pg19']['bytes_per_token']
     assert f'{tokens / 1e9:.2f}B tokens, {2 * tokens / 1e9:.3g}' in store
     assert preparation.startswith('preparation: about 0.583 hours')  # 11 GB at 190.7 s each
     induction = find_description('polysketchformer/appendix_f2')
-    assert describe_data(induction, Choice(), list_runs(induction, Choice())) == [
+    assert describe_data(induction, TableChoice(), list_runs(induction, TableChoice())) == [
         'data: drawn by the training, no store'
     ]

@@ -11,9 +11,10 @@ from scipy.stats import spearmanr
 from lm import cli
 from lm.errors import ConfigError
 from lm.experiment import load
+from lm.hardware import parse
 from lm.report.published import load_tables
 from lm.reproduce.descriptions import PAPER_SCALE, find_description, find_paths, load_descriptions, load_scales
-from lm.reproduce.runs import Choice, TableRow, choose_columns, choose_rows, list_runs
+from lm.reproduce.runs import TableChoice, TableRow, choose_columns, choose_rows, list_runs
 from lm.reproduce.scale import Scale
 from lm.reproduce.table import CellResult, ReproducedTable, correlate_ranks
 
@@ -26,6 +27,7 @@ def test_a_description_names_what_exists(name):
     description = load_descriptions()[name]
     assert description.offered or description.missing
     assert not (description.offered and description.missing)
+    assert parse(description.topology).chips
     assert set(description.published) <= load_tables().keys()
     assert set(description.scales) <= load_scales().keys()
     for group in description.runs:
@@ -42,7 +44,7 @@ def test_every_published_number_has_a_run(name):
     """At each scale; a number without a mechanism in `published.toml` has none."""
     description = load_descriptions()[name]
     for scale in {PAPER_SCALE, *description.scales}:
-        runs = list_runs(description, Choice(scale))
+        runs = list_runs(description, TableChoice(scale))
         filled = {(cell.row, cell.column) for run in runs for cell in run.cells}
         columns = {run.column for run in runs}
         for table in map(load_tables().get, description.published):
@@ -51,7 +53,7 @@ def test_every_published_number_has_a_run(name):
 
 
 def test_all_rows_of_a_column_in_the_order_of_the_paper():
-    runs = list_runs(find_description(TABLE_2), Choice('tiny', columns=('1',)))
+    runs = list_runs(find_description(TABLE_2), TableChoice('tiny', columns=('1',)))
     assert [run.row.label for run in runs] == [row.label for row in load_tables()['pg19'].rows]
     assert [run.cells[0].printed for run in runs] == [row.values[0] for row in load_tables()['pg19'].rows]
     assert {run.column for run in runs} == {512}
@@ -59,7 +61,7 @@ def test_all_rows_of_a_column_in_the_order_of_the_paper():
 
 
 def test_lengths_have_the_proportions_of_the_paper():
-    runs = list_runs(find_description(TABLE_2), Choice('tiny', rows=('12-13',), columns=('8k',)))
+    runs = list_runs(find_description(TABLE_2), TableChoice('tiny', rows=('12-13',), columns=('8k',)))
     for run in runs:
         ours, theirs = run.point.experiment, run.original.experiment
         (small,), (large,) = ours.model.pattern, theirs.model.pattern
@@ -68,13 +70,14 @@ def test_lengths_have_the_proportions_of_the_paper():
         assert 8 * ours.model.layer.head_dim == theirs.model.layer.head_dim
         assert 8 * small.block == large.block
         assert (ours.model.n_layers, ours.model.layer.n_heads) == (13, 12)
-        assert ours.optimizer.warmup_steps / ours.train.steps == theirs.optimizer.warmup_steps / theirs.train.steps
+        share = theirs.optimizer.warmup_steps / theirs.train.steps
+        assert ours.optimizer.warmup_steps == round(share * ours.train.steps)
     learned, performer = (run.point.experiment.model.pattern[0] for run in runs)
     assert performer.n_features == 2 * (learned.sketch_size // 2) ** 2
 
 
 def test_seeds_and_bindings_reach_the_runs():
-    choice = Choice('tiny', rows=('softmax',), columns=('512',), seeds=2, gin_params=('train.steps = 7',))
+    choice = TableChoice('tiny', rows=('softmax',), columns=('512',), seeds=2, gin_params=('train.steps = 7',))
     runs = list_runs(find_description(TABLE_2), choice)
     assert [run.point.experiment.train.seed for run in runs] == [0, 1]
     assert {run.point.experiment.train.steps for run in runs} == {7}
@@ -120,13 +123,13 @@ def test_ranks_with_ties_are_those_of_scipy():
 @pytest.fixture
 def table():
     """A table of four rows, three of which are measured with two seeds."""
-    description, choice = find_description(TABLE_2), Choice('tiny', rows=('1-4',), columns=('8k',), seeds=2)
+    description, choice = find_description(TABLE_2), TableChoice('tiny', rows=('1-4',), columns=('8k',), seeds=2)
     runs = list_runs(description, choice)
     figures = [{0: 40.0, 1: 41.0}, {0: 44.0, 1: 45.0}, {0: 42.0, 1: 40.5}, {}]
     rows = list(dict.fromkeys(run.row for run in runs))
     printed = [11.65, 12.72, 11.85, 11.64]
     found = zip(rows, printed, figures, strict=True)
-    return ReproducedTable(description, choice, runs, [CellResult(r, 8192, 'perplexity', p, f, 2) for r, p, f in found])
+    return ReproducedTable(description, choice, runs, [CellResult(r, '8k', 'perplexity', p, f, 2) for r, p, f in found])
 
 
 def test_the_table_has_both_numbers_and_says_what_is_missing(table):
@@ -136,7 +139,7 @@ def test_the_table_has_both_numbers_and_says_what_is_missing(table):
     assert any('11.64 / –' in line for line in lines)
     text = '\n'.join(table.list_remarks())
     assert '6 of 8 figures are there' in text
-    assert 'divided by 8, 819k training tokens in place of 131B, on Python sources' in text
+    assert 'divided by 8, 492k training tokens in place of 131B, on Python sources' in text
     assert 'A model this small may rank otherwise' in text
     rows = list(csv.DictReader(io.StringIO(table.format_csv())))
     assert [row['seeds'] for row in rows] == ['0 1', '0 1', '0 1', '']

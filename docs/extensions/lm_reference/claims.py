@@ -1,8 +1,8 @@
-"""What of the papers holds: the claims of configs/papers/claims.toml, and the tables of `lm reproduce`."""
+"""The page on what of the papers holds: the claims of configs/papers/claims.toml, and the tables of `lm reproduce`."""
 
 import re
 
-from lm.reproduce.claims import PAPERS, Claim, count_verdicts, describe_verdict, load_claims, sort_by_paper
+from lm.reproduce.claims import Claim, count_verdicts, describe_verdict, load_claims, load_papers, sort_by_paper
 from lm_reference.markdown import code, prose, sentence, table
 
 HEADS = ('claim', 'verdict', 'ours')
@@ -12,7 +12,7 @@ def page() -> str:
     """A table of claims per paper, and the list of tables."""
     claims = load_claims()
     parts = [f'In all {len(claims)} claims: {count_verdicts(claims)}.']
-    for paper, name in PAPERS.items():
+    for paper, name in load_papers().items():
         found = [claim for claim in claims if claim.paper == paper]
         parts += [f'## {name}', f'{len(found)} claims: {count_verdicts(found)}.', table(HEADS, map(_row, found))]
     rows = [
