@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import re
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
@@ -47,6 +48,9 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        example = re.match(r'example:\n\s*(.+)', self.epilog or '')
+        if example and message.startswith('the following arguments are required'):
+            message += f', for example: {example[1]}'
         self.exit(ConfigError.exit_code, f'{self.prog}: error: {message}; see {self.prog} --help\n')
 
 

@@ -111,7 +111,7 @@ def read_root(arguments: argparse.Namespace, what: str) -> str:
     from lm.runs.paths import check_path
 
     if not arguments.run_dir:
-        raise ConfigError(f'--run_dir: name the folder {what}')
+        raise ConfigError(f'--run_dir: name the folder {what}, such as --run_dir runs/sweep')
     check_path(arguments.run_dir)
     return arguments.run_dir
 
