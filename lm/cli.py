@@ -42,6 +42,7 @@ from lm.commands.verb import Verb
 from lm.text import make_visible
 
 VERBS = find_verbs()
+OTHER_CODES = 'exit codes: lm --help'
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=f'lm {__version__}')
     verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True, title='verbs', parser_class=_Parser)
     for name, verb in VERBS.items():
-        verb.add_flags(add_parser(verbs, name, verb.help, verb.example, f'\n\n{EXIT_CODES}{verb.exit_codes}'))
+        verb.add_flags(add_parser(verbs, name, verb.help, verb.example, f'\n\n{OTHER_CODES}{verb.exit_codes}'))
     return parser
 
 

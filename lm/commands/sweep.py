@@ -201,7 +201,7 @@ def show(arguments: argparse.Namespace, flag: str) -> str:
 
 
 class Mode(NamedTuple):
-    """One of the things that the verb does."""
+    """One action of `lm sweep`, such as --emit or --status; without its flag, the training of the points."""
 
     flag: str
     """The flag that asks for it; '': it is what the verb does without such a flag."""
