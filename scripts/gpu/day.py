@@ -412,7 +412,7 @@ def merge(
 
 
 def is_whole(result: dict) -> bool:
-    """Returns whether a result is as it was written; only those of docs/notebooks have a checksum."""
+    """Returns whether a result is as it was written; only results of docs/notebooks have a checksum."""
     figures = {name: value for name, value in result.items() if name != 'sha256'}
     digest = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
     return result.get('sha256', digest) == digest

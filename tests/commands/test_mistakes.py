@@ -1,4 +1,4 @@
-"""What beginners type after a quickstart ends with one line that holds the next command or the word that was meant."""
+"""Mistakes of beginners end with one line that holds the next command, or the word that was meant."""
 
 import pytest
 import tiny
