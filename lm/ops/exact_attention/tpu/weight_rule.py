@@ -10,8 +10,8 @@ from lm.ops.exact_attention.tpu.pairs import Hide
 class WeightRule(Protocol):
     """Turns scores into weights inside the kernels: one class for softmax, one for powers.
 
-    Kernels work on a block of Q queries and a block of K keys at a time. A rule is hashable, since programs are compiled
-    for it.
+    Kernels work on a block of Q queries and a block of K keys at a time. A rule is hashable: programs are compiled for
+    it.
 
     Attributes:
         keeps_levels: whether weights are relative to a level, which rises with the scores that a query sees.
