@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import re
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
@@ -41,12 +42,16 @@ from lm.commands.verb import Verb
 from lm.text import make_visible
 
 VERBS = find_verbs()
+OTHER_CODES = 'exit codes: lm --help'
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        example = re.match(r'example:\n\s*(.+)', self.epilog or '')
+        if example and message.startswith('the following arguments are required'):
+            message += f', for example: {example[1]}'
         self.exit(ConfigError.exit_code, f'{self.prog}: error: {message}; see {self.prog} --help\n')
 
 
@@ -62,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=f'lm {__version__}')
     verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True, title='verbs', parser_class=_Parser)
     for name, verb in VERBS.items():
-        verb.add_flags(add_parser(verbs, name, verb.help, verb.example, f'\n\n{EXIT_CODES}{verb.exit_codes}'))
+        verb.add_flags(add_parser(verbs, name, verb.help, verb.example, f'\n\n{OTHER_CODES}{verb.exit_codes}'))
     return parser
 
 

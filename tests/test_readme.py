@@ -73,7 +73,7 @@ def test_command(command, monkeypatch, reference_run, tmp_path):
         arguments[arguments.index('--run_dir') + 1] = str(folder)
     if '--attention' in arguments:
         arguments[1] = str(reference_run[0])
-    if words[0].startswith('scripts/tpu'):
+    if words[0].startswith('scripts/tpu') and verb == 'train':
         arguments += ['--run_dir', 'runs/pod']
     # The call is built with its configuration. It is not run: it would take hours.
     make_call, made = cli.VERBS[verb].make_call, []

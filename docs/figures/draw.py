@@ -6,6 +6,7 @@ A picture is a list of panels. Each panel says how its figures were made (`kind`
 """
 
 import json
+import math
 import pathlib
 
 import matplotlib
@@ -64,7 +65,8 @@ def draw_lines(panel: dict, ax) -> None:
     ax.set_xticks(panel['x'], names)
     ax.set_ylim(bottom=panel.get('bottom'))
     low, high = ax.get_ylim()
-    ticks = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
+    digits = (1, 2, 3, 4, 5, 6, 8) if high < 10 * low else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(-3, 6) for digit in digits]
     if high > 200 * low:
         ticks = [tick for tick in ticks if f'{tick:e}'.startswith('1')]
     ticks = [tick for tick in ticks if low < tick < high]
@@ -81,10 +83,12 @@ def draw_rows(panel: dict, ax) -> None:
 
 
 def draw_points(panel: dict, ax) -> None:
-    """Draws a value against a size: points of one mechanism are joined, and bars show the standard deviation."""
+    """Draws a value against a size: points of one mechanism are joined, and bars reach from one of two seeds to the
+    other."""
     for name, points in panel['curves'].items():
         sizes, values, deviations = zip(*points, strict=True)
-        ax.errorbar(sizes, values, yerr=deviations, label=name, capsize=2, linewidth=0.9, **style_of(name))
+        halves = [deviation / math.sqrt(2) for deviation in deviations]
+        ax.errorbar(sizes, values, yerr=halves, label=name, capsize=2, linewidth=0.9, **style_of(name))
     ax.set(xscale='log', ylim=(0, 105))
     ax.set_xticks(panel['x'], [f'{n // 1000}k' for n in panel['x']])
 

@@ -17,7 +17,7 @@ from lm.bench.candidates import BASELINE, FEATURED, read_candidates
 from lm.bench.options import AttentionOptions, DemoOptions
 from lm.files import local_path
 
-LINEAR = 'gated_linear'
+LINEAR = 'configs/attention/gated_linear.gin'
 """The mechanism beside the featured one: it has no exact blocks, so its curve is level from the first context on."""
 BLOCK = 256
 PASS = 'forward+backward'

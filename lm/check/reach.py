@@ -39,8 +39,8 @@ def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: boo
 def refuse_waste(experiment: Experiment) -> None:
     """Refuses what machines would be paid for in vain, as far as it is known here.
 
-    Raises ConfigError for tokens that are not there or that lie in a folder of this machine, and where all layers
-    approximate but the context is so short that nothing is approximated.
+    Raises ConfigError for tokens that are not there or that lie in a folder of this machine. The error is also raised
+    where the context is so short that layers which could approximate compute all weights exactly.
     """
     data, length = experiment.data, experiment.train.context_length
     if data.task is None and data.path:

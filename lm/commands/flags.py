@@ -156,8 +156,8 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the run whose weights a verb reads."""
-    parser.add_argument('run', nargs='?', metavar='RUN', help='a run of lm train; --run_dir RUN means the same')
-    parser.add_argument('--run_dir', metavar='RUN', help=argparse.SUPPRESS)
+    parser.add_argument('run', nargs='?', metavar='RUN', help='a run of lm train')
+    parser.add_argument('--run_dir', metavar='RUN', help='the same run by a flag, in place of the first argument')
     parser.add_argument('--step', type=int, metavar='N', help='the checkpoint of this step; default: the newest')
 
 

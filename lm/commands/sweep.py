@@ -111,7 +111,7 @@ def read_root(arguments: argparse.Namespace, what: str) -> str:
     from lm.runs.paths import check_path
 
     if not arguments.run_dir:
-        raise ConfigError(f'--run_dir: name the folder {what}')
+        raise ConfigError(f'--run_dir: name the folder {what}, such as --run_dir runs/sweep')
     check_path(arguments.run_dir)
     return arguments.run_dir
 
@@ -201,7 +201,7 @@ def show(arguments: argparse.Namespace, flag: str) -> str:
 
 
 class Mode(NamedTuple):
-    """One of the things that the verb does."""
+    """One action of `lm sweep`, such as --emit or --status; without its flag, the training of the points."""
 
     flag: str
     """The flag that asks for it; '': it is what the verb does without such a flag."""

@@ -10,6 +10,7 @@ write `polynomial.degree = 8` and `model.attention = @polynomial()`. Nothing her
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib
 import operator
@@ -198,6 +199,7 @@ def check_fields(config: Configurable) -> None:
             raise ConfigError(
                 f'{label} = {value!r}: must be {describe(annotations[spec.name])}, not {type(value).__name__}'
                 + _suggest(value, annotations[spec.name])
+                + _suggest_value(value, annotations[spec.name])
             ) from None
         if spec.metadata.get('secret'):
             converted = _hide(label, converted, spec)
@@ -215,6 +217,14 @@ def _suggest(value: Any, annotation: Any) -> str:
             convert(right, annotation)
             return f' (write {right!r})'
     return ''
+
+
+def _suggest_value(value: Any, annotation: Any) -> str:
+    """Returns a hint with the registered value that a text may mean."""
+    kinds = [kind for kind in find_classes(annotation) if issubclass(kind, Configurable)]
+    known = [name for name, cls in REGISTRY.items() if any(issubclass(cls, kind) for kind in kinds)]
+    close = difflib.get_close_matches(str(value), known, 1) if isinstance(value, str) else []
+    return f'; did you mean @{close[0]}()?' if close else ''
 
 
 def _hide(label: str, value: Any, spec: dataclasses.Field) -> str:
@@ -278,15 +288,21 @@ def find_classes(annotation: Any) -> list[type]:
     return [c for argument in typing.get_args(annotation) for c in find_classes(argument)]
 
 
+ITEMS = 'a list, each item '
+
+
 def describe(annotation: Any) -> str:
     """Describes a type in plain words: `int | None` → 'an int or None'."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return ' or '.join(describe(a) for a in arguments)
+        kinds = [describe(a) for a in arguments]
+        return ' or '.join(
+            'a list of these' if kind.removeprefix(ITEMS) in kinds[:i] else kind for i, kind in enumerate(kinds)
+        )
     if origin is tuple and Ellipsis not in arguments:
         return f'({", ".join(describe(a) for a in arguments)})'
     if origin is tuple:
-        return 'a list, each item ' + describe(arguments[0])
+        return ITEMS + describe(arguments[0])
     if origin is typing.Literal:
         return ' or '.join(map(repr, arguments))
     if annotation is type(None):

@@ -4,6 +4,7 @@ Reading runs no code of a file, unless imports were allowed: a value is a litera
 An `import` of a module that is loaded and has defined configurables needs no permission.
 """
 
+import difflib
 import functools
 import importlib
 import logging
@@ -265,9 +266,11 @@ def _find_file(name: str, includer: AnyPath | None = None, where: str = '') -> A
 
 
 def _find_shipped(stem: str) -> list[str]:
-    """Returns the gin files of the project that have this name without its suffix, experiments first."""
+    """Returns the gin files of the project with the nearest name, without its suffix; experiments come first."""
     root = project_root()
-    found = [path.relative_to(root).as_posix() for path in (root / 'configs').rglob('*.gin') if path.stem == stem]
+    paths = list((root / 'configs').rglob('*.gin'))
+    close = difflib.get_close_matches(stem, {path.stem for path in paths}, 1)
+    found = [path.relative_to(root).as_posix() for path in paths if path.stem in close]
     return sorted(found, key=lambda name: (not name.startswith('configs/experiments/'), name))
 
 

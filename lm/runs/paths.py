@@ -68,7 +68,7 @@ def explain_absence(path: AnyPath) -> str:
     """Returns why `path` is no run, with the remedy."""
     if command := find_import(path):
         return f'holds weights and no run; make a run of them: `{command}`'
-    return 'holds no config.gin, so it is not a run of lm train'
+    return 'holds no config.gin, so it is not a run of lm train; name one, such as runs/quickstart'
 
 
 def find_import(path: AnyPath) -> str | None:

@@ -28,6 +28,7 @@ from lm.runs.paths import read_text
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
 from lm.runs.weights import SavedWeights
+from lm.tasks import TaskStore
 from lm.training.program import get_shardings
 from lm.training.progress import print_rows
 from lm.training.step import State
@@ -223,10 +224,10 @@ def write_start(run: RunDir, plan: RunPlan, origin: Origin, start: Start) -> Non
         facts['branch'] = origin.branch.record(plan.text)
     if start.is_from_memory:
         facts['saved_step'] = start.stored
-    is_task = plan.experiment.data.task is not None
-    name, tokenizer = ('', None) if is_task else plan.store.read_tokenizer_file()
-    if tokenizer is not None:
-        facts['end_id'] = plan.store.info['tokenizer'].get('eod_id')
+    store, name, tokenizer = plan.store, '', None
+    if not isinstance(store, TaskStore):
+        name, tokenizer = store.read_tokenizer_file()
+        facts['end_id'] = store.info['tokenizer'].get('eod_id')
     run.create_or_resume(plan.text, facts, start.step, origin.rewind_to is not None)
     if tokenizer is not None:  # a copy of the run can write text without the data
         run.keep_file(name, tokenizer)

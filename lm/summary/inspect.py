@@ -45,7 +45,10 @@ def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allo
     elif (folder / 'parts').is_dir():
         raise ConfigError(f'{path}: is an unfinished token store; run the same lm prepare again to finish it')
     else:
-        raise ConfigError(f'{path}: holds no config.gin, sweep.json or dataset.json, so it is nothing of lm')
+        raise ConfigError(
+            f'{path}: holds no config.gin, sweep.json or dataset.json, so it is nothing of lm; name a run, a sweep or '
+            'a token store, such as runs/quickstart'
+        )
     if as_json:
         print(to_json(found))
     else:

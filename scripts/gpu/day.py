@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -397,6 +398,10 @@ def merge(
         print(f'--merge {source}: no such file', file=sys.stderr)
         return 2
     kept = read_results(results)
+    if damaged := [result['row'] for result in read_results(source) if not is_whole(result)]:
+        why = 'has another checksum than its figures; send the file again'
+        print(f'--merge {source}: {damaged[0]} {why}', file=sys.stderr)
+        return 2
     known = {(result['row'], result['date'], result['device']) for result in kept}
     new = [result for result in read_results(source) if (result['row'], result['date'], result['device']) not in known]
     results.write_text(''.join(json.dumps(result) + '\n' for result in [*kept, *new]))
@@ -404,6 +409,13 @@ def merge(
     shown.write_text(json.dumps(find_shown(rows, [*kept, *new]), indent=2) + '\n')
     print(f'{len(new)} results added to {results}')
     return 0
+
+
+def is_whole(result: dict) -> bool:
+    """Returns whether a result is as it was written; only results of docs/notebooks have a checksum."""
+    figures = {name: value for name, value in result.items() if name != 'sha256'}
+    digest = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
+    return result.get('sha256', digest) == digest
 
 
 def find_shown(rows: Sequence[Row], results: Sequence[dict]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What people type after the first command works, or ends with a line that holds the next command."""
+"""The second command of a newcomer works, or ends with a line that holds the next one."""
 
 import os
 import pathlib

@@ -235,3 +235,13 @@ def test_rows_in_tiny_form(row, tmp_path):
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert day.read_result(tmp_path / 'result.json')
+
+
+def test_a_result_with_another_checksum_is_refused(tmp_path, capsys):
+    """Notebooks on TPUs write one, because people send their files by hand."""
+    result = {'row': 'tpu_step', 'date': '2026-12-01', 'device': '1 × TPU v5 lite', 'sha256': '0' * 64}
+    source, kept = tmp_path / 'tpu_result.jsonl', tmp_path / 'results.jsonl'
+    source.write_text(json.dumps(result) + '\n')
+    assert day.merge(source, kept, tmp_path / 'page.md', tmp_path / 'shown.json', []) == 2
+    assert 'tpu_step has another checksum than its figures; send the file again' in capsys.readouterr().err
+    assert not kept.exists()

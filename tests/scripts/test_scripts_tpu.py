@@ -469,7 +469,7 @@ def test_secrets_reach_the_jobs_and_no_log(tmp_path):
 
 
 OURS = {'PROJECT': 'ours', 'RUN_DIR': 'gs://ours/runs/small'}
-"""Names that are not those of the examples."""
+"""Names that no example has."""
 
 
 def checking(cloud: FakeCloud, code: int) -> None:

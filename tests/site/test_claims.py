@@ -8,6 +8,9 @@ import pytest
 import tiny
 from test_figures import read_panels, read_table
 
+from lm.config.text import dump
+from lm.experiment import load
+
 README = (tiny.ROOT / 'README.md').read_text()
 GUIDE = (tiny.ROOT / 'docs' / 'explanation' / 'which_attention.md').read_text()
 BENCHMARKS = (tiny.ROOT / 'docs' / 'benchmarks.md').read_text()
@@ -46,6 +49,12 @@ def test_the_quickstart_has_the_perplexity_of_its_row():
     low, high = map(int, re.search(r'per token of (\d+) to (\d+)\*\*', README).groups())
     assert low <= min(seeds) <= max(seeds) <= high
     assert read_panels('quickstart')[0]['end']['validation'] == [1000, 3.09]
+
+
+def test_the_quickstart_is_the_recipe_of_the_row():
+    folder = tiny.ROOT / 'configs'
+    row = [folder / 'papers' / 'study' / 'options' / 'options.gin', folder / 'recipes' / 'best.gin']
+    assert dump(load([str(folder / 'experiments' / 'quickstart.gin')])) == dump(load([str(path) for path in row]))
 
 
 def test_the_cost_of_polysketch_is_that_of_the_study():

@@ -1,23 +1,28 @@
 """The notebooks run, and each committed notebook is its text form with the outputs of a run without errors."""
 
 import importlib.util
+import json
 import re
+import sys
 
 import nbformat
 import pytest
 import tiny
 
+from lm import cli
+
 PLACE = re.compile(r'/(?:home|root|tmp|work|check|usr|opt)/')
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location('notebooks', tiny.ROOT / 'scripts' / 'notebooks.py')
+def load_script(path: str):
+    spec = importlib.util.spec_from_file_location(path.rpartition('/')[2], tiny.ROOT / 'scripts' / f'{path}.py')
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
 
-NOTEBOOKS = load_script()
+NOTEBOOKS = load_script('notebooks')
 
 
 def test_every_notebook_has_a_tiny_form_and_is_on_the_page():
@@ -53,4 +58,26 @@ def test_the_notebooks_run(names, tmp_path, monkeypatch):
         notebook = NOTEBOOKS.execute(name, tmp_path, tiny=True)
         outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
         assert not [output for output in outputs if output.output_type == 'error'], name
-    assert (tmp_path / 'figures.zip').exists() == ('train_32k_on_a_tpu' in names)
+    if 'train_32k_on_a_tpu' in names:
+        lines = [json.loads(line) for line in (tmp_path / 'tpu_result.jsonl').read_text().splitlines()]
+        assert [line['row'] for line in lines] == ['tpu_precision', 'tpu_step', 'tpu_train']
+        day = load_script('gpu/day')
+        assert all(map(day.is_whole, lines))
+        assert not day.is_whole(lines[0] | {'device': 'another'})
+
+
+@pytest.mark.slow  # each compiles a whole step for a TPU: minutes
+@pytest.mark.parametrize(('devices', 'topology'), [(1, 'v5e:1x1'), (8, 'v5e:2x4')])
+def test_the_step_fits_the_free_slices(devices, topology, tmp_path, monkeypatch, capsys):
+    """Colab lends one chip, Kaggle eight. The cells of the notebook write the configuration."""
+    pytest.importorskip('libtpu')
+    monkeypatch.chdir(tmp_path)
+    cells = [cell.source for cell in NOTEBOOKS.read('train_32k_on_a_tpu', tiny=False).cells if cell.cell_type == 'code']
+    names = {'devices': devices, 'kind': 'TPU v5 lite'}
+    for first_line in ('repository = ', 'import pathlib\n\nsettings = ', 'SLICES = '):
+        (cell,) = [cell for cell in cells if cell.startswith(first_line)]
+        exec(cell.partition('\nif topology')[0], names)
+    assert names['topology'] == topology
+    flags = [*names['gin'].split(), '--gin_file', names['attention'], '--topology', topology, '--no_advice']
+    assert names['context_length'] == 32_768
+    assert cli.main(['check', *flags]) == 0, capsys.readouterr().err

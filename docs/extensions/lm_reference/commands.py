@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from lm.cli import make_parser
+from lm.cli import OTHER_CODES, make_parser
 from lm.errors import EXIT_CODES
 from lm_reference.markdown import code, fenced, prose, sentence, table
 
@@ -43,7 +43,9 @@ def _verb(name: str, parser: argparse.ArgumentParser) -> str:
     parts = [f'(lm-{name.replace(" ", "-")})=\n{level} {code(f"lm {name}")}', prose(parser.description or '')]
     example = re.search(r'^example:\n  (.*)$', parser.epilog or '', re.MULTILINE)
     parts += [fenced(example[1], 'bash')] if example else []
-    remarks = [line for line in (parser.epilog or '').splitlines() if line not in EXIT_CODES.splitlines()]
+    remarks = [
+        line for line in (parser.epilog or '').splitlines() if line not in (*EXIT_CODES.splitlines(), OTHER_CODES)
+    ]
     parts += [prose(line.strip()) for line in remarks if line.strip() and not line.startswith(('example:', '  lm '))]
     groups = [
         (group, [action for action in group._group_actions if _is_argument(action)]) for group in parser._action_groups

@@ -85,7 +85,7 @@ class RunInfo(TypedDict):
     branch: NotRequired[BranchPoint]  #: where the run began, if it is a branch
     imported: NotRequired[str]  #: checkpoint that `lm import` made the run of
     begin_id: NotRequired[int]  #: token that stands before every text, if the imported checkpoint has one
-    end_id: NotRequired[int]  #: token that ends a document, if the imported checkpoint has one
+    end_id: NotRequired[int]  #: token that ends a document, of the data or of the imported checkpoint
 
 
 class TrainRecord(TypedDict):

@@ -178,7 +178,7 @@ def _trained(config: TokenizerConfig, texts: Iterable[str], **options: Any) -> b
 
 
 def sentences(text: str) -> list[str]:
-    """Pieces of a document, newlines inside, that SentencePiece accepts as sentences to train on."""
+    """Cuts a document into pieces that SentencePiece accepts as sentences for its training; line breaks stay inside."""
     return _SENTENCES.findall(text.replace(SPACE, '').replace('\0', ''))
 
 

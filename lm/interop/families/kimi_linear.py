@@ -123,7 +123,7 @@ class KimiLinear(Decoder):
         return dataclasses.replace(find_layer_type(kind)(), **options)
 
     def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
-        """Returns the feed-forward layer of a layer."""
+        """Returns the configuration of the feed-forward part of layer number `layer`: dense, or with experts."""
         first = config.integer('first_k_dense_replace', 1)
         types = config.texts('mlp_layer_types') or [DENSE] * first + [SPARSE] * config.integer('num_hidden_layers')
         if types[layer] == DENSE:

@@ -91,7 +91,7 @@ class Qwen3Next(Decoder):
         return dataclasses.replace(find_layer_type(kind)(), **options)
 
     def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
-        """Returns the feed-forward layer of a layer."""
+        """Returns the configuration of the feed-forward part of layer number `layer`: dense, or with experts."""
         found = self.expert | config
         is_dense = layer in config.integers('mlp_only_layers') or found['num_experts'] == 0
         if is_dense or (layer + 1) % config.integer('decoder_sparse_step', 1):

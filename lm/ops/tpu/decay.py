@@ -30,10 +30,12 @@ def arrange_log_decay(log_decay_BxLxK: jax.Array, length: int, heads: int) -> ja
 
 
 class LogSums(NamedTuple):
-    """Running sums of log factors from the start of a block, float32: of a whole call, or a row or column of tokens.
+    """Sums of the logarithms of decay factors, in float32, from the first token of a block up to each token.
+
+    The arrays belong to a whole call, or to one row or column of tokens.
 
     Attributes:
-        c: the sums, rounded.
+        c: the sums, rounded to float32.
         rest: the rest that rounding has left; None: no one keeps it.
     """
 

@@ -8,7 +8,10 @@ from lm.ops.exact_attention.tpu.pairs import Hide
 
 
 class WeightRule(Protocol):
-    """How scores become weights; hashable. K keys and Q queries of a pair of blocks.
+    """Turns scores into weights inside the kernels: one class for softmax, one for powers.
+
+    Kernels work on a block of Q queries and a block of K keys at a time. A rule is hashable: programs are compiled for
+    it.
 
     Attributes:
         keeps_levels: whether weights are relative to a level, which rises with the scores that a query sees.
