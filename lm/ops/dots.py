@@ -168,14 +168,21 @@ def dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
     return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
 
 
-def in_three(x: jax.Array) -> list[jax.Array]:
-    """Returns three bfloat16 arrays whose sum is the float32 array x to 24 bits.
+def in_parts(x: jax.Array, count: int, in_kernel: bool = True) -> list[jax.Array]:
+    """Returns bfloat16 arrays whose sum is the float32 array x to 8 bits per array.
 
     A moment Σ y yᵀ rounded to bfloat16 makes denominators negative where keys are concentrated and the query is
-    orthogonal to them.
+    orthogonal to them. So it takes three.
+
+    Args:
+        x: float32.
+        count: the number of arrays.
+        in_kernel: whether Pallas compiles this, which has no other rounding than casts. XLA may leave out a cast there
+            and back.
     """
     parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
+    for _ in range(count):
+        rounded = x if in_kernel else lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(rounded.astype(jnp.bfloat16))
         x = x - parts[-1].astype(jnp.float32)
     return parts

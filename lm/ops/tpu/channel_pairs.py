@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from lm.ops import platform
+from lm.ops.dots import in_parts
 from lm.ops.tpu import ROWS, SUBLANES, dot
 from lm.ops.tpu.masks import choose, from_words, keep, take_diagonal, to_words
 from lm.ops.tpu.order import Turns
@@ -194,8 +195,7 @@ def _multiply_near(log_ExC: jax.Array, dtype: DTypeLike) -> tuple[NearSums, list
     if dtype == jnp.float32:
         middle, since, until, *lasts = _cut(dot(_make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
         return (middle, since, until), lasts
-    high = log_ExC.astype(dtype)
-    low = (log_ExC - high.astype(jnp.float32)).astype(dtype)
+    high, low = in_parts(log_ExC, 2)
     # Both parts of half of the tokens fill a matrix unit.
     sums = _make_blocks(kinds, size, dtype, repeats=2)
     is_first = lax.broadcasted_iota(jnp.int32, (1, size), 1) < size // 2

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops import platform
+from lm.ops.dots import in_parts
 from lm.ops.gpu import (
     TILE,
     load_columns,
@@ -46,7 +47,7 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     def pair(x, *, k_CxE, factors, beta_C, t_C, **_):
         beta = load_columns(beta_C)
         scales = beta, -beta * jnp.exp(load_columns(t_C))
-        values, keys = (split(x * repeat_per_column(scale, TILE)) for scale in scales)
+        values, keys = (in_parts(x * repeat_per_column(scale, TILE), 2) for scale in scales)
         return [(values, factors[0]), (keys, k_CxE)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
@@ -65,7 +66,7 @@ def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE
 def turn(x: jax.Array, high: Ref, low: Ref) -> list[Ref]:
     """Places the two bfloat16 numbers of X in shared memory, and returns Xᵀ."""
     release()
-    high[...], low[...] = split(x)
+    high[...], low[...] = in_parts(x, 2)
     plgpu.commit_smem()
     return [part.transpose((1, 0)) for part in (high, low)]
 
@@ -140,18 +141,12 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
     return results
 
 
-def split(x: jax.Array) -> list[jax.Array]:
-    """Splits x into two bfloat16 arrays whose sum is x to 16 bits."""
-    high = x.astype(jnp.bfloat16)
-    return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
-
-
 def multiply_split(high: Ref, low: Ref, register: list[Ref], a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes a · b of float32 [C, C] in registers; the two bfloat16 numbers of b are placed in shared memory."""
     release()
-    high[...], low[...] = split(b)
+    high[...], low[...] = in_parts(b, 2)
     plgpu.commit_smem()
-    a_high, a_low = split(a)
+    a_high, a_low = in_parts(a, 2)
     return sum_products([(a_high, high), (a_high, low), (a_low, high)], scratch=register)[0]
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, split, turn
+from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, turn
+from lm.ops.dots import in_parts
 from lm.ops.gpu import (
     TILE,
     load_columns,
@@ -30,7 +31,6 @@ from lm.ops.gpu import (
     zeros,
 )
 from lm.ops.gpu.channel_pairs import (
-    LogParts,
     PairGradientMemory,
     PairMemory,
     Selections,
@@ -57,7 +57,7 @@ def solve(
             k[...] = fade(k, since)
         plgpu.commit_smem()
         scale = load_columns(beta)
-        values, of_keys = (split(x * repeat_per_column(factor, TILE)) for factor in (scale, -scale))
+        values, of_keys = (in_parts(x * repeat_per_column(factor, TILE), 2) for factor in (scale, -scale))
         return [(values, factors[0]), (of_keys, [k for k, _ in keys])]
 
     return _call('solutions', pair, system, beta_NxL, [v_NxLxD], interpreted)
@@ -112,7 +112,7 @@ def _call(
 
     body.__name__ = f'channel_delta_{name}'
     tile = matrix(TILE, TILE)
-    keys = [(tile, LogParts(tile, tile))] * (key_size // TILE)
+    keys = [(tile, [tile, tile])] * (key_size // TILE)
     parts = [[tile] * (factor.shape[2] // TILE) for factor in factors]
     (results,) = plgpu.kernel(
         body,
@@ -135,7 +135,7 @@ def _call(
     return results
 
 
-def _make_system(keys: list[tuple[Ref, LogParts[Ref]]], beta: Ref, memory: PairMemory) -> jax.Array:
+def _make_system(keys: list[tuple[Ref, list[Ref]]], beta: Ref, memory: PairMemory) -> jax.Array:
     """Makes A, float32 in registers."""
     parts = [weigh_earlier(k, k, logs, memory, zeros(TILE, TILE)) for k, logs in keys]
     return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(beta), TILE)
@@ -184,7 +184,7 @@ def differentiate_systems(
         grid_names=('chunk', 'head', 'part'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types={
-            'vectors': (tile, tile, LogParts(tile, tile)),
+            'vectors': (tile, tile, [tile, tile]),
             'dpairs': tile,
             'ready': plgpu.Barrier(num_arrivals=5),
             'scratch': PairGradientMemory.allocate(interpreted),

@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, matrix, product, release, send, slice_tile, sum_products, wait_for_copies
 from lm.ops.gpu.channel_pairs import (
-    LogParts,
     PairGradientMemory,
     Selections,
     add_log_gradients,
@@ -79,7 +78,7 @@ def differentiate(
         grid_names=('chunk', 'part'),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types={
-            'chunk': ChannelArrays(tile, tile, tile, LogParts(tile, tile)),
+            'chunk': ChannelArrays(tile, tile, tile, [tile, tile]),
             'chunk_do': tile,
             'states': [tile, tile],
             'ready': plgpu.Barrier(num_arrivals=8),
@@ -112,7 +111,7 @@ def _differentiate_keys(
     select, turned = Selections(), Selections(transposed=True)
     # Through S', and through the queries' reads of S.
     halves = place_halves(widen(before) * widen(dafter), scratch)
-    kept = add_selected(select.whole(), LogParts(*(x.transpose((1, 0)) for x in halves)), register)
+    kept = add_selected(select.whole(), [x.transpose((1, 0)) for x in halves], register)
     scratch.dlog[...] = kept * make_factors(select.whole(), logs, register)
     dq = product(do, before.transpose((1, 0))) * make_factors(select.since(), logs, register)
     add_log_gradients(turned.since(), dq * widen(q), scratch)

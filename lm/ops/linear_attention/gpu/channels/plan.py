@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from lm.ops.gpu import TILE, channel_pairs, slice_tile
-from lm.ops.gpu.channel_pairs import LogParts
+from lm.ops.dots import in_parts
+from lm.ops.gpu import TILE, slice_tile
 from lm.ops.linear_attention.gpu.plan import A, Ref
 
 CHUNK = TILE
@@ -30,7 +30,7 @@ class ChannelArrays(NamedTuple, Generic[A, Logs]):
         q: queries, bfloat16 [B, L, H E].
         k: keys, bfloat16 [B, L, K E].
         v: values, bfloat16 [B, L, K D].
-        logs: logs of the factors, [B, L, K E] float32; in kernels `LogParts` of such arrays.
+        logs: logs of the factors, [B, L, K E] float32; in kernels two bfloat16 arrays whose sum they are, to 16 bits.
     """
 
     q: A
@@ -39,13 +39,13 @@ class ChannelArrays(NamedTuple, Generic[A, Logs]):
     logs: Logs
 
 
-KernelTokens = ChannelArrays[A, LogParts[A]]
+KernelTokens = ChannelArrays[A, list[A]]
 """The tokens of a call as kernels take them."""
 
 
 def split_logs(tokens: ChannelArrays[jax.Array, jax.Array]) -> KernelTokens[jax.Array]:
     """Returns the arrays that kernels take."""
-    return ChannelArrays(tokens.q, tokens.k, tokens.v, channel_pairs.split_logs(tokens.logs))
+    return ChannelArrays(tokens.q, tokens.k, tokens.v, in_parts(tokens.logs, 2, in_kernel=False))
 
 
 @dataclasses.dataclass(frozen=True)

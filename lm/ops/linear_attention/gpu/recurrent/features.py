@@ -66,7 +66,7 @@ class Features:
     def load_sides(
         plan: RecurrentPlan,
         sides: list[tuple[SideArrays[Ref], bool]],
-        rows: tuple[Ref, Ref] | None,
+        rows: list[Ref] | None,
         memory: FeaturesMemory,
     ) -> list['Features']:
         """Makes the features of each of `sides`, (arrays, True for queries), once the rows have arrived."""
