@@ -80,20 +80,6 @@ class Side(NamedTuple):
     own: bool
 
 
-class PairGradients(NamedTuple):
-    """The gradients that pairs give, all [C, E].
-
-    Attributes:
-        keys: to the keys, on both sides.
-        sides: to each side that is not the keys.
-        log: to the log factors.
-    """
-
-    keys: jax.Array
-    sides: list[jax.Array]
-    log: jax.Array
-
-
 class Parted(NamedTuple):
     """The rows of all first halves of m tokens, 8 or more, and of all second halves, [C / 2, columns] each."""
 
@@ -388,7 +374,10 @@ class ChannelPairs:
         return [[self._put_near(*head) for head in zip(*of_side, strict=True)] for of_side in both]
 
     def differentiate(self, sides: Sequence[Side], dpairs: Sequence[Sequence[jax.Array]], dsums: SumGradients) -> Turns:
-        """Returns the `PairGradients` of the products of keys with `sides`, for each side and head, and of sums."""
+        """Returns gradients [C, E] from the gradients of the products of keys with each side and head, and of the sums.
+
+        They are of the keys, on both sides, of each side that is not the keys, and of the log factors.
+        """
         near = [[take_diagonal(d) for d in of_heads] for of_heads in dpairs]
         rounded = [[d.astype(self.dtype) for d in of_heads] for of_heads in dpairs]
         dkeys, dsides, dlog = self._differentiate_near(sides, near)
@@ -415,7 +404,7 @@ class ChannelPairs:
             dsums.add(m, Parted(dkey * k.first, _add(dlevel)))
             yield
         dsides = [d for side, d in zip(sides, dsides, strict=True) if side.own]
-        return PairGradients(dkeys, dsides, dlog + dsums.finish(dmiddle, self.dtype, self.by_products))
+        return dkeys, dsides, dlog + dsums.finish(dmiddle, self.dtype, self.by_products)
 
     @functools.cached_property
     def since(self) -> jax.Array:
