@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.dots import in_parts
-from lm.ops.gpu import TILE, load_matrix, matrix, product, release, sum_products
+from lm.ops.gpu import TILE, load_matrix, matrix, number_entries, product, release, sum_products, widen
 
 LEVELS = TILE.bit_length() - 1
 """The number of levels: m = 1, 2, 4, … of a chunk."""
@@ -38,11 +38,6 @@ class PairMemory(NamedTuple):
 
     keys: Any
     register: list
-
-
-def _count() -> list[jax.Array]:
-    layout = plgpu.Layout.WGMMA
-    return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
 def _differ(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -66,7 +61,7 @@ class Selections:
     """
 
     def __init__(self, transposed: bool = False):
-        row, column = _count()
+        row, column = number_entries()
         self.token, self.other = (column, row) if transposed else (row, column)
 
     def since(self) -> jax.Array:
@@ -109,7 +104,7 @@ def fade(x_CxE, factors: jax.Array) -> jax.Array:
 
 def take_level(pairs: jax.Array, m: jax.Array, other: jax.Array | float = 0.0) -> jax.Array:
     """Returns pairs [C, C] of level m, and `other` elsewhere; queries are on the rows."""
-    row, column = _count()
+    row, column = number_entries()
     differ = _differ(row, column)
     if not isinstance(other, jax.Array):
         other = jnp.full_like(pairs, other)
@@ -119,7 +114,7 @@ def take_level(pairs: jax.Array, m: jax.Array, other: jax.Array | float = 0.0) -
 
 def take_own(pairs: jax.Array) -> jax.Array:
     """Returns the diagonal of pairs [C, C], and 0 elsewhere."""
-    row, column = _count()
+    row, column = number_entries()
     return jnp.where(row == column, pairs, 0.0)
 
 
@@ -208,8 +203,3 @@ def differentiate_pairs(
         return dq + dqueries, dk + dkeys
 
     return loop_over_levels(differentiate_level, start)
-
-
-def widen(x) -> jax.Array:
-    """Loads a matrix as float32."""
-    return load_matrix(x).astype(jnp.float32)

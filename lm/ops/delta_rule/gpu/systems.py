@@ -22,10 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops import platform
 from lm.ops.dots import in_parts
 from lm.ops.gpu import (
+    FAST,
     TILE,
     load_columns,
     load_rows,
     matrix,
+    number_entries,
     release,
     repeat_per_column,
     repeat_per_row,
@@ -124,7 +126,7 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
         out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], k)],),
         grid=(chunks, n),
         grid_names=('chunk', 'head'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'k_CxE': parts[0],
             'factors': parts[1:],
@@ -158,12 +160,6 @@ def _make_system(k_CxE: list[Ref], beta_C: Ref, t_C: Ref) -> jax.Array:
     later = t_rows - repeat_per_column(load_columns(t_C), TILE)
     row, column = number_entries()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
-
-
-def number_entries() -> list[jax.Array]:
-    """Returns the numbers of rows and of columns, [C, C]."""
-    layout = plgpu.Layout.WGMMA
-    return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
 def invert(a: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:

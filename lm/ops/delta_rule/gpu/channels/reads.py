@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, release, send, slice_tile, sum_products
+from lm.ops.gpu import FAST, TILE, matrix, release, send, slice_tile, sum_products
 from lm.ops.gpu.channel_pairs import PairMemory, Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelPlan, describe_terms
 
@@ -60,7 +60,7 @@ def differentiate_reads(
         ),
         grid=(length // TILE, n * plan.parts),
         grid_names=('chunk', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'chunk': (tile, tile, [tile, tile], tile),
             'ready': plgpu.Barrier(num_arrivals=5),

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, turn
 from lm.ops.dots import in_parts
 from lm.ops.gpu import (
+    FAST,
     TILE,
     load_columns,
     load_rows,
@@ -119,7 +120,7 @@ def _call(
         out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], system.k)],),
         grid=(length // TILE, n),
         grid_names=('chunk', 'head'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'keys': keys,
             'factors': parts,
@@ -182,7 +183,7 @@ def differentiate_systems(
         out_type=(tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.bfloat16, jnp.float32)),),
         grid=(length // TILE, n, key_size // TILE),
         grid_names=('chunk', 'head', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'vectors': (tile, tile, [tile, tile]),
             'dpairs': tile,

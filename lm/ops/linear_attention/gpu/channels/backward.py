@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, product, release, send, slice_tile, sum_products, wait_for_copies
+from lm.ops.gpu import FAST, TILE, matrix, product, release, send, slice_tile, sum_products, wait_for_copies, widen
 from lm.ops.gpu.channel_pairs import (
     PairGradientMemory,
     Selections,
@@ -25,7 +25,6 @@ from lm.ops.gpu.channel_pairs import (
     place_halves,
     take_own,
     weigh,
-    widen,
 )
 from lm.ops.linear_attention.gpu.channels.forward import copy_tokens
 from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, KernelTokens, Ref, describe_terms
@@ -76,7 +75,7 @@ def differentiate(
         out_type=(ChannelArrays(of_keys, of_keys, of_values, of_logs),),
         grid=(length // TILE, count),
         grid_names=('chunk', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'chunk': ChannelArrays(tile, tile, tile, [tile, tile]),
             'chunk_do': tile,

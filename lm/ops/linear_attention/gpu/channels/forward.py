@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, send, slice_tile, sum_products
+from lm.ops.gpu import FAST, TILE, matrix, send, slice_tile, sum_products
 from lm.ops.gpu.channel_pairs import PairMemory, Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, KernelTokens, Ref, describe_terms
 
@@ -38,7 +38,7 @@ def compute(plan: ChannelPlan, tokens: KernelTokens[jax.Array], before: jax.Arra
         out_type=(describe_terms(plan.key_parts, tokens.q, plan.heads * plan.value_parts * TILE, jnp.bfloat16),),
         grid=(length // TILE, count),
         grid_names=('chunk', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'chunk': ChannelArrays(tile, tile, tile, [tile, tile]),
             'state': tile,
