@@ -18,8 +18,8 @@ from lm.ops.linear_attention import (
     decode,
     expansion,
     linear_attention,
-    reference,
 )
+from scripts.kernels.formulations import plain_blocks
 
 TAYLOR = (1.0, 1.0, 0.5)
 # Compilation takes most of the time of these tests.
@@ -330,7 +330,7 @@ def test_memory_is_linear():
 def test_plain_formulation_agrees():
     x, y, v, q, k = draw(64, heads=2, kv_heads=2)
     expected = call(x, y, v, q, k, powers=SQUARE, local=PolynomialKernel(4), block=16)
-    got = reference.plain_blocks(x, y, v, q, k, degree=4, block=16)
+    got = plain_blocks(x, y, v, q, k, degree=4, block=16)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
