@@ -26,7 +26,7 @@ def make_all_visible(value: Any) -> Any:
 
 def escape_markdown(text: str) -> str:
     """Returns the text such that Markdown shows it and makes no HTML, link or code of it."""
-    return re.sub(r'[\\`<\[\]]', r'\\\g<0>', make_visible(text))
+    return re.sub(r'[\\`\[\]]|<(?=[a-zA-Z/!?])', r'\\\g<0>', make_visible(text))
 
 
 def perplexity(nats: float) -> float:

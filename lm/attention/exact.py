@@ -60,12 +60,8 @@ class ExactModule(AttentionModule):
         state, seen = store(state, k_BxTxKxD, v_BxTxKxD, self.gate and self.gate.log_decay(k_BxTxKxD, gate_BxLxK))
         o_BxTxHxD = self.compute(
             q_BxTxHxD,
-            seen.k_BxMxKxD,
-            seen.v_BxMxKxD,
-            q_offset=seen.q_offset,
-            k_start=seen.k_start,
-            starts_BxL=None if starts_BxT is None else seen.q_offset + starts_BxT,
-            log_decay_BxMxK=seen.log_decay_BxMxK,
+            **seen,
+            starts_BxL=None if starts_BxT is None else seen['q_offset'] + starts_BxT,
             implementation='xla',
         )
         return state, o_BxTxHxD

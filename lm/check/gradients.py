@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.check.float64 import evaluate
+from lm.check.float64 import widen_program
 from lm.check.tiny import LENGTH, VOCABULARY, shrink
 from lm.config.configurable import Configurable
 from lm.experiment import Experiment
@@ -174,11 +174,12 @@ class TinyLoss:
         given = functions.abstract['params'], functions.abstract['buffers']
         with platform.choices(portable=True):
             self._loss, self._logits, self._gradient = (
-                jax.make_jaxpr(function)(*given) for function in (compute_loss, compute_logits, jax.grad(compute_loss))
+                widen_program(jax.make_jaxpr(function)(*given))
+                for function in (compute_loss, compute_logits, jax.grad(compute_loss))
             )
-            start = jax.make_jaxpr(functions.init, static_argnums=0)(0)
+            start = widen_program(jax.make_jaxpr(functions.init, static_argnums=0)(0))
         tree = jax.tree.structure({'params': given[0], 'buffers': given[1]})
-        weights = jax.tree.unflatten(tree, evaluate(start))
+        weights = jax.tree.unflatten(tree, start())
         leaves = jax.tree_util.tree_leaves_with_path(weights['params'])
         self.names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
         self.parts = [declaration.part for declaration in jax.tree.leaves(functions.declared)]
@@ -187,14 +188,14 @@ class TinyLoss:
 
     def compute_loss(self, params: list[np.ndarray]) -> float:
         """Returns the loss in nats per token."""
-        return float(evaluate(self._loss, *params, *self._buffers)[0])
+        return float(self._loss(*params, *self._buffers)[0])
 
     def compute_gradients(self) -> list[np.ndarray]:
         """Returns the gradient of each parameter."""
-        return evaluate(self._gradient, *self.params, *self._buffers)
+        return self._gradient(*self.params, *self._buffers)
 
     def _compute_logits(self, params: list[np.ndarray]) -> np.ndarray:
-        return evaluate(self._logits, *params, *self._buffers)[0]
+        return self._logits(*params, *self._buffers)[0]
 
     @functools.cached_property
     def _exact_logits(self) -> np.ndarray:

@@ -35,19 +35,6 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class AsyncFusion:
-    """The first or the last of the fusions over which the TPU compiler spreads a collective; products run between them.
-
-    Attributes:
-        chain: the name that the parts of the collective share in their computation.
-        ends: whether this is the last one.
-    """
-
-    chain: str
-    ends: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class SliceTransfer:
     """A transfer from a device to the network between slices: its part of an array that its slice has reduced.
 
@@ -72,12 +59,15 @@ class SliceTransfer:
         return share.get(self.kind, 1.0) * self.bytes
 
 
-def async_fusion(program: HloProgram, instruction: Instruction) -> AsyncFusion | None:
-    """Describes the collective that a fusion begins or ends; None: the fusion has no collective."""
+def async_fusion(program: HloProgram, instruction: Instruction) -> tuple[str | None, bool]:
+    """Returns the name of the collective that a fusion begins or ends, and whether it ends it; None: it has none.
+
+    The TPU compiler spreads a collective over several fusions, and products run between the first and the last.
+    """
     inside = [inner for inner, _ in program.within(instruction)]
     targets = {t[1] for i in inside if (t := re.search(r'custom_call_target="AsyncCollective(\w+)"', i.attributes))}
     chain = next((c for c in map(_chain, inside) if c), None)
-    return AsyncFusion(chain, 'Done' in targets) if chain and targets else None
+    return chain if targets else None, 'Done' in targets
 
 
 def collectives(program: HloProgram) -> list[Collective]:

@@ -153,20 +153,20 @@ class _Computation:
         for i in self.names.values():
             if i.opcode in ('while', 'conditional', 'call'):
                 continue
-            waits, fused = 0.0, async_fusion(self.program, i)
+            waits, (chain, is_end) = 0.0, async_fusion(self.program, i)
             if i.name in sent:
                 took = sent[i.name] / self.link if self.link else 0.0
                 link_free = max(clock, link_free) + took
                 if i.opcode.endswith('-start'):
                     ends[i.name] = link_free
-                elif fused is not None:
-                    ends[fused.chain] = link_free
+                elif chain is not None:
+                    ends[chain] = link_free
                 else:
                     waits = link_free - clock
             elif i.opcode.endswith('-done') and i.operands[0] in ends:
                 waits = max(0.0, ends[i.operands[0]] - clock)
-            elif fused is not None and fused.ends:
-                waits = max(0.0, ends[fused.chain] - clock)
+            elif chain is not None and is_end:
+                waits = max(0.0, ends[chain] - clock)
             elif i.name in far and self.far_link:
                 far_free = max(clock, far_free) + far[i.name] / self.far_link
                 arrives[rendezvous(i)] = far_free

@@ -37,20 +37,8 @@ class EarlierTokens(NamedTuple):
     key: jax.Array | None = None
 
 
-class Projections(NamedTuple):
-    """The products of one layer that its attention reads.
-
-    Attributes:
-        queries: [B, L, H, C].
-        keys: [B, L, K, C].
-        values: [B, L, K, V].
-        kept: what later tokens need of these.
-    """
-
-    queries: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    kept: EarlierTokens
+Projections = tuple[jax.Array, jax.Array, jax.Array, EarlierTokens]
+"""Queries [B, L, H, C], keys [B, L, K, C], values [B, L, K, V], and what later tokens need of these."""
 
 
 class AttentionBranch(nnx.Module):
@@ -175,7 +163,7 @@ class AttentionBranch(nnx.Module):
             products, convolved = self.convolution(products, kept.convolved, starts_BxL)
         *qk, v_BxLxKxV = split_heads(products, own)
         if is_joined and self.q_norm is None and not own.key_offset and not own.repeats:
-            return Projections(*prepare(qk[0], rotation), v_BxLxKxV, EarlierTokens(convolved))
+            return *prepare(qk[0], rotation), v_BxLxKxV, EarlierTokens(convolved)
         q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [own.heads.queries], axis=2) if is_joined else qk
         k_BxLxKxC, key = offset_keys(k_BxLxKxC, own.key_offset, kept.key, starts_BxL)
         q_BxLxHxC = normalize_heads(self.q_norm, q_BxLxHxC, own)
@@ -183,7 +171,7 @@ class AttentionBranch(nnx.Module):
         q_BxLxHxC, k_BxLxKxC = repeat_heads(q_BxLxHxC, k_BxLxKxC, own)
         if is_joined:
             q_BxLxHxC, k_BxLxKxC = prepare(jnp.concatenate([q_BxLxHxC, k_BxLxKxC], axis=2), rotation)
-        return Projections(q_BxLxHxC, k_BxLxKxC, v_BxLxKxV, EarlierTokens(convolved, key))
+        return q_BxLxHxC, k_BxLxKxC, v_BxLxKxV, EarlierTokens(convolved, key)
 
     def _multiply(self, normed_BxLxD: jax.Array, is_joined: bool) -> list[jax.Array]:
         """Returns the products [B, L, N] of queries, keys and values; where `is_joined`, the first two as one array."""

@@ -3,27 +3,11 @@
 B batch, L length, N layers, D model width, V vocabulary.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from lm.model.layers import RotatedLayer, scan_pairs
 from lm.model.transformer import PLACES, Transformer
-
-
-class Predictions(NamedTuple):
-    """The predictions of two models for the same tokens, each [B, L] float32, in nats.
-
-    Attributes:
-        divergence_BxL: Kullback–Leibler divergence of the student's distribution from the teacher's.
-        nats_BxL: negative log-likelihood of the target by the student.
-        teacher_nats_BxL: the same by the teacher, without a gradient.
-    """
-
-    divergence_BxL: jax.Array
-    nats_BxL: jax.Array
-    teacher_nats_BxL: jax.Array
 
 
 def compare_predictions(
@@ -35,17 +19,21 @@ def compare_predictions(
     starts_BxL: jax.Array | None,
     *,
     temperature: float = 1.0,
-) -> Predictions:
+) -> tuple[jax.Array, ...]:
     """Compares the distributions of the next token. Logits exist for `PLACES` positions at a time.
 
     The divergence compares both distributions at `temperature`. Its factor, the square of the temperature, keeps the
     size of the gradient (Hinton et al. 2015, §2). The likelihoods are at a temperature of 1.
+
+    Returns:
+        (Kullback–Leibler divergence of the student's distribution from the teacher's, negative log-likelihood of the
+        target by the student, and by the teacher, without a gradient), each [B, L] float32, in nats.
     """
     x_BxLxD = student.hidden(tokens_BxL, positions, starts_BxL)
     y_BxLxD = jax.lax.stop_gradient(teacher.hidden(tokens_BxL, positions, starts_BxL))
 
     @jax.checkpoint
-    def compare(place: tuple[jax.Array, jax.Array, jax.Array]) -> Predictions:
+    def compare(place: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         x_BxD, y_BxD, targets_B = place
         logits_BxV = student.logits(x_BxD[:, None])[:, 0]
         theirs_BxV = jax.lax.stop_gradient(teacher.logits(y_BxD[:, None])[:, 0])
@@ -55,24 +43,12 @@ def compare_predictions(
             -jnp.take_along_axis(jax.nn.log_softmax(z_BxV), targets_B[:, None], axis=-1)[:, 0]
             for z_BxV in (logits_BxV, theirs_BxV)
         )
-        return Predictions(divergence_B * temperature**2, nats_B, theirs_B)
+        return divergence_B * temperature**2, nats_B, theirs_B
 
     with jax.named_scope('cross_entropy'):
         places = (x_BxLxD.swapaxes(0, 1), y_BxLxD.swapaxes(0, 1), targets_BxL.T)
         found = jax.lax.map(compare, places, batch_size=PLACES)
-        return Predictions(*(array_LxB.T for array_LxB in found))
-
-
-class LayerErrors(NamedTuple):
-    """The comparison of attention in each layer; the layers are the last axis.
-
-    Attributes:
-        errors_BxLxN: mean square over the channels of the difference between student and teacher, float32.
-        sizes_BxLxN: mean square over the channels of the teacher's output, float32.
-    """
-
-    errors_BxLxN: jax.Array
-    sizes_BxLxN: jax.Array
+        return tuple(array_LxB.T for array_LxB in found)
 
 
 def compare_layers(
@@ -81,23 +57,27 @@ def compare_layers(
     tokens_BxL: jax.Array,
     positions: jax.Array,
     starts_BxL: jax.Array | None,
-) -> LayerErrors:
+) -> tuple[jax.Array, jax.Array]:
     """Compares the outputs of attention of each layer, both computed from the teacher's normalized input of the layer.
 
     The residual stream is the teacher's, and it has no gradient: no gradient crosses layers.
+
+    Returns:
+        (mean squares over the channels of the difference between student and teacher, and of the teacher's output),
+        both [B, L, N] float32.
     """
 
-    def compare(x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer) -> tuple[jax.Array, LayerErrors]:
+    def compare(x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer) -> tuple[jax.Array, tuple]:
         normed_BxLxD = theirs.block.normalize(x_BxLxD)
         taught_BxLxD = theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL)
         after_BxLxD = theirs.block.finish(x_BxLxD, taught_BxLxD)
         normed_BxLxD, taught_BxLxD, after_BxLxD = jax.lax.stop_gradient((normed_BxLxD, taught_BxLxD, after_BxLxD))
         learned_BxLxD = ours.block.mix(normed_BxLxD, ours.rotation, starts_BxL)
-        return after_BxLxD, LayerErrors(_mean_squares(taught_BxLxD, learned_BxLxD), _mean_squares(taught_BxLxD))
+        return after_BxLxD, (_mean_squares(taught_BxLxD, learned_BxLxD), _mean_squares(taught_BxLxD))
 
     x_BxLxD = jax.lax.stop_gradient(teacher.embed(tokens_BxL, positions))
-    _, found = scan_pairs(student, teacher, positions, compare, x_BxLxD)
-    return LayerErrors(*(jnp.moveaxis(array_NxBxL, 0, -1) for array_NxBxL in found))
+    _, (errors_NxBxL, sizes_NxBxL) = scan_pairs(student, teacher, positions, compare, x_BxLxD)
+    return jnp.moveaxis(errors_NxBxL, 0, -1), jnp.moveaxis(sizes_NxBxL, 0, -1)
 
 
 def _mean_squares(x_BxLxD: jax.Array, y_BxLxD: jax.Array | float = 0.0) -> jax.Array:

@@ -131,36 +131,32 @@ def find_copied(
         sources = _find_sources(path, teacher, student)
         if path[0] == BLOCKS and is_bound(path):
             ours = type(student.config.stacks[path[1]])
-            if any(type(teacher.config.stacks[source.path[1]]) is not ours for source in sources):
+            if any(type(teacher.config.stacks[source[1]]) is not ours for source, _ in sources):
                 return False
         skipped = 1 if path[0] == BLOCKS else 0
-        return all(
-            source.path in theirs and theirs[source.path].shape[skipped:] == leaf.shape[skipped:] for source in sources
-        )
+        shape = leaf.shape[skipped:]
+        return all(source in theirs and theirs[source].shape[skipped:] == shape for source, _ in sources)
 
     ours = _flatten(student.abstract[kind])
     return unflatten_dict({path: is_alike(path, leaf) for path, leaf in ours.items()})
 
 
-class Misfit(NamedTuple):
-    """A parameter that two models have in different shapes: the teacher's and the student's, of one layer."""
+def find_misfits(
+    teacher: ModelFunctions, student: ModelFunctions
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Returns the parameters outside attention that both models have, in different shapes.
 
-    name: str
-    theirs: tuple[int, ...]
-    ours: tuple[int, ...]
-
-
-def find_misfits(teacher: ModelFunctions, student: ModelFunctions) -> list[Misfit]:
-    """Returns the parameters outside attention that both models have, in different shapes."""
+    Each has its name and two shapes of one layer, the teacher's and the student's.
+    """
     theirs, declared = _flatten(teacher.abstract['params']), _flatten(student.declared)
     found = []
     for path, leaf in _flatten(student.abstract['params']).items():
         if declared[path].part in ('mechanism', 'attention'):
             continue
         skipped = 1 if path[0] == BLOCKS else 0
-        source = _find_sources(path, teacher, student)[0]
-        if source.path in theirs and (shape := theirs[source.path].shape[skipped:]) != leaf.shape[skipped:]:
-            found.append(Misfit('.'.join(map(str, path)), shape, leaf.shape[skipped:]))
+        source, _ = _find_sources(path, teacher, student)[0]
+        if source in theirs and (shape := theirs[source].shape[skipped:]) != leaf.shape[skipped:]:
+            found.append(('.'.join(map(str, path)), shape, leaf.shape[skipped:]))
     return found
 
 
@@ -203,9 +199,7 @@ def copy_layers(
         if not copied[path]:
             return leaf
         sources = _find_sources(path, teacher, student)
-        layers = [
-            arrays[source.path] if source.layer is None else arrays[source.path][source.layer] for source in sources
-        ]
+        layers = [arrays[source] if layer is None else arrays[source][layer] for source, layer in sources]
         return (layers[0] if path[0] != BLOCKS else jnp.stack(layers)).astype(leaf.dtype)
 
     return unflatten_dict({path: take(path, leaf) for path, leaf in _flatten(ours).items()})
@@ -216,16 +210,12 @@ def _flatten(tree: Any) -> dict[tuple, Any]:
     return cast(dict[tuple, Any], flatten_dict(tree))
 
 
-class _Source(NamedTuple):
-    """An array of the teacher, and the layer in it; None: it is not stacked."""
+def _find_sources(path: tuple, teacher: ModelFunctions, student: ModelFunctions) -> list[tuple[tuple, int | None]]:
+    """Returns the paths of the teacher's arrays for an array of the student, one per layer of a stack.
 
-    path: tuple
-    layer: int | None
-
-
-def _find_sources(path: tuple, teacher: ModelFunctions, student: ModelFunctions) -> list[_Source]:
-    """Returns the teacher's arrays for an array of the student, one per layer of a stack."""
+    Beside each is the layer in it; None: it is not stacked.
+    """
     if path[0] != BLOCKS:
-        return [_Source(path, None)]
+        return [(path, None)]
     places = [teacher.config.find_layer(i) for i in student.config.list_layers(path[1])]
-    return [_Source((BLOCKS, stack, *path[2:]), place) for stack, place in places]
+    return [((BLOCKS, stack, *path[2:]), place) for stack, place in places]

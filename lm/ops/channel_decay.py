@@ -11,8 +11,6 @@ are at most 1, and both logs are sums of numbers of one sign. So nothing overflo
 A stands for any leading axes, G queries share a key, C tokens per chunk, E channels.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,22 +19,6 @@ from lm.ops.dots import dot
 
 BASE = 16
 """Blocks of so many tokens are one product per halving, with a mask: smaller products would be slower."""
-
-
-class ChannelWeights(NamedTuple):
-    """Weights of the pairs of a chunk, and products of factors.
-
-    Attributes:
-        pairs_AxGxCxC: w_ij for j < i, else 0; float32.
-        since_start_AxCxE: from the start of the chunk to each token.
-        until_end_AxCxE: from after each token to the end.
-        whole_AxE: from the start to the end.
-    """
-
-    pairs_AxGxCxC: jax.Array
-    since_start_AxCxE: jax.Array
-    until_end_AxCxE: jax.Array
-    whole_AxE: jax.Array
 
 
 Halves = tuple[jax.Array, jax.Array]
@@ -66,13 +48,19 @@ def round_up(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def weigh(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array, log_decay_AxCxE: jax.Array) -> ChannelWeights:
+def weigh(
+    q_AxGxCxE: jax.Array, k_AxCxE: jax.Array, log_decay_AxCxE: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes the weights of a chunk of a power of two tokens.
 
     Args:
         q_AxGxCxE: queries; products round them, and keys, to the types that they come in.
         k_AxCxE: keys.
         log_decay_AxCxE: logs of the factors, at most 0; -inf where nothing is left. Gradients flow to it.
+
+    Returns:
+        (w_ij for j < i, else 0, float32 [A, G, C, C], and three products of factors: from the start of the chunk to
+        each token and from after each token to the end, [A, C, E], and from the start to the end, [A, E]).
     """
     log = log_decay_AxCxE.astype(jnp.float32)
     *lead, groups, length, size = q_AxGxCxE.shape
@@ -89,7 +77,7 @@ def weigh(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array, log_decay_AxCxE: jax.Array) 
         pairs = jnp.concatenate([above, jnp.concatenate([across, pairs[:, :, 1::2]], axis=-1)], axis=-2)
         halves, m = _join(halves, m), 2 * m
     since, until = (jnp.exp(x).reshape(k_AxCxE.shape) for x in halves)
-    return ChannelWeights(pairs.reshape(*lead, groups, length, length), since, until, since[..., -1, :])
+    return pairs.reshape(*lead, groups, length, length), since, until, since[..., -1, :]
 
 
 def weigh_own(q_AxGxCxE: jax.Array, k_AxCxE: jax.Array) -> jax.Array:

@@ -1,9 +1,7 @@
 """Products of arrays with float32 accumulation, and float32 arrays as operands of bfloat16 products."""
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +29,45 @@ def _with_least_copies(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     An operand that lies otherwise is copied first, entry by entry, be it many times larger than the other one. So
     operands take the places in which least is copied, in gradients too. Products over two axes become slower.
     """
-    letters_a, letters_b, letters = re.split(',|->', formula)
-    first, second = _Operand(tuple(letters_a), a), _Operand(tuple(letters_b), b)
-    products = [_Product.arrange(*pair, tuple(letters)) for pair in ((first, second), (second, first))]
-    return min(products, key=lambda product: product.copied).compute()
+    first, second, letters = re.split(',|->', formula)
+    sizes = dict(zip(first + second, a.shape + b.shape, strict=True))
+
+    def count(axes: str) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    def group_axes(first: str, second: str) -> tuple[str, str, str, str]:
+        """Returns the axes of batch, rows, contraction and columns; rows of the result are axes of `first`."""
+        shared = [axis for axis in first if axis in second]
+        batch, contracted = (''.join(axis for axis in shared if (axis in letters) == kept) for kept in (True, False))
+        rows, columns = (''.join(axis for axis in axes if axis not in shared) for axes in (first, second))
+        return batch, rows, contracted, columns
+
+    def measure_copies(first: str, second: str) -> int:
+        """Returns the weighted number of entries that change places: none where only axes of size 1 do.
+
+        Entries of operands count twice: operands are often computed on the way, and XLA does not vectorize a loop that
+        computes in one order and writes in another.
+        """
+        batch, rows, contracted, columns = group_axes(first, second)
+        moves = [(first, batch + rows + contracted, 2), (second, batch + contracted + columns, 2)]
+        moves.append((batch + rows + columns, letters, 1))
+        wide = [[[axis for axis in axes if sizes[axis] > 1] for axes in (old, new)] for old, new, _ in moves]
+        return sum(weight * count(old) for (old, _, weight), (x, y) in zip(moves, wide, strict=True) if x != y)
+
+    if measure_copies(second, first) < measure_copies(first, second):
+        first, second, a, b = second, first, b, a
+    batch, rows, contracted, columns = group_axes(first, second)
+    lead = [count(batch)] if batch else []  # `model.remat` keeps products without such an axis
+    a = _transpose(a, first, batch + rows + contracted).reshape(*lead, count(rows), count(contracted))
+    b = _transpose(b, second, batch + contracted + columns).reshape(*lead, count(contracted), count(columns))
+    product, found = a @ b, batch + rows + columns
+    if found != letters:  # else XLA makes a slower product that writes in the other order
+        product = lax.optimization_barrier(product)
+    return _transpose(product.reshape([sizes[axis] for axis in found]), found, letters)
+
+
+def _transpose(x: jax.Array, old: str, new: str) -> jax.Array:
+    return x.transpose([old.index(axis) for axis in new])
 
 
 @custom_vjp(0)
@@ -51,105 +84,6 @@ def _backward(formula, operands, d):
 
 # The product itself is called here: `model.remat` does not see into what has a gradient of its own.
 _dot_on_cpu.defvjp(lambda formula, a, b: (_with_least_copies(formula, a, b), (a, b)), _backward)
-
-Axes = tuple[str, ...]
-"""Letters, one per axis."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operand:
-    """An array, and the letters of its axes."""
-
-    axes: Axes
-    array: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transposition:
-    """The axes of an array before and after a transposition, and the cost of an entry that changes its place."""
-
-    old: Axes
-    new: Axes
-    weight: int
-
-    def cost(self, sizes: Mapping[str, int]) -> int:
-        """Returns the weighted number of entries that are copied: none where only axes of size 1 change places."""
-        old, new = ([axis for axis in axes if sizes[axis] > 1] for axes in (self.old, self.new))
-        return 0 if old == new else self.weight * _count(self.old, sizes)
-
-    def apply(self, x: jax.Array) -> jax.Array:
-        return x.transpose([self.old.index(axis) for axis in self.new])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """A batched product of matrices, [batch, rows, contracted] by [batch, contracted, columns].
-
-    Each of the four stands for any number of axes. `letters` are the axes of the result in the requested order.
-    """
-
-    first: _Operand
-    second: _Operand
-    letters: Axes
-    batch_axes: Axes
-    row_axes: Axes
-    column_axes: Axes
-    contracted_axes: Axes
-    sizes: Mapping[str, int]
-
-    @classmethod
-    def arrange(cls, first: _Operand, second: _Operand, letters: Axes) -> '_Product':
-        """Returns the product in which the rows of the result are axes of `first`."""
-        shared = [axis for axis in first.axes if axis in second.axes]
-        return cls(
-            first,
-            second,
-            letters,
-            batch_axes=tuple(axis for axis in shared if axis in letters),
-            row_axes=tuple(axis for axis in first.axes if axis not in shared),
-            column_axes=tuple(axis for axis in second.axes if axis not in shared),
-            contracted_axes=tuple(axis for axis in shared if axis not in letters),
-            sizes={
-                axis: size
-                for operand in (first, second)
-                for axis, size in zip(operand.axes, operand.array.shape, strict=True)
-            },
-        )
-
-    # Entries of operands count twice: operands are often computed on the way, and XLA does not vectorize a loop that
-    # computes in one order and writes in another.
-
-    @property
-    def _of_first(self) -> _Transposition:
-        return _Transposition(self.first.axes, (*self.batch_axes, *self.row_axes, *self.contracted_axes), weight=2)
-
-    @property
-    def _of_second(self) -> _Transposition:
-        return _Transposition(self.second.axes, (*self.batch_axes, *self.contracted_axes, *self.column_axes), weight=2)
-
-    @property
-    def _of_result(self) -> _Transposition:
-        return _Transposition((*self.batch_axes, *self.row_axes, *self.column_axes), self.letters, weight=1)
-
-    @property
-    def copied(self) -> int:
-        """The weighted number of entries that change places."""
-        return sum(move.cost(self.sizes) for move in (self._of_first, self._of_second, self._of_result))
-
-    def compute(self) -> jax.Array:
-        axes = (self.batch_axes, self.row_axes, self.contracted_axes, self.column_axes)
-        batch, rows, contracted, columns = (_count(each, self.sizes) for each in axes)
-        lead = [batch] if self.batch_axes else []  # `model.remat` keeps products without such an axis
-        a = self._of_first.apply(self.first.array).reshape(*lead, rows, contracted)
-        product = a @ self._of_second.apply(self.second.array).reshape(*lead, contracted, columns)
-        move = self._of_result
-        if move.old != move.new:  # else XLA makes a slower product that writes in the other order
-            product = lax.optimization_barrier(product)
-        return move.apply(product.reshape([self.sizes[axis] for axis in move.old]))
-
-
-def _count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in axes)
 
 
 def product(x_AxD: jax.Array, w_DxN: jax.Array) -> jax.Array:
@@ -168,14 +102,21 @@ def dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:
     return dot('blngm,nmr->blngr', x_BxLxNxGxM, kernel_NxMxR)
 
 
-def in_three(x: jax.Array) -> list[jax.Array]:
-    """Returns three bfloat16 arrays whose sum is the float32 array x to 24 bits.
+def in_parts(x: jax.Array, count: int, in_kernel: bool = True) -> list[jax.Array]:
+    """Returns bfloat16 arrays whose sum is the float32 array x to 8 bits per array.
 
     A moment Σ y yᵀ rounded to bfloat16 makes denominators negative where keys are concentrated and the query is
-    orthogonal to them.
+    orthogonal to them. So it takes three.
+
+    Args:
+        x: float32.
+        count: the number of arrays.
+        in_kernel: whether Pallas compiles this, which has no other rounding than casts. XLA may leave out a cast there
+            and back.
     """
     parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
+    for _ in range(count):
+        x = x - parts[-1].astype(jnp.float32) if parts else x
+        rounded = x if in_kernel else lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(rounded.astype(jnp.bfloat16))
     return parts

@@ -57,6 +57,14 @@ def apply_network(xp, levels, x_NxGxM):
     return x_NxGxM
 
 
+def climb_tree(nodes, leaves, join):
+    """Returns the root of a binary tree; `nodes` lists those above the leaves first, and `join(node, left, right)`."""
+    level, remaining = leaves, iter(nodes)
+    while len(level) > 1:
+        level = [join(next(remaining), left, right) for left, right in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
 def join_sketches(xp, first_NxGxR, second_NxGxR):
     """Computes a node of a learned sketch from what its networks give: √r tanh(√(1/r) f₁(x) ∗ f₂(y))."""
     r = first_NxGxR.shape[-1]

@@ -5,7 +5,7 @@ from typing import Any
 
 from lm.report.ladder import FEWEST_SIZES, Ladder, format_power
 from lm.report.page import SortableTable, TableCell, make_cell
-from lm.text import format_count, format_digits, make_markdown_table
+from lm.text import format_count, format_digits
 
 TITLES = (
     'series',
@@ -17,12 +17,6 @@ TITLES = (
     'effective speed-up',
     'speed-up in time',
 )
-
-
-def format_ladder(ladder: Ladder) -> str:
-    """Returns the table and its notes in Markdown."""
-    cells = [[cell.text for cell in row] for row in _make_cells(ladder)]
-    return '\n\n'.join([make_markdown_table(cells, TITLES), *list_notes(ladder)])
 
 
 def make_ladder_table(ladder: Ladder) -> SortableTable:

@@ -20,6 +20,7 @@ from lm.files import is_remote
 from lm.report.pictures import Picture
 from lm.runs.metrics_file import to_plain
 from lm.runs.records import Run
+from lm.text import escape_markdown, make_markdown_table
 
 ASSETS = Path(__file__).parent / 'assets'
 
@@ -62,6 +63,12 @@ class SortableTable:
     rows: Sequence[Sequence[TableCell]]
     left: int = 1
     notes: Sequence[str] = ()
+
+    def to_markdown(self) -> str:
+        """Returns rows and notes in Markdown."""
+        cells = [[escape_markdown(cell.text) for cell in row] for row in self.rows]
+        table = make_markdown_table(cells, list(self.columns), self.left)
+        return '\n\n'.join([table, *map(escape_markdown, self.notes)])
 
 
 def format_page(

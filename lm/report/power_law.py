@@ -1,7 +1,6 @@
 """A power law of loss against compute, fitted by least squares."""
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,14 +11,6 @@ EXPONENTS = (1e-3, 3.0)
 """The exponents that a fit looks through. Published curves of language models have 0.05 to 0.5."""
 GRID, ROUNDS = 41, 10
 """Exponents per round of the search, and rounds. Each round looks 20 times as closely, around the best one."""
-
-
-class _Line(NamedTuple):
-    """The best limit and factor for one exponent, and the sum of the squared residuals."""
-
-    limit: float
-    factor: float
-    squares: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,23 +59,23 @@ def fit_power_law(compute: np.ndarray, loss: np.ndarray) -> PowerLaw:
     unit = 10.0 ** round(float(np.mean(np.log10(compute))))
     x = np.log(compute / unit)
     low, high = np.log(EXPONENTS)
-    exponent, best = 0.0, _Line(0.0, 0.0, np.inf)
+    exponent, limit, factor = 0.0, 0.0, 0.0
     for _ in range(ROUNDS):
         grid = np.linspace(low, high, GRID)
         lines = [_fit_line(np.exp(-np.exp(e) * x), loss) for e in grid]
-        i = int(np.argmin([line.squares for line in lines]))
-        exponent, best = float(np.exp(grid[i])), lines[i]
+        i = int(np.argmin([squares for _, _, squares in lines]))
+        exponent, (limit, factor, _) = float(np.exp(grid[i])), lines[i]
         low, high = grid[max(i - 1, 0)], grid[min(i + 1, GRID - 1)]
-    if not best.factor > 0:
+    if not factor > 0:
         raise ConfigError('the losses do not fall with compute; train the sizes on more tokens, or name other runs')
-    return PowerLaw(best.limit, best.factor, exponent, unit)
+    return PowerLaw(limit, factor, exponent, unit)
 
 
-def _fit_line(power: np.ndarray, loss: np.ndarray) -> _Line:
-    """Fits loss = limit + factor · power with a limit of at least 0."""
+def _fit_line(power: np.ndarray, loss: np.ndarray) -> tuple[float, float, float]:
+    """Fits loss = limit + factor · power with a limit of at least 0; returns (limit, factor, squared residuals)."""
     centred = power - power.mean()
     factor = float(centred @ loss / (centred @ centred))
     limit = float(loss.mean() - factor * power.mean())
     if limit < 0:
         limit, factor = 0.0, float(power @ loss / (power @ power))
-    return _Line(limit, factor, float(np.sum((loss - limit - factor * power) ** 2)))
+    return limit, factor, float(np.sum((loss - limit - factor * power) ** 2))

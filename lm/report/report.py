@@ -13,7 +13,7 @@ from lm.files import write_atomically
 from lm.report import paper
 from lm.report.curves import MOST_NAMED, describe_settings, find_differing_bindings, name_bindings
 from lm.report.ladder import Ladder, Speedup, format_power
-from lm.report.ladder_table import format_ladder, make_ladder_table
+from lm.report.ladder_table import make_ladder_table
 from lm.report.measures import Measures, get_status, is_conditioned, measure_microseconds_per_token
 from lm.report.out_folder import HEAD, PAGE, TEXT, check_folder
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run, make_cell
@@ -29,7 +29,7 @@ from lm.report.students import (
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
-from lm.text import escape_markdown, format_count, format_digits, make_markdown_table, make_visible, shorten
+from lm.text import escape_markdown, format_count, format_digits, make_visible, shorten
 
 HAVE_COLUMNS = ('train.seed', 'train.steps', 'train.context_length', 'model.n_layers')
 """Bindings with a column of their own, by this or another name."""
@@ -117,8 +117,8 @@ class Report:
             self._write_csv('paper.csv', [compared.as_row() for compared in self.comparison])
         if self.ladder:
             self._write_csv('ladder.csv', self.ladder.list_rows())
-        text = [*HEAD, self.format_table(), '']
-        text += ['## Ladder', '', format_ladder(self.ladder), ''] if self.ladder else []
+        text = [*HEAD, self.make_run_table().to_markdown(), '']
+        text += ['## Ladder', '', make_ladder_table(self.ladder).to_markdown(), ''] if self.ladder else []
         text += format_students(self.students)
         text += paper.format_tables(self.comparison, self.corpus)
         for picture in made.made if pictures else ():
@@ -136,16 +136,7 @@ class Report:
 
     def make_tables(self) -> list[SortableTable]:
         """Returns the tables of the page: figures, differences of configurations, the papers' numbers, provenance."""
-        links = [link_run(run, self.out) for run in self.runs]
-        columns = self.list_columns()
-        rows = []
-        for row, link in zip(self.list_rows(), links, strict=True):
-            texts = ['–' if row[c.key] is None else c.form(row[c.key]) for c in columns]
-            values = [row[c.sorted_by or c.key] for c in columns]
-            rows.append([TableCell(text, value) for text, value in zip(texts, values, strict=True)])
-            rows[-1][0] = rows[-1][0]._replace(link=link)
-        titles = [column.title for column in columns]
-        tables = [SortableTable('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())]
+        tables = [self.make_run_table()]
         if self.ladder:
             tables.append(make_ladder_table(self.ladder))
         tables += [table for search in self.searches if (table := make_search_table(search))]
@@ -155,11 +146,23 @@ class Report:
         if compared := [found.as_row() for found in self.comparison if found.runs]:
             cells = [list(map(make_cell, row.values())) for row in compared]
             tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
-        cells = []
-        for run, link in zip(self.runs, links, strict=True):
-            cells.append([TableCell(run.name, run.name, link), make_cell(self.describe_provenance(run))])
+        cells = [
+            [TableCell(run.name, run.name, link_run(run, self.out)), make_cell(self.describe_provenance(run))]
+            for run in self.runs
+        ]
         tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
         return tables
+
+    def make_run_table(self) -> SortableTable:
+        """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
+        columns, rows = self.list_columns(), []
+        for run, row in zip(self.runs, self.list_rows(), strict=True):
+            texts = ['–' if row[c.key] is None else c.form(row[c.key]) for c in columns]
+            values = [row[c.sorted_by or c.key] for c in columns]
+            rows.append([TableCell(text, value) for text, value in zip(texts, values, strict=True)])
+            rows[-1][0] = rows[-1][0]._replace(link=link_run(run, self.out))
+        titles = [column.title for column in columns]
+        return SortableTable('Runs', titles, rows, sum(c.key in LEFT for c in columns), self.list_notes())
 
     def make_row(self, run: Run) -> dict[str, Any]:
         """Returns the figures of a run."""
@@ -209,16 +212,6 @@ class Report:
             'effective_speedup_below': speedup.below,
             'time_speedup': result and self.ladder.compare_times(result),
         }
-
-    def format_table(self) -> str:
-        """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
-        columns = self.list_columns()
-        cells = [
-            ['–' if row[c.key] is None else escape_markdown(c.form(row[c.key])) for c in columns]
-            for row in self.list_rows()
-        ]
-        text = make_markdown_table(cells, [c.title for c in columns], sum(c.key in LEFT for c in columns))
-        return '\n\n'.join([text, *map(escape_markdown, self.list_notes())])
 
     def list_rows(self) -> list[dict[str, Any]]:
         """Returns the figures of the runs with those that tables print as words."""

@@ -18,7 +18,7 @@ from lm.report.page import SortableTable, TableCell, make_cell
 from lm.report.pictures import Picture
 from lm.report.scores import read_scores
 from lm.runs.records import Run
-from lm.text import escape_markdown, make_markdown_table, perplexity
+from lm.text import perplexity
 
 LAYER_ERROR = re.compile(r'layer_error/(\d+)')
 """The names of the errors of the layers in metrics.jsonl."""
@@ -227,8 +227,5 @@ def format_students(students: Sequence[Student]) -> list[str]:
     """Returns the lines of report.md on students and teachers."""
     text = []
     for table in (make_student_table(students), make_position_table(students)):
-        if table is not None:
-            cells = [[escape_markdown(cell.text) for cell in row] for row in table.rows]
-            text += [f'## {table.title}', '', make_markdown_table(cells, list(table.columns), table.left), '']
-            text += [line for note in table.notes for line in (escape_markdown(note), '')]
+        text += [f'## {table.title}', '', table.to_markdown(), ''] if table is not None else []
     return text

@@ -18,7 +18,7 @@ from lm.errors import ConfigError
 from lm.files import local_path
 from lm.report import paper
 from lm.report.ladder import make_ladder
-from lm.report.ladder_table import format_ladder
+from lm.report.ladder_table import make_ladder_table
 from lm.report.measures import Measures, choose_conditioning
 from lm.report.report import Report
 from lm.report.search import read_searches
@@ -33,9 +33,9 @@ def write_report(paths: Sequence[str], out: str, **options: Any) -> None:
     The arguments are as in `write_files`.
     """
     report = write_files(paths, out, **options)
-    print(report.format_table())
+    print(report.make_run_table().to_markdown())
     if report.ladder:
-        print(f'\n{format_ladder(report.ladder)}')
+        print(f'\n{make_ladder_table(report.ladder).to_markdown()}')
     if missing := paper.explain_no_match(report.comparison, report.corpus):
         print(f'\n{missing}')
     print(f'\n{format_count(len(report.written), "file")} in {report.out}: {", ".join(report.written)}')

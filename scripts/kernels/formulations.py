@@ -25,7 +25,6 @@ from lm.bench.attention import COLUMNS, HEAD_DIM, TOKENS, LayerRow, build, measu
 from lm.bench.candidates import Candidate, candidates, featured
 from lm.ops.linear_attention import LOCAL_BLOCK, LinearCall, PolynomialKernel, xla
 from lm.ops.linear_attention.block import BlockTokens, Shape, fold, group, move_tokens_last, read, ungroup
-from lm.ops.linear_attention.reference import plain_blocks
 from lm.ops.linear_attention.types import Sides
 
 
@@ -33,6 +32,37 @@ def plain(call: LinearCall) -> jax.Array:
     """Returns [B, L, H, D]."""
     block, degree = _exact_kernel(call)
     return plain_blocks(*_tokens(call), degree=degree, block=block, denominator_bias=call.options.denominator_bias)
+
+
+def plain_blocks(
+    x_BxLxHxF: jax.Array,
+    y_BxLxHxF: jax.Array,
+    v_BxLxHxD: jax.Array,
+    q_local_BxLxHxC: jax.Array,
+    k_local_BxLxHxC: jax.Array,
+    *,
+    degree: int,
+    block: int,
+    denominator_bias: float = 1.0,
+) -> jax.Array:
+    """Computes PolySketchFormer §3 as its formulas read, in linear time: the yardstick of the fast implementations.
+
+    The self-tensors of all keys, multiplied with [v 1], are summed over each block (H_l) and accumulated over all
+    blocks (Z_l); weights inside a block are exact. The block must divide the length.
+    """
+    batch, length, heads, _ = x_BxLxHxF.shape
+
+    def cut(a):
+        return a.reshape(batch, length // block, block, heads, -1).transpose(0, 3, 1, 2, 4)
+
+    x, y, q, k = (cut(a) for a in (x_BxLxHxF, y_BxLxHxF, q_local_BxLxHxC, k_local_BxLxHxC))
+    v1 = cut(jnp.concatenate([v_BxLxHxD, jnp.ones_like(v_BxLxHxD[..., :1])], axis=-1))
+    sums = jnp.einsum('bhnti,bhntj,bhntd->bhnijd', y, y, v1)
+    earlier = jnp.cumsum(sums, axis=2) - sums
+    weights = jnp.tril(jnp.einsum('bhntc,bhnsc->bhnts', q, k) ** degree)
+    total = weights @ v1 + jnp.einsum('bhnti,bhntj,bhnijd->bhntd', x, x, earlier)
+    o = total[..., :-1] / (denominator_bias + total[..., -1:])
+    return o.transpose(0, 2, 3, 1, 4).reshape(v_BxLxHxD.shape)
 
 
 def loop(call: LinearCall) -> jax.Array:

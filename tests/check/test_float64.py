@@ -1,4 +1,4 @@
-"""The evaluator of `lm check --gradients`: the operations of JAX in float64."""
+"""Traces of `lm check --gradients` in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lm.check.float64 import evaluate
+from lm.check.float64 import widen_program
 from lm.errors import LmError
 from lm.ops.custom_vjp import custom_vjp
 
@@ -14,8 +14,8 @@ X = np.random.default_rng(0).normal(size=(5, 4))
 
 
 def compute(function, *arguments):
-    """Returns the results of a function in float64; tracing takes the place of compiling."""
-    return evaluate(jax.make_jaxpr(function)(*arguments), *arguments)
+    """Returns the results of a function in float64."""
+    return widen_program(jax.make_jaxpr(function)(*arguments))(*arguments)
 
 
 def check(function, expected, *arguments):
@@ -116,6 +116,7 @@ def test_random_numbers_have_the_distribution_and_follow_the_key():
     assert not np.array_equal(compute(draw, 4)[0], normal)
 
 
-def test_an_operation_without_a_form_is_named():
-    with pytest.raises(LmError, match='lgamma: this operation'):
-        compute(lax.lgamma, X)
+def test_a_kernel_is_named():
+    kernel = jax.ffi.ffi_call('square', jax.ShapeDtypeStruct(X.shape, jnp.float32))
+    with pytest.raises(LmError, match='ffi_call: a kernel has no float64 form'):
+        compute(kernel, X)

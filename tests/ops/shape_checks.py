@@ -23,21 +23,22 @@ ENDING = re.compile(r'_((?:[A-Z]|\d)(?:x(?:[A-Z]|\d+))*)$')
 INTEGERS = ('starts', 'targets', 'reach', 'position')
 """First words in the names of integer arrays; other arrays hold floating-point numbers."""
 LOCAL = ('G', 'M')
-"""Letters that may differ between the elements of a tuple: heads per sketch, and the size of a node's inputs."""
+"""Letters that may differ between elements of a tuple and between levels of a network: heads per sketch, and the
+size of vectors."""
 
 
 class ShapeError(AssertionError):
     """An array has another shape than its name states."""
 
 
-def check(name: str, annotation: Any, value: Any, element: int = 0) -> None:
+def check(name: str, annotation: Any, value: Any, element: str = '') -> None:
     """Compares the arrays in `value` with the shapes that names and annotations state.
 
     Args:
         name: of the argument, field or result.
         annotation: its type, with `Annotated`.
         value: an array, a dataclass or a `NamedTuple` with arrays, a tuple of these, or anything else.
-        element: the place in a tuple of which this is a part.
+        element: the place in a tuple, and the level of a network, of which this is a part; '' for the first.
     """
     if isinstance(value, jax.Array):
         if stated := stated_shape(name, annotation):
@@ -50,12 +51,12 @@ def check(name: str, annotation: Any, value: Any, element: int = 0) -> None:
         hints = typing.get_type_hints(type(value), include_extras=True)
         names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else value._fields
         for field in names:
-            check(field, hints.get(field), getattr(value, field), element)
+            check(field, hints.get(field), getattr(value, field), element + ('upper' if field == 'upper' else ''))
     elif isinstance(value, tuple):
         each = typing.get_args(annotation) if typing.get_origin(annotation) is tuple else ()
         states_each = Ellipsis not in each and len(each) == len(value)
         for i, part in enumerate(value):
-            check(name, each[i] if states_each else annotation, part, i)
+            check(name, each[i] if states_each else annotation, part, str(i or ''))
 
 
 def stated_shape(name: str, annotation: Any) -> str | None:

@@ -12,7 +12,7 @@ from lm.ops.experts import apply_experts
 from lm.ops.linear_attention import State, linear_attention
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.short_convolution import short_convolution
-from lm.ops.sketch_networks import NetworkWeights, Node, sketch_networks
+from lm.ops.sketch_networks import LevelWeights, NetworkWeights, Node, sketch_networks
 
 B, L, H, K, D, V = 2, 5, 4, 2, 6, 11
 
@@ -26,9 +26,8 @@ def ids(*shape: int) -> jax.Array:
 
 
 def node(size: int, r: int = 3) -> Node:
-    shapes = ((size, 8), (8, r), (r, 8), (8, r))
-    norms = (numbers(1, 1, size), numbers(1, 1, r))
-    network = NetworkWeights(*(numbers(1, *shape) for shape in shapes), *norms, *norms)
+    levels = [LevelWeights(*[numbers(1, 1, m)] * 2, numbers(1, m, 8), numbers(1, 8, r)) for m in (size, r)]
+    network = NetworkWeights(*levels)
     return Node(network, network)
 
 

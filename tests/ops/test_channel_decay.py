@@ -89,10 +89,10 @@ def test_weights_agree_with_sums_of_logs_in_float64():
     sums = np.cumsum(log, axis=0)
     factors = np.exp(np.minimum(sums[:, None] - sums[None], 0.0))
     expected = np.tril(np.einsum('gie,je,ije->gij', q, k, factors), -1)
-    found = channel_decay.weigh(*(jnp.asarray(x, jnp.float32) for x in (q, k, log)))
-    np.testing.assert_allclose(found.pairs_AxGxCxC, expected, atol=2e-6)
-    np.testing.assert_allclose(found.since_start_AxCxE, np.exp(sums), rtol=1e-5)
-    np.testing.assert_allclose(found.until_end_AxCxE, np.exp(sums[-1] - sums), rtol=1e-5, atol=1e-12)
+    pairs, since, until, _ = channel_decay.weigh(*(jnp.asarray(x, jnp.float32) for x in (q, k, log)))
+    np.testing.assert_allclose(pairs, expected, atol=2e-6)
+    np.testing.assert_allclose(since, np.exp(sums), rtol=1e-5)
+    np.testing.assert_allclose(until, np.exp(sums[-1] - sums), rtol=1e-5, atol=1e-12)
 
 
 def linear_results(arrays, implementation):

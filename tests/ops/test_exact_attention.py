@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import types
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,29 +37,19 @@ def mask(length, keys, causal=True, window=None):
 
 
 def numpy_attention(q, k, v, seen, kernel, do=None):
-    """Computes outputs, and the gradients for the cotangent `do`, in float64, head by head from the formulas.
-
-    Without `do` it is cos(index).
+    """Computes outputs, and the gradients for the cotangent `do`, in float64; without `do` it is cos(index).
 
     `seen` is [L, M], or [B, L, M] if it differs between rows of the batch. kernel(s) returns the unnormalised weights,
     their derivative and the bias of the denominator.
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    o, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    seen = seen if np.ndim(seen) < 3 else seen[:, None]
+
+    def weigh(s):
+        w, slope, bias = kernel(s)
+        return w * seen, [slope * seen], bias
+
     do = np.cos(np.arange(q.size)).reshape(q.shape) if do is None else do
-    group = q.shape[2] // k.shape[2]
-    for b in range(q.shape[0]):
-        for h in range(q.shape[2]):
-            g = h // group
-            w, slope, bias = kernel(q[b, :, h] @ k[b, :, g].T)
-            w, slope = (x * (seen if seen.ndim == 2 else seen[b]) for x in (w, slope))
-            total = bias + w.sum(1, keepdims=True)
-            o[b, :, h] = w @ v[b, :, g] / total
-            # d/dw_ij of o_i = Σ w_ij v_j / total_i is (v_j - o_i) / total_i.
-            dw = (do[b, :, h] @ v[b, :, g].T - (do[b, :, h] * o[b, :, h]).sum(1, keepdims=True)) / total
-            dq[b, :, h] += (dw * slope) @ k[b, :, g]
-            dk[b, :, g] += (dw * slope).T @ q[b, :, h]
-            dv[b, :, g] += (w / total).T @ do[b, :, h]
+    o, dv, _, dq, dk = definitions.attend([(q, k)], v, do, weigh)
     return o, dq, dk, dv
 
 
@@ -135,31 +126,16 @@ def test_sinks_and_caps_agree_with_float64(block, window, cap, implementation):
     do = np.cos(np.arange(q.size)).reshape(q.shape)
     found = [o, *pull(jnp.asarray(do, jnp.float32))]
 
-    def kernel(s, sink):
-        bent = 1.0 if cap is None else 1.0 - np.tanh(s * scale / cap) ** 2
-        w = np.exp(s * scale if cap is None else cap * np.tanh(s * scale / cap))
-        return w, w * scale * bent, np.exp(sink)
+    bias, seen = np.exp(sinks)[:, None, None], mask(100, 100, window=window)
 
-    seen = mask(100, 100, window=window)
-    # The function computes head by head. Two query heads share a key head.
-    heads = [
-        numpy_attention(
-            q[:, :, h : h + 1],
-            k[:, :, h // 2 : h // 2 + 1],
-            v[:, :, h // 2 : h // 2 + 1],
-            seen,
-            functools.partial(kernel, sink=sinks[h]),
-            do[:, :, h : h + 1],
-        )
-        for h in range(4)
-    ]
-    o, dq, dk, dv = (np.concatenate(arrays, axis=2) for arrays in zip(*heads, strict=True))
-    dk, dv = (x.reshape(*x.shape[:2], 2, 2, -1).sum(3) for x in (dk, dv))
+    def weigh(s):
+        bent = 1.0 if cap is None else 1.0 - np.tanh(s * scale / cap) ** 2
+        w = seen * np.exp(s * scale if cap is None else cap * np.tanh(s * scale / cap))
+        return w, [w * scale * bent], bias
+
+    o, dv, dbias, dq, dk = definitions.attend([(q, k)], v, do, weigh)
     assert_close(found[:4], (o, dq, dk, dv), 1e-5)
-    # A sink is a key whose value is zero: its gradient is minus its weight times ⟨do, o⟩.
-    scores = np.einsum('blhd,bmhd->bhlm', np.asarray(q, np.float64), np.repeat(np.asarray(k, np.float64), 2, axis=2))
-    total = np.where(seen, kernel(scores, 0.0)[0], 0.0).sum(-1) + np.exp(sinks)[:, None]
-    dsinks = -(np.exp(sinks)[:, None] / total * (do * o).sum(-1).swapaxes(1, 2)).sum((0, 2))
+    dsinks = (dbias * bias).sum((0, 2, 3))
     np.testing.assert_allclose(found[4], dsinks, atol=1e-5 * np.abs(dsinks).max())
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 
+import definitions
 import grids
 import jax
 import jax.numpy as jnp
@@ -43,36 +44,30 @@ def starts_of(*documents, length):
 
 
 def by_definition(options, q, k, v, do, starts=None, sinks=None):
-    """Computes outputs and gradients in float64, all weights at once, with explicit gradients.
-
-    With sinks their gradient is the last.
-    """
-    group = q.shape[2] // k.shape[2]
-    q, k, v, do = (np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, do))
-    k, v = (np.repeat(a, group, axis=1) for a in (k, v))
-    seen = np.tri(q.shape[2])
+    """Computes outputs and gradients in float64. With sinks their gradient is the last."""
+    seen = np.tri(q.shape[1])
     if (window := options.get('window')) is not None:
-        seen = seen - np.tri(q.shape[2], k=-window)
+        seen = seen - np.tri(q.shape[1], k=-window)
     if starts is not None:
-        seen = seen * (np.arange(q.shape[2]) >= np.asarray(starts)[:, None, :, None])
-    degree, bias, scale = options.get('degree'), options.get('denominator_bias', 1.0), options.get('scale', 1.0)
-    s = scale * (q @ k.swapaxes(2, 3))
-    if degree is None:
-        cap = options.get('score_cap')
+        seen = seen * (np.arange(q.shape[1]) >= np.asarray(starts)[:, None, :, None])
+    degree, scale, cap = options.get('degree'), options.get('scale', 1.0), options.get('score_cap')
+    bias = options.get('denominator_bias', 1.0) if degree else 0.0
+
+    def weigh(s):
+        nonlocal bias
+        s = scale * s
+        if degree is not None:
+            return s**degree * seen, [degree * scale * s ** (degree - 1) * seen], bias
         bent = 1.0 if cap is None else 1.0 - np.tanh(s / cap) ** 2
         s = np.where(seen, s if cap is None else cap * np.tanh(s / cap), -np.inf)
         w = np.exp(s - s.max(-1, keepdims=True))
-        sink = 0.0 if sinks is None else np.exp(np.asarray(sinks, np.float64)[:, None, None] - s.max(-1, keepdims=True))
-        slope, total = scale * w * bent, w.sum(-1, keepdims=True) + sink
-    else:
-        w, slope = s**degree * seen, degree * scale * s ** (degree - 1) * seen
-        total = bias + w.sum(-1, keepdims=True)
-    o = w @ v / total
-    ds = slope * (do @ v.swapaxes(2, 3) - (do * o).sum(-1, keepdims=True)) / total
-    dk, dv = ds.swapaxes(2, 3) @ q, (w / total).swapaxes(2, 3) @ do
-    dk, dv = (a.reshape(a.shape[0], -1, group, *a.shape[2:]).sum(2) for a in (dk, dv))
-    found = [a.transpose(0, 2, 1, 3) for a in (o, ds @ k, dk, dv)]
-    return found if sinks is None else [*found, -((do * o).sum(-1, keepdims=True) * sink / total).sum((0, 2, 3))]
+        if sinks is not None:
+            bias = np.exp(np.asarray(sinks, np.float64)[:, None, None] - s.max(-1, keepdims=True))
+        return w, [scale * w * bent], bias
+
+    o, dv, dbias, dq, dk = definitions.attend([(q, k)], v, do, weigh)
+    found = [o, dq, dk, dv]
+    return found if sinks is None else [*found, (dbias * bias).sum((0, 2, 3))]
 
 
 def quick(function):

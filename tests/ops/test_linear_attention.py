@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,8 @@ from lm.ops.linear_attention import (
     decode,
     expansion,
     linear_attention,
-    reference,
 )
+from scripts.kernels.formulations import plain_blocks
 
 TAYLOR = (1.0, 1.0, 0.5)
 # Compilation takes most of the time of these tests.
@@ -44,31 +45,20 @@ def kernel(local, s):
 
 
 def numpy_attention(x, y, v, q, k, *, powers, local=None, window=None, block=1024, denominator_bias=1.0, causal=True):
-    """Computes outputs, and the gradients of Σ cos(index) · o, head by head from the formulas."""
-    x, y, v, q, k = arrays = [np.asarray(a, np.float64) for a in (x, y, v, q, k)]
-    dx, dy, dv, dq, dk = (np.zeros_like(a) for a in arrays)
-    o = np.zeros((*x.shape[:3], v.shape[3]))
-    do = np.cos(np.arange(o.size)).reshape(o.shape)
+    """Computes outputs, and the gradients of Σ cos(index) · o, in float64."""
     i, j = np.arange(x.shape[1])[:, None], np.arange(x.shape[1])
     seen = j <= i if causal else np.ones((i.size, i.size), bool)
     near = seen & (j > i - window if window else i // block == j // block) if local else np.zeros_like(seen)
     far = seen & ~near
     polynomial = np.polynomial.Polynomial(powers)
-    for b, h in np.ndindex(x.shape[0], x.shape[2]):
-        g = h // (x.shape[2] // y.shape[2])
-        s = x[b, :, h] @ y[b, :, g].T
-        w, slope = polynomial(s) * far, polynomial.deriv()(s) * far
-        exact, exact_slope = kernel(local, q[b, :, h] @ k[b, :, g].T) if local else (w, w)
-        w, exact_slope = w + exact * near, exact_slope * near
-        total = denominator_bias + w.sum(1, keepdims=True)
-        o[b, :, h] = w @ v[b, :, g] / total
-        # d/dw_ij of o_i = Σ w_ij v_j / total_i is (v_j - o_i) / total_i.
-        dw = (do[b, :, h] @ v[b, :, g].T - (do[b, :, h] * o[b, :, h]).sum(1, keepdims=True)) / total
-        dx[b, :, h] += (dw * slope) @ y[b, :, g]
-        dy[b, :, g] += (dw * slope).T @ x[b, :, h]
-        dq[b, :, h] += (dw * exact_slope) @ k[b, :, g]
-        dk[b, :, g] += (dw * exact_slope).T @ q[b, :, h]
-        dv[b, :, g] += (w / total).T @ do[b, :, h]
+
+    def weigh(s, t):
+        exact, exact_slope = kernel(local, t) if local else (t, t)
+        return polynomial(s) * far + exact * near, [polynomial.deriv()(s) * far, exact_slope * near], denominator_bias
+
+    shape = *x.shape[:3], v.shape[3]
+    do = np.cos(np.arange(np.prod(shape))).reshape(shape)
+    o, dv, _, dx, dy, dq, dk = definitions.attend([(x, y), (q, k)], v, do, weigh)
     return o, dx, dy, dv, dq, dk
 
 
@@ -330,7 +320,7 @@ def test_memory_is_linear():
 def test_plain_formulation_agrees():
     x, y, v, q, k = draw(64, heads=2, kv_heads=2)
     expected = call(x, y, v, q, k, powers=SQUARE, local=PolynomialKernel(4), block=16)
-    got = reference.plain_blocks(x, y, v, q, k, degree=4, block=16)
+    got = plain_blocks(x, y, v, q, k, degree=4, block=16)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """The TPU kernels of linear attention, interpreted on the CPU: uninitialised memory is NaN and races are detected."""
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,30 +37,21 @@ def make_call(options, q, k, v, q_local=None, k_local=None, **more):
 
 
 def by_definition(options, q, k, v, q_local, k_local, do):
-    """Computes outputs and gradients in float64, all weights at once, with explicit gradients."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v, q_local, k_local, do = (
-        np.asarray(a, np.float64).transpose(0, 2, 1, 3) for a in (q, k, v, q_local, k_local, do)
-    )
-    k, v, k_local = (np.repeat(a, groups, axis=1) for a in (k, v, k_local))
-    n = q.shape[2]
-    i, j = np.arange(n)[:, None], np.arange(n)
-    near = np.zeros((n, n), bool) if options.local is None else i // options.block == j // options.block
-    degree = len(options.powers) - 1
-    far_degree, near_degree = degree, degree if options.local is None else options.local.degree
-    scale = 1.0 if options.local is None else options.local.scale
-    s, t = q @ k.swapaxes(2, 3), scale * (q_local @ k_local.swapaxes(2, 3))
-    w = np.where(near, t**near_degree, s**far_degree) * (j <= i)
-    den = options.denominator_bias + w.sum(-1, keepdims=True)
-    o = w @ v / den
-    g, e = do / den, -(do * o).sum(-1, keepdims=True) / den
-    dw = (g @ v.swapaxes(2, 3) + e) * (j <= i)
-    ds = np.where(near, 0.0, far_degree * s ** (far_degree - 1)) * dw
-    dt = np.where(near, near_degree * t ** (near_degree - 1), 0.0) * dw * scale
-    dk, dv, dk_local = ds.swapaxes(2, 3) @ q, w.swapaxes(2, 3) @ g, dt.swapaxes(2, 3) @ q_local
-    batch, heads, _, _ = dk.shape
-    dk, dv, dk_local = (a.reshape(batch, heads // groups, groups, n, -1).sum(2) for a in (dk, dv, dk_local))
-    return [a.transpose(0, 2, 1, 3) for a in (o, ds @ k, dk, dv, dt @ k_local, dk_local)]
+    """Computes outputs and gradients in float64."""
+    i, j = np.arange(q.shape[1])[:, None], np.arange(q.shape[1])
+    seen, near = j <= i, np.zeros((i.size, i.size), bool)
+    local = options.local or PolynomialKernel(1)
+    if options.local is not None:
+        near = i // options.block == j // options.block
+    n, m = len(options.powers) - 1, local.degree
+
+    def weigh(s, t):
+        t = local.scale * t
+        slopes = [seen * ~near * n * s ** (n - 1), seen * near * m * t ** (m - 1) * local.scale]
+        return np.where(near, t**m, s**n) * seen, slopes, options.denominator_bias
+
+    o, dv, _, dq, dk, *dlocal = definitions.attend([(q, k), (q_local, k_local)], v, do, weigh)
+    return [o, dq, dk, dv, *dlocal]
 
 
 def by_kernels(options, q, k, v, q_local, k_local, do):

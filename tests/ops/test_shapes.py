@@ -113,9 +113,10 @@ def test_short_convolution():
 
 
 def networks(size: int, r: int = 5, n: int = 2, hidden: int = 3) -> sketch_networks.Node:
-    kernels = (zeros(n, size, hidden), zeros(n, hidden, r), zeros(n, r, hidden), zeros(n, hidden, r))
-    norms = (zeros(n, 1, size), zeros(n, 1, r))
-    network = sketch_networks.NetworkWeights(*kernels, *norms, *norms)
+    def level(m: int) -> sketch_networks.LevelWeights:
+        return sketch_networks.LevelWeights(zeros(n, 1, m), zeros(n, 1, m), zeros(n, m, hidden), zeros(n, hidden, r))
+
+    network = sketch_networks.NetworkWeights(level(size), level(r))
     return sketch_networks.Node(network, network)
 
 

@@ -29,7 +29,9 @@ def example(length, *, batch=1, sketches=1, heads=(1,), size=16, r=16, hidden=No
         shapes = ((m, hidden), (hidden, r), (r, hidden), (hidden, r))
         kernels = [draw(sketches, *shape) * shape[0] ** -0.5 for shape in shapes]
         scales = [1.0 + 0.3 * draw(sketches, 1, n) for n in (m, r)]
-        return op.NetworkWeights(*kernels, *scales, *(0.3 * draw(sketches, 1, n) for n in (m, r)))
+        biases = [0.3 * draw(sketches, 1, n) for n in (m, r)]
+        levels = zip(scales, biases, kernels[::2], kernels[1::2], strict=True)
+        return op.NetworkWeights(*(op.LevelWeights(*level) for level in levels))
 
     sizes = [size] * (power // 2) + [r] * (power // 2 - 1)
     nodes = tuple(op.Node(network(m), network(m)) for m in sizes)

@@ -2,7 +2,7 @@
 
     evaluate(jax.make_jaxpr(function)(*shapes), *arrays)
 
-`lm.check.float64` has the operations. Programs of several devices run here too: `shard_map` cuts its arguments
+`numpy_rules` has the operations. Programs of several devices run here too: `shard_map` cuts its arguments
 into lanes, one per device, and collectives exchange arrays between lanes. What the partitioner would split stays whole.
 """
 
@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy_rules
 from jax.extend import core
-
-from lm.check import float64
 
 Arrays = list[np.ndarray]
 """One array per lane."""
@@ -40,7 +39,7 @@ def evaluate(
     With `rounding`, each constant changes by about as much as float32 has rounded it. Those that float32 holds exactly
     stay.
     """
-    leaves = [float64.widen(leaf) for leaf in jax.tree.leaves(arguments)]
+    leaves = [numpy_rules.widen(leaf) for leaf in jax.tree.leaves(arguments)]
     assert len(leaves) == len(program.jaxpr.invars), f'{len(leaves)} arrays for {len(program.jaxpr.invars)} arguments'
     lanes = Lanes([{}], rounding)
     return [each[0] for each in lanes.closed(program, [[leaf] for leaf in leaves])]
@@ -62,7 +61,7 @@ class Lanes:
 
         def read(atom: Any) -> Arrays:
             if isinstance(atom, core.Literal):
-                return [self.round(float64.widen(atom.val, atom.aval))] * len(self)
+                return [self.round(numpy_rules.widen(atom.val, atom.aval))] * len(self)
             return values[atom]
 
         last = _find_last_uses(jaxpr)
@@ -74,7 +73,7 @@ class Lanes:
             elif name in OPERATIONS:
                 results = self._compute(OPERATIONS[name], equation, inputs)
             else:
-                raise NotImplementedError(f'{name}: lm/check/float64.py has no such operation')
+                raise NotImplementedError(f'{name}: numpy_rules.py has no such operation')
             values |= zip(equation.outvars, results, strict=True)
             for variable in last[number]:
                 values.pop(variable, None)
@@ -89,7 +88,7 @@ class Lanes:
 
     def closed(self, program: core.ClosedJaxpr, arguments: Sequence[Arrays]) -> list[Arrays]:
         """Runs a program with constants of its own."""
-        constants = [[self.round(float64.widen(constant))] * len(self) for constant in program.consts]
+        constants = [[self.round(numpy_rules.widen(constant))] * len(self) for constant in program.consts]
         return self.run(program.jaxpr, constants, arguments)
 
     def round(self, constant: np.ndarray) -> np.ndarray:
@@ -332,10 +331,10 @@ def _make_unwritten(equation: Any) -> np.ndarray:
     return np.zeros(aval.shape, aval.dtype) if aval.dtype.kind in 'iub' else np.full(aval.shape, np.nan)
 
 
-OPERATIONS = float64.RULES | {
+OPERATIONS = numpy_rules.RULES | {
     # Residuals pass as integers through a name (`lm.ops.residuals`): their numbers stay.
     'bitcast_convert_type': lambda equation, x: x,
     'empty': _make_unwritten,
     'empty2': _make_unwritten,  # a scalar
 }
-"""Primitive → function of its equation and the arrays of a lane (`lm.check.float64`)."""
+"""Primitive → function of its equation and the arrays of a lane (`numpy_rules`)."""

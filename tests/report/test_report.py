@@ -158,7 +158,7 @@ def test_of_many_settings_only_those_that_few_runs_have_are_named(tmp_path):
         'gate': 'gate True',
     }
     report = Report(runs, tmp_path / 'out', None, 'none')
-    header, _, *rows = report.format_table().splitlines()
+    header, _, *rows = report.make_run_table().to_markdown().splitlines()
     assert '| settings that few runs have |' in header
     assert any(row.startswith('| key | softmax (key_offset 0.25) | key offset 0.25 |') for row in rows)
     assert any(row.startswith('| plain | softmax | – |') for row in rows)
@@ -279,7 +279,7 @@ def test_an_evaluation_of_a_part_is_marked(tmp_path):
             lines = [{k: v for k, v in line.items() if k != 'word_perplexity'} for line in lines]
             (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     evaluate(tmp_path / 'b', word_perplexity=50.0)
-    text = Report(find_runs([str(tmp_path)]), tmp_path).format_table()
+    text = Report(find_runs([str(tmp_path)]), tmp_path).make_run_table().to_markdown()
     assert 'Of the first train.eval_tokens alone, until lm evaluate scores the split: a.\n' in f'{text}\n'
 
 

@@ -1,7 +1,7 @@
 """Polysketch attention (PolySketchFormer)."""
 
 from lm.attention.formulas.base import FormulaArray, NormedFormula, score_scale, scores, square_features
-from lm.ops.formulas import apply_network, join_sketches, standardize
+from lm.ops.formulas import apply_network, climb_tree, join_sketches, standardize
 
 
 class PolysketchFormula(NormedFormula, name='polysketch'):
@@ -68,14 +68,10 @@ class PolysketchFormula(NormedFormula, name='polysketch'):
 
     def climb(self, tree, x_BxLxNxGxM):
         """Computes a tree."""
-        level, node = [x_BxLxNxGxM] * (self.degree // 2), 0
-        if self.kind == 'srht' and len(level) > 1:
-            level = [x @ self.p[f'{tree}.base.{i}'] * self.r**-0.5 for i, x in enumerate(level)]
-        while len(level) > 1:
-            pairs = list(zip(level[::2], level[1::2], strict=True))
-            level = [self.join(f'{tree}.maps.{node + i}', *pair) for i, pair in enumerate(pairs)]
-            node += len(pairs)
-        return level[0]
+        leaves = [x_BxLxNxGxM] * (self.degree // 2)
+        if self.kind == 'srht' and len(leaves) > 1:
+            leaves = [x @ self.p[f'{tree}.base.{i}'] * self.r**-0.5 for i, x in enumerate(leaves)]
+        return climb_tree([f'{tree}.maps.{node}' for node in range(len(leaves) - 1)], leaves, self.join)
 
     def map(self, x_BxLxHxC):
         grouped = x_BxLxHxC.reshape(*x_BxLxHxC.shape[:2], self.n, -1, x_BxLxHxC.shape[-1])

@@ -18,6 +18,7 @@ from flax import nnx
 from lm.attention.maps.projections import hadamard_matrix
 from lm.ops import sketch_networks as networks
 from lm.ops.dots import dense
+from lm.ops.formulas import climb_tree
 from lm.ops.residuals import recompute
 from lm.ops.sketch_networks import Sketched
 from lm.parameters import Buffer, declare
@@ -50,12 +51,7 @@ class Sketch(nnx.Module):
         """Computes ψ(x), [B, L, N, G, r] in the dtype of x; returns x itself for P = 1."""
         if self.power == 1:
             return x_BxLxNxGxM
-        level, node = self.leaves(x_BxLxNxGxM), 0
-        while len(level) > 1:
-            pairs = list(zip(level[::2], level[1::2], strict=True))
-            level = [self.join(node + i, *pair) for i, pair in enumerate(pairs)]
-            node += len(pairs)
-        return level[0]
+        return climb_tree(range(self.power - 1), self.leaves(x_BxLxNxGxM), self.join)
 
     def of_each(self, *xs_BxLxNxGxM: jax.Array) -> Sketched:
         """Computes ψ of the vectors of each array, and returns the arrays for their other readers."""
@@ -154,7 +150,8 @@ class Network(nnx.Module):
         self.biases = nnx.List([nnx.Param(jnp.zeros((n, 1, m)), **bias) for m in (size, r)])
 
     def parameters(self) -> networks.NetworkWeights:
-        return networks.NetworkWeights(*(one[...] for one in (*self.kernels, *self.scales, *self.biases)))
+        levels = zip(self.scales, self.biases, self.kernels[::2], self.kernels[1::2], strict=True)
+        return networks.NetworkWeights(*(networks.LevelWeights(*(one[...] for one in level)) for level in levels))
 
 
 class MeanSketch(nnx.Module):

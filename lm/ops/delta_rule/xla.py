@@ -122,34 +122,16 @@ def _walk_backward(residuals, cotangents):
 _walk.defvjp(_walk_forward, _walk_backward)
 
 
-class PairWeights(NamedTuple):
-    """The weights of a chunk's pairs, and the products of factors that its operands take.
-
-    Attributes:
-        system_BxKxNxCxC: A, strictly lower triangular.
-        weights_BxKxNxGxCxC: the weights of the tokens' additions for the queries.
-        since_start_BxKxNxCxE: from the start to each token; E is 1 where channels share a factor.
-        until_end_BxKxNxCxE: from each token to the end.
-        whole_BxKxNxE: from the start to the end; without the last axis where channels share a factor.
-    """
-
-    system_BxKxNxCxC: jax.Array
-    weights_BxKxNxGxCxC: jax.Array
-    since_start_BxKxNxCxE: jax.Array
-    until_end_BxKxNxCxE: jax.Array
-    whole_BxKxNxE: jax.Array
-
-
 def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (the state after its chunks, their outputs [B, K, N, G, C, D])."""
     q, k, v, beta, *_ = tokens
     dtype, size = v.dtype, v.shape[-1]
-    pairs = _weigh_by_head(tokens) if tokens.log_decay_BxKxNxCxE is None else _weigh_by_channel(tokens)
+    weigh = _weigh_by_head if tokens.log_decay_BxKxNxCxE is None else _weigh_by_channel
+    system_CxC, weights, since, until, whole = weigh(tokens)
     beta = beta[..., None]
-    given = [beta * v, beta * pairs.since_start_BxKxNxCxE * k]
-    given = jnp.concatenate(given, axis=-1).astype(jnp.float32)
-    solved = system.solve(pairs.system_BxKxNxCxC, given)
-    q, k = q * pairs.since_start_BxKxNxCxE[:, :, :, None], k * pairs.until_end_BxKxNxCxE
+    given = jnp.concatenate([beta * v, beta * since * k], axis=-1).astype(jnp.float32)
+    solved = system.solve(system_CxC, given)
+    q, k = q * since[:, :, :, None], k * until
 
     def step(state, chunk):
         """A token's addition is u if the state were 0; w times the state is subtracted from it."""
@@ -161,20 +143,27 @@ def _segment(tokens: Tokens, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax.A
         return state, o.astype(dtype)
 
     chunks = {'q_since': q, 'k_until': k, 'u': solved[..., :size], 'w': solved[..., size:]}
-    chunks |= {'weights': pairs.weights_BxKxNxGxCxC, 'whole': pairs.whole_BxKxNxE}
+    chunks |= {'weights': weights, 'whole': whole}
     state, o_NxBxKxGxCxD = lax.scan(step, state_BxKxExD, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), chunks))
     return state, jnp.moveaxis(o_NxBxKxGxCxD, 0, 2)
 
 
-def _weigh_by_channel(tokens: Tokens) -> PairWeights:
+def _weigh_by_channel(tokens: Tokens) -> tuple[jax.Array, ...]:
+    """Computes the weights of a chunk's pairs, and the products of factors that its operands take.
+
+    Returns:
+        (A, strictly lower triangular, the weights of the tokens' additions for the queries, [B, K, N, G, C, C], and
+        factors: from the start to each token, from each token to the end, [B, K, N, C, E], from the start to the end).
+    """
     q, k, _, beta, _, log_decay = tokens
     both = jnp.concatenate([k[:, :, :, None], q], axis=3)
     pairs, since, until, whole = channel_decay.weigh(both, k, cast(jax.Array, log_decay))
     weights = pairs[:, :, :, 1:] + channel_decay.weigh_own(q, k)
-    return PairWeights(beta[..., None] * pairs[:, :, :, 0], weights, since, until, whole)
+    return beta[..., None] * pairs[:, :, :, 0], weights, since, until, whole
 
 
-def _weigh_by_head(tokens: Tokens) -> PairWeights:
+def _weigh_by_head(tokens: Tokens) -> tuple[jax.Array, ...]:
+    """Returns the same for channels that share a factor: E is 1, and the factors of whole chunks have no such axis."""
     q, k = tokens.q_BxKxNxGxCxE, tokens.k_BxKxNxCxE
     *lead, length = tokens.beta_BxKxNxC.shape
     lower = jnp.tril(jnp.ones((length, length), jnp.float32))
@@ -191,4 +180,4 @@ def _weigh_by_head(tokens: Tokens) -> PairWeights:
         whole = jnp.exp(decays.between(last, first))[..., 0]
     system = tokens.beta_BxKxNxC[..., None] * dot('bknie,bknje->bknij', k, k) * jnp.tril(within, -1)
     weights = dot('bkngie,bknje->bkngij', q, k) * within[:, :, :, None]
-    return PairWeights(system, weights, start, end, whole)
+    return system, weights, start, end, whole

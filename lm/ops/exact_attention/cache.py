@@ -1,7 +1,7 @@
 """The keys and values that an exact mechanism has seen: its decoding state."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,8 @@ class Cache(NamedTuple):
     log_decay_BxMxK: jax.Array | None = None
 
 
-class Visible(NamedTuple):
-    """The keys and values that the queries of a step see, and the operation's arguments `q_offset` and `k_start`."""
-
-    k_BxMxKxD: jax.Array
-    v_BxMxKxD: jax.Array
-    q_offset: jax.Array | int
-    k_start: jax.Array | int
-    log_decay_BxMxK: jax.Array | None = None
+Seen = dict[str, Any]
+"""The arguments of the operation that say which keys and values the queries of a step see."""
 
 
 def empty(
@@ -54,7 +48,7 @@ def empty(
 
 def append(
     cache: Cache, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, log_decay_BxTxK: jax.Array | None = None
-) -> tuple[Cache, Visible]:
+) -> tuple[Cache, Seen]:
     """Writes T tokens after those seen. The caller ensures that they fit."""
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -62,12 +56,13 @@ def append(
 
     k, v, log_decay = _join(write, cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK)
     position = cache.position + k_BxTxKxD.shape[1]
-    return Cache(k, v, position, log_decay), Visible(k, v, cache.position, 0, log_decay)
+    seen = {'k_BxMxKxD': k, 'v_BxMxKxD': v, 'log_decay_BxMxK': log_decay}
+    return Cache(k, v, position, log_decay), seen | {'q_offset': cache.position, 'k_start': 0}
 
 
 def slide(
     cache: Cache, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, log_decay_BxTxK: jax.Array | None = None
-) -> tuple[Cache, Visible]:
+) -> tuple[Cache, Seen]:
     """Appends T tokens and forgets the T oldest."""
     length = cache.k_BxMxKxD.shape[1]
 
@@ -77,7 +72,8 @@ def slide(
     k, v, log_decay = joined = _join(join, cache, k_BxTxKxD, v_BxTxKxD, log_decay_BxTxK)
     newest_k, newest_v, newest_decay = jax.tree.map(lambda x: x[:, -length:], joined)
     state = Cache(newest_k, newest_v, cache.position + k_BxTxKxD.shape[1], newest_decay)
-    return state, Visible(k, v, length, jnp.maximum(length - cache.position, 0), log_decay)
+    seen = {'k_BxMxKxD': k, 'v_BxMxKxD': v, 'log_decay_BxMxK': log_decay}
+    return state, seen | {'q_offset': length, 'k_start': jnp.maximum(length - cache.position, 0)}
 
 
 def _join(

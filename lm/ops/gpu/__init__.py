@@ -20,6 +20,9 @@ TILE = 64
 WALKED = 3
 """Tiles in shared memory: two to come, and one in use."""
 
+FAST = plgpu.CompilerParams(approx_math=True)
+"""Functions such as exp and tanh are instructions, whose error of 2⁻¹¹ rounding to bfloat16 exceeds."""
+
 
 def matrix(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
     """Returns memory for matrices in shared memory, as `wgmma` takes them."""
@@ -122,6 +125,17 @@ def slice_head(array, number, heads: int, segments: int = 1, chunk: Any = 0, chu
 def load_matrix(ref) -> jax.Array:
     """Loads a matrix in the registers' layout of a product."""
     return _load(ref, plgpu.Layout.WGMMA)
+
+
+def widen(x: Any) -> jax.Array:
+    """Returns a matrix, in registers or in shared memory, as float32."""
+    return (x if isinstance(x, jax.Array) else load_matrix(x)).astype(jnp.float32)
+
+
+def number_entries() -> list[jax.Array]:
+    """Returns the numbers of rows and of columns of a tile, in the registers' layout of a product."""
+    layout = plgpu.Layout.WGMMA
+    return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
 def load_rows(ref) -> jax.Array:

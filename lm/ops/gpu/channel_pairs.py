@@ -12,35 +12,20 @@ C tokens of a chunk, E channels, both TILE.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, matrix, product, release, sum_products
+from lm.ops.dots import in_parts
+from lm.ops.gpu import TILE, load_matrix, matrix, number_entries, product, release, sum_products, widen
 
-A = TypeVar('A')
-"""jax.Array, or inside a kernel a reference."""
 LEVELS = TILE.bit_length() - 1
 """The number of levels: m = 1, 2, 4, … of a chunk."""
 LEAST = -128.0
 """Logs below it count as it: exp of both is 0 in float32, and products take no infinite number."""
-
-
-class LogParts(NamedTuple, Generic[A]):
-    """Logs of factors as two bfloat16 arrays whose sum has 16 bits."""
-
-    high: A
-    low: A
-
-
-def split_logs(log: jax.Array) -> LogParts[jax.Array]:
-    """Splits logs of at least `LEAST` outside of kernels."""
-    # XLA may leave out a cast there and back, so this is none.
-    high = lax.reduce_precision(log, exponent_bits=8, mantissa_bits=7)
-    return LogParts(high.astype(jnp.bfloat16), (log - high).astype(jnp.bfloat16))
 
 
 class PairMemory(NamedTuple):
@@ -53,11 +38,6 @@ class PairMemory(NamedTuple):
 
     keys: Any
     register: list
-
-
-def _count() -> list[jax.Array]:
-    layout = plgpu.Layout.WGMMA
-    return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
 def _differ(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -81,7 +61,7 @@ class Selections:
     """
 
     def __init__(self, transposed: bool = False):
-        row, column = _count()
+        row, column = number_entries()
         self.token, self.other = (column, row) if transposed else (row, column)
 
     def since(self) -> jax.Array:
@@ -107,12 +87,12 @@ class Selections:
         return jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def add_selected(selection: jax.Array, parts: LogParts, register: list) -> jax.Array:
+def add_selected(selection: jax.Array, parts: list, register: list) -> jax.Array:
     """Computes the sums of the selected tokens' numbers, float32 [C, E]; `parts` are in shared memory."""
     return sum_products([(selection, part) for part in parts], scratch=register)[0]
 
 
-def make_factors(selection: jax.Array, logs: LogParts, register: list) -> jax.Array:
+def make_factors(selection: jax.Array, logs: list, register: list) -> jax.Array:
     """Computes exp of the sums of the selected tokens' logs, float32 [C, E]."""
     return jnp.exp(add_selected(selection, logs, register))
 
@@ -124,7 +104,7 @@ def fade(x_CxE, factors: jax.Array) -> jax.Array:
 
 def take_level(pairs: jax.Array, m: jax.Array, other: jax.Array | float = 0.0) -> jax.Array:
     """Returns pairs [C, C] of level m, and `other` elsewhere; queries are on the rows."""
-    row, column = _count()
+    row, column = number_entries()
     differ = _differ(row, column)
     if not isinstance(other, jax.Array):
         other = jnp.full_like(pairs, other)
@@ -134,11 +114,11 @@ def take_level(pairs: jax.Array, m: jax.Array, other: jax.Array | float = 0.0) -
 
 def take_own(pairs: jax.Array) -> jax.Array:
     """Returns the diagonal of pairs [C, C], and 0 elsewhere."""
-    row, column = _count()
+    row, column = number_entries()
     return jnp.where(row == column, pairs, 0.0)
 
 
-def weigh(q_CxE, k_CxE, logs: LogParts, memory: PairMemory) -> jax.Array:
+def weigh(q_CxE, k_CxE, logs: list, memory: PairMemory) -> jax.Array:
     """Computes the weights of pairs j <= i, float32 [C, C] and 0 elsewhere; queries are on the rows.
 
     No factor changes the weights of pairs j = i.
@@ -146,7 +126,7 @@ def weigh(q_CxE, k_CxE, logs: LogParts, memory: PairMemory) -> jax.Array:
     return weigh_earlier(q_CxE, k_CxE, logs, memory, take_own(product(q_CxE, k_CxE.transpose((1, 0)))))
 
 
-def weigh_earlier(q_CxE, k_CxE, logs: LogParts, memory: PairMemory, other: jax.Array) -> jax.Array:
+def weigh_earlier(q_CxE, k_CxE, logs: list, memory: PairMemory, other: jax.Array) -> jax.Array:
     """Computes the weights of pairs j < i, float32 [C, C], and takes `other` elsewhere."""
     select = Selections()
 
@@ -183,12 +163,12 @@ class PairGradientMemory(NamedTuple):
         return cls(pairs, tile, tile, matrix(TILE, TILE, dtype=jnp.float32))
 
 
-def place_halves(value: jax.Array, memory: PairGradientMemory) -> LogParts:
+def place_halves(value: jax.Array, memory: PairGradientMemory) -> list:
     """Places numbers in shared memory as two operands."""
     release()
-    high = value.astype(jnp.bfloat16)
-    halves = LogParts(memory.queries, memory.pairs.keys)
-    halves.high[...], halves.low[...] = high, (value - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    halves = [memory.queries, memory.pairs.keys]
+    for place, half in zip(halves, in_parts(value, 2), strict=True):
+        place[...] = half
     plgpu.commit_smem()
     return halves
 
@@ -200,7 +180,7 @@ def add_log_gradients(turned_selection: jax.Array, value: jax.Array, memory: Pai
 
 
 def differentiate_pairs(
-    q_CxE, k_CxE, logs: LogParts, dpairs_CxC, memory: PairGradientMemory, start: tuple[jax.Array, jax.Array]
+    q_CxE, k_CxE, logs: list, dpairs_CxC, memory: PairGradientMemory, start: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the gradients of queries and of keys, float32 [C, E], to `start`, and of the logs to `memory.dlog`.
 
@@ -223,8 +203,3 @@ def differentiate_pairs(
         return dq + dqueries, dk + dkeys
 
     return loop_over_levels(differentiate_level, start)
-
-
-def widen(x) -> jax.Array:
-    """Loads a matrix as float32."""
-    return load_matrix(x).astype(jnp.float32)

@@ -121,7 +121,7 @@ def _append_token(call: LinearCall, state: DecodeState, recent: Keys) -> tuple[j
             k_BxKxExS=k,
             k_local_BxKxCxS=k_local,
             q_BxKxExGxT=one_block.group(call.q_BxLxHxE, heads),
-            q_local_BxKxCxGxT=None if call.local is None else one_block.group(call.local.q_BxLxHxC, heads),
+            q_local_BxKxCxGxT=None if call.local is None else one_block.group(call.local.queries, heads),
             decay=None if recent.log_decay_BxSxK is None else decays.accumulate(recent.log_decay_BxSxK),
         ),
         one_block.split(options, state.sums, features),

@@ -1,7 +1,6 @@
 """Linear attention as its formulas read, with all n × n weights at once. It is for tests and for reading."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,34 +13,12 @@ from lm.ops.linear_attention.types import (
     LinearCall,
     LinearResult,
     LocalKernel,
-    LocalVectors,
     Options,
+    Sides,
     State,
     decay_state,
 )
 from lm.ops.powers import quotient
-
-
-class LogFactors(NamedTuple):
-    """Log factors of a call: between query and key, and from the first token to each query."""
-
-    pairs_BxHxLxM: jax.Array
-    start_BxHxLx1: jax.Array
-
-
-class ExactWeights(NamedTuple):
-    """Exact weights, and the factors of approximate weights and of the bias in a query's numerator and denominator."""
-
-    weights_BxHxLxM: jax.Array
-    scale_BxHxLx1: jax.Array
-    bias_scale_BxHxLx1: jax.Array
-
-
-class VisibleKeys(NamedTuple):
-    """Masks: the keys that a query sees, and the keys among them that the exact kernel weighs."""
-
-    any_LxM: np.ndarray
-    nearby_LxM: np.ndarray
 
 
 def linear_attention(call: LinearCall) -> LinearResult:
@@ -56,21 +33,20 @@ def linear_attention(call: LinearCall) -> LinearResult:
     repeat = functools.partial(jnp.repeat, repeats=groups, axis=2)
 
     w_BxHxLxM = options.weigh(jnp.einsum('blhf,bmhf->bhlm', x_BxLxHxF, repeat(y_BxLxKxF)))
-    visible = find_visible(options, x_BxLxHxF.shape[1])
-    w_BxHxLxM = jnp.where(visible.any_LxM, w_BxHxLxM, 0.0)
-    decay = None if call.log_decay_BxLxK is None else _expand_decay(call.log_decay_BxLxK, groups)
-    if decay is not None:
-        w_BxHxLxM *= jnp.exp(decay.pairs_BxHxLxM)
+    seen_LxM, near_LxM = find_visible(options, x_BxLxHxF.shape[1])
+    w_BxHxLxM = jnp.where(seen_LxM, w_BxHxLxM, 0.0)
+    decay_BxHxLxM, decay_BxHxLx1 = _expand_decay(call.log_decay_BxLxK, groups)
+    w_BxHxLxM *= jnp.exp(decay_BxHxLxM)
     scale_BxHxLx1 = bias_scale_BxHxLx1 = jnp.float32(1.0)
     if options.local is not None and call.local is not None:
-        exact = _weigh_exactly(call, options.local, call.local, decay, visible)
-        scale_BxHxLx1, bias_scale_BxHxLx1 = exact.scale_BxHxLx1, exact.bias_scale_BxHxLx1
-        w_BxHxLxM = jnp.where(visible.nearby_LxM, exact.weights_BxHxLxM, w_BxHxLxM * scale_BxHxLx1)
+        decay, visible = (decay_BxHxLxM, decay_BxHxLx1), (seen_LxM, near_LxM)
+        exact, scale_BxHxLx1, bias_scale_BxHxLx1 = _weigh_exactly(call, options.local, call.local, decay, visible)
+        w_BxHxLxM = jnp.where(near_LxM, exact, w_BxHxLxM * scale_BxHxLx1)
     o_BxHxLxD = jnp.einsum('bhlm,bmhd->bhld', w_BxHxLxM, repeat(v_BxLxKxD))
     total_BxHxLx1 = w_BxHxLxM.sum(-1, keepdims=True)
 
     if call.initial_state is not None:
-        factor_BxHxLx1 = scale_BxHxLx1 * jnp.exp(0.0 if decay is None else decay.start_BxHxLx1)
+        factor_BxHxLx1 = scale_BxHxLx1 * jnp.exp(decay_BxHxLx1)
         kv_BxHxRxD = jnp.repeat(call.initial_state.kv_BxKxRxD, groups, axis=1)
         o_BxHxLxD += factor_BxHxLx1 * jnp.einsum('blhr,bhrd->bhld', expand(options, x_BxLxHxF), kv_BxHxRxD)
         sums_BxHxR = jnp.repeat(flatten_totals(call.initial_state), groups, axis=1)
@@ -112,32 +88,44 @@ def _recur(call: LinearCall) -> LinearResult:
     return LinearResult(o_BxLxHxD, State(kv, state.totals) if call.with_state else None)
 
 
-def find_visible(options: Options, length: int) -> VisibleKeys:
+def find_visible(options: Options, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns masks [L, M]: the keys that a query sees, and the keys among them that the exact kernel weighs."""
     i, j = np.arange(length)[:, None], np.arange(length)
     seen = (j <= i) | (not options.causal)
     if options.local is None:
-        return VisibleKeys(seen, np.zeros_like(seen))
+        return seen, np.zeros_like(seen)
     block = options.block or LOCAL_BLOCK
     near = (i // block == j // block) if options.window is None else (j > i - options.window)
-    return VisibleKeys(seen, seen & near)
+    return seen, seen & near
 
 
-def _expand_decay(log_decay_BxLxK: jax.Array, groups: int) -> LogFactors:
+def _expand_decay(log_decay_BxLxK: jax.Array | None, groups: int) -> tuple[jax.Array, jax.Array]:
+    """Returns log factors between query and key, [B, H, L, M], and from the first token to each query, [B, H, L, 1]."""
+    if log_decay_BxLxK is None:
+        return jnp.float32(0.0), jnp.float32(0.0)
     log_decay_BxKxL = log_decay_BxLxK.astype(jnp.float32).swapaxes(1, 2)
     pairs_BxHxLxM = jnp.repeat(pairwise(log_decay_BxKxL), groups, axis=1)
-    return LogFactors(pairs_BxHxLxM, jnp.repeat(jnp.cumsum(log_decay_BxKxL, -1), groups, axis=1)[..., None])
+    return pairs_BxHxLxM, jnp.repeat(jnp.cumsum(log_decay_BxKxL, -1), groups, axis=1)[..., None]
 
 
 def _weigh_exactly(
-    call: LinearCall, local: LocalKernel, vectors: LocalVectors, decay: LogFactors | None, visible: VisibleKeys
-) -> ExactWeights:
-    q, k = vectors.q_BxLxHxC.astype(jnp.float32), vectors.k_BxLxKxC.astype(jnp.float32)
+    call: LinearCall,
+    local: LocalKernel,
+    vectors: Sides[jax.Array],
+    decay: tuple[jax.Array, jax.Array],
+    visible: tuple[np.ndarray, np.ndarray],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes exact weights, [B, H, L, M]; `decay` and `visible` are as above.
+
+    Also returned are the factors of approximate weights and of the bias in a query's numerator and denominator,
+    [B, H, L, 1].
+    """
+    (pairs_BxHxLxM, start_BxHxLx1), (seen_LxM, near_LxM) = decay, visible
+    q, k = (x.astype(jnp.float32) for x in vectors)
     s_BxHxLxM = jnp.einsum('blhc,bmhc->bhlm', q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
-    pairs_BxHxLxM = 0.0 if decay is None else decay.pairs_BxHxLxM
     if not isinstance(local, ExpKernel):
-        return ExactWeights(local.weigh(s_BxHxLxM) * jnp.exp(pairs_BxHxLxM), jnp.float32(1.0), jnp.float32(1.0))
-    start_BxHxLx1 = 0.0 if decay is None else decay.start_BxHxLx1
-    s_BxHxLxM = jnp.where(visible.nearby_LxM, s_BxHxLxM * local.scale, -jnp.inf) + pairs_BxHxLxM
+        return local.weigh(s_BxHxLxM) * jnp.exp(pairs_BxHxLxM), jnp.float32(1.0), jnp.float32(1.0)
+    s_BxHxLxM = jnp.where(near_LxM, s_BxHxLxM * local.scale, -jnp.inf) + pairs_BxHxLxM
     if local.relative:
         s_BxHxLxM -= s_BxHxLxM.max(-1, keepdims=True)
     log_BxLxH, log_BxHxLx1 = call.options.find_log_factor(call.q_parameters, call.q_BxLxHxE), jnp.float32(0.0)
@@ -145,7 +133,7 @@ def _weigh_exactly(
         log_BxHxLx1 = log_BxLxH.swapaxes(1, 2)[..., None]
     # Where nothing is older than the window, only the largest exponent itself keeps its weight from underflow.
     has_older_Lx1 = (
-        (visible.any_LxM & ~visible.nearby_LxM & (pairs_BxHxLxM > -jnp.inf)).any(-1, keepdims=True)
+        (seen_LxM & ~near_LxM & (pairs_BxHxLxM > -jnp.inf)).any(-1, keepdims=True)
         | bool(call.options.denominator_bias)
         | ((call.initial_state is not None) & (start_BxHxLx1 > -jnp.inf))
     )
@@ -154,7 +142,7 @@ def _weigh_exactly(
         m_BxHxLx1 = jnp.maximum(m_BxHxLx1, 0.0)
     others = jnp.exp(log_BxHxLx1 - jnp.where(has_older_Lx1, m_BxHxLx1, log_BxHxLx1))
     scale_BxHxLx1 = jnp.where(has_older_Lx1, others, 0.0)
-    return ExactWeights(jnp.exp(s_BxHxLxM - m_BxHxLx1), scale_BxHxLx1, jnp.exp(-jnp.maximum(m_BxHxLx1, 0.0)))
+    return jnp.exp(s_BxHxLxM - m_BxHxLx1), scale_BxHxLx1, jnp.exp(-jnp.maximum(m_BxHxLx1, 0.0))
 
 
 def list_powers(options: Options, x: jax.Array) -> list[tuple[float, jax.Array]]:
@@ -191,34 +179,3 @@ def flatten_totals(state: State) -> jax.Array:
     """Joins the totals to one [B, K, R] array in the order of `expand`."""
     batch, heads = state.kv_BxKxRxD.shape[:2]
     return jnp.concatenate([t.reshape(batch, heads, -1) for t in state.totals], axis=-1)
-
-
-def plain_blocks(
-    x_BxLxHxF: jax.Array,
-    y_BxLxHxF: jax.Array,
-    v_BxLxHxD: jax.Array,
-    q_local_BxLxHxC: jax.Array,
-    k_local_BxLxHxC: jax.Array,
-    *,
-    degree: int,
-    block: int,
-    denominator_bias: float = 1.0,
-) -> jax.Array:
-    """Computes PolySketchFormer §3 as its formulas read, in linear time: the yardstick of the fast implementations.
-
-    The self-tensors of all keys, multiplied with [v 1], are summed over each block (H_l) and accumulated over all
-    blocks (Z_l); weights inside a block are exact. The block must divide the length.
-    """
-    batch, length, heads, _ = x_BxLxHxF.shape
-
-    def cut(a):
-        return a.reshape(batch, length // block, block, heads, -1).transpose(0, 3, 1, 2, 4)
-
-    x, y, q, k = (cut(a) for a in (x_BxLxHxF, y_BxLxHxF, q_local_BxLxHxC, k_local_BxLxHxC))
-    v1 = cut(jnp.concatenate([v_BxLxHxD, jnp.ones_like(v_BxLxHxD[..., :1])], axis=-1))
-    sums = jnp.einsum('bhnti,bhntj,bhntd->bhnijd', y, y, v1)
-    earlier = jnp.cumsum(sums, axis=2) - sums
-    weights = jnp.tril(jnp.einsum('bhntc,bhnsc->bhnts', q, k) ** degree)
-    total = weights @ v1 + jnp.einsum('bhnti,bhntj,bhnijd->bhntd', x, x, earlier)
-    o = total[..., :-1] / (denominator_bias + total[..., -1:])
-    return o.transpose(0, 2, 3, 1, 4).reshape(v_BxLxHxD.shape)

@@ -128,13 +128,6 @@ class Sides(NamedTuple, Generic[A]):
     keys: A
 
 
-class LocalVectors(NamedTuple):
-    """The vectors of queries and keys that the exact kernel compares."""
-
-    q_BxLxHxC: jax.Array
-    k_BxLxKxC: jax.Array
-
-
 class Keys(NamedTuple):
     """The arrays of a call that have one entry per key."""
 
@@ -180,11 +173,11 @@ class LinearCall:
         return Sides(self.q_parameters, self.k_parameters)
 
     @property
-    def local(self) -> LocalVectors | None:
+    def local(self) -> Sides[jax.Array] | None:
         """The vectors that the exact kernel compares; None where the call has no exact kernel."""
         if self.options.local is None or self.q_local_BxLxHxC is None or self.k_local_BxLxKxC is None:
             return None
-        return LocalVectors(self.q_local_BxLxHxC, self.k_local_BxLxKxC)
+        return Sides(self.q_local_BxLxHxC, self.k_local_BxLxKxC)
 
     @property
     def all_log_decay_BxLxKxE(self) -> jax.Array:
@@ -193,7 +186,7 @@ class LinearCall:
 
     @property
     def keys(self) -> Keys:
-        k_local = None if self.local is None else self.local.k_BxLxKxC
+        k_local = None if self.local is None else self.local.keys
         return Keys(self.k_BxLxKxE, self.v_BxLxKxD, k_local, self.log_decay_BxLxK)
 
     def replace_keys(self, keys: Keys) -> 'LinearCall':

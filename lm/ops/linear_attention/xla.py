@@ -175,7 +175,7 @@ class BlockWalk:
         self.plan, self.bounds, self.parameters = plan, bounds, call.parameters
         self.tokens = BlockTokens(move_tokens_last(call.v_BxLxKxD), k_BxKxExS=k, q_BxKxExGxT=q, decay=decay)
         if local is not None:
-            q_local, k_local = group(local.q_BxLxHxC, plan.heads), move_tokens_last(local.k_BxLxKxC)
+            q_local, k_local = group(local.queries, plan.heads), move_tokens_last(local.keys)
             self.tokens = self.tokens._replace(q_local_BxKxCxGxT=q_local, k_local_BxKxCxS=k_local)
         if call.initial_state is None:
             self.sums = plan.make_empty(call.v_BxLxKxD.shape[0])

@@ -13,6 +13,7 @@ from lm.ops import platform
 from lm.ops.arguments import check_shapes
 from lm.ops.errors import OperationError
 from lm.ops.sketch_networks.types import (
+    LevelWeights,
     NetworkWeights,
     Node,
     Nodes,
@@ -62,6 +63,7 @@ def _check(call: SketchCall) -> None:
 
 __all__ = [
     'IMPLEMENTATIONS',
+    'LevelWeights',
     'NetworkWeights',
     'Node',
     'Nodes',

@@ -33,7 +33,7 @@ def fold(node: Node) -> tuple[ByLevel[LevelMaps[jax.Array]], ByLevel[jax.Array]]
     The norms' scales and biases, and gelu's constants, are folded into them. `narrow` is [N, 2, r, E].
     """
     maps, biases = [], []
-    for first, second in zip(node.first.levels, node.second.levels, strict=True):
+    for first, second in zip(*node, strict=True):
         pair = (first, second)
         wide = [0.5 * CUBIC * level.wide_NxMxE for level in pair]
         scaled = [(k * level.scale_Nx1xM.swapaxes(1, 2)).swapaxes(1, 2) for k, level in zip(wide, pair, strict=True)]

@@ -3,7 +3,6 @@
 B batch, L length, N sketches of G heads each, M vector size, E hidden units, r (R in names) sketch size.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -21,33 +20,16 @@ class ByLevel(NamedTuple, Generic[Each]):
 
 
 class LevelWeights(NamedTuple):
-    """The parameters of one level of a network; for the upper level, M stands for r."""
+    """The parameters of one level of a network, for each of N sketches; for the upper level, M stands for r."""
 
-    wide_NxMxE: jax.Array
-    narrow_NxExR: jax.Array
     scale_Nx1xM: jax.Array
     bias_Nx1xM: jax.Array
+    wide_NxMxE: jax.Array
+    narrow_NxExR: jax.Array
 
 
-class NetworkWeights(NamedTuple):
-    """The parameters of one small network, for each of N sketches: LayerNorm, M → E, gelu, → r, twice."""
-
-    lower_wide_NxMxE: jax.Array
-    lower_narrow_NxExR: jax.Array
-    upper_wide_NxRxE: jax.Array
-    upper_narrow_NxExR: jax.Array
-    lower_scale_Nx1xM: jax.Array
-    upper_scale_Nx1xR: jax.Array
-    lower_bias_Nx1xM: jax.Array
-    upper_bias_Nx1xR: jax.Array
-
-    @property
-    def levels(self) -> ByLevel[LevelWeights]:
-        """The parameters level by level."""
-        return ByLevel(
-            LevelWeights(self.lower_wide_NxMxE, self.lower_narrow_NxExR, self.lower_scale_Nx1xM, self.lower_bias_Nx1xM),
-            LevelWeights(self.upper_wide_NxRxE, self.upper_narrow_NxExR, self.upper_scale_Nx1xR, self.upper_bias_Nx1xR),
-        )
+NetworkWeights = ByLevel[LevelWeights]
+"""The parameters of one small network."""
 
 
 class Node(NamedTuple):
@@ -72,8 +54,8 @@ class SketchSizes(NamedTuple):
     @classmethod
     def measure(cls, nodes: Nodes) -> 'SketchSizes':
         """Returns the sizes of the nodes above the leaves."""
-        n, size, hidden = nodes[0].first.lower_wide_NxMxE.shape
-        return cls(n, size, hidden, nodes[0].first.upper_narrow_NxExR.shape[-1])
+        n, size, hidden = nodes[0].first.lower.wide_NxMxE.shape
+        return cls(n, size, hidden, nodes[0].first.upper.narrow_NxExR.shape[-1])
 
 
 class SketchCall(NamedTuple):
@@ -107,11 +89,3 @@ class SketchImplementation(Implementation[SketchCall], Protocol):
     def sketch_networks(self, call: SketchCall) -> Sketched:
         """Computes a call that `unsupported` does not refuse."""
         ...
-
-
-def climb(nodes: Nodes, leaf: jax.Array, join: Callable[[Node, jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Returns the root of the binary tree whose leaves are all `leaf`; `join` joins the two children of a node."""
-    level, remaining = [leaf] * (len(nodes) + 1), iter(nodes)
-    while len(level) > 1:
-        level = [join(next(remaining), left, right) for left, right in zip(level[::2], level[1::2], strict=True)]
-    return level[0]

@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from lm.ops import platform
+from lm.ops.dots import in_parts
 from lm.ops.tpu import ROWS, SUBLANES, dot
 from lm.ops.tpu.masks import choose, from_words, keep, take_diagonal, to_words
 from lm.ops.tpu.order import Turns
@@ -77,20 +78,6 @@ class Side(NamedTuple):
 
     x: jax.Array
     own: bool
-
-
-class PairGradients(NamedTuple):
-    """The gradients that pairs give, all [C, E].
-
-    Attributes:
-        keys: to the keys, on both sides.
-        sides: to each side that is not the keys.
-        log: to the log factors.
-    """
-
-    keys: jax.Array
-    sides: list[jax.Array]
-    log: jax.Array
 
 
 class Parted(NamedTuple):
@@ -194,8 +181,7 @@ def _multiply_near(log_ExC: jax.Array, dtype: DTypeLike) -> tuple[NearSums, list
     if dtype == jnp.float32:
         middle, since, until, *lasts = _cut(dot(_make_blocks(kinds, size, dtype), log_ExC, (1, 1)), size)
         return (middle, since, until), lasts
-    high = log_ExC.astype(dtype)
-    low = (log_ExC - high.astype(jnp.float32)).astype(dtype)
+    high, low = in_parts(log_ExC, 2)
     # Both parts of half of the tokens fill a matrix unit.
     sums = _make_blocks(kinds, size, dtype, repeats=2)
     is_first = lax.broadcasted_iota(jnp.int32, (1, size), 1) < size // 2
@@ -388,7 +374,10 @@ class ChannelPairs:
         return [[self._put_near(*head) for head in zip(*of_side, strict=True)] for of_side in both]
 
     def differentiate(self, sides: Sequence[Side], dpairs: Sequence[Sequence[jax.Array]], dsums: SumGradients) -> Turns:
-        """Returns the `PairGradients` of the products of keys with `sides`, for each side and head, and of sums."""
+        """Returns gradients [C, E] from the gradients of the products of keys with each side and head, and of the sums.
+
+        They are of the keys, on both sides, of each side that is not the keys, and of the log factors.
+        """
         near = [[take_diagonal(d) for d in of_heads] for of_heads in dpairs]
         rounded = [[d.astype(self.dtype) for d in of_heads] for of_heads in dpairs]
         dkeys, dsides, dlog = self._differentiate_near(sides, near)
@@ -415,7 +404,7 @@ class ChannelPairs:
             dsums.add(m, Parted(dkey * k.first, _add(dlevel)))
             yield
         dsides = [d for side, d in zip(sides, dsides, strict=True) if side.own]
-        return PairGradients(dkeys, dsides, dlog + dsums.finish(dmiddle, self.dtype, self.by_products))
+        return dkeys, dsides, dlog + dsums.finish(dmiddle, self.dtype, self.by_products)
 
     @functools.cached_property
     def since(self) -> jax.Array:

@@ -13,7 +13,6 @@ were drawn by its authors' program.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,13 +33,8 @@ PICTURES = 1000
 Pixel = tuple[int, int]
 
 
-class Dash(NamedTuple):
-    """Two pixels of a path, the pixels around them that must stay free, and the start and direction of the
-    next dash."""
-
-    pixels: list[Pixel]
-    around: set[Pixel]
-    next: tuple[float, float, float]
+Dash = tuple[list[Pixel], set[Pixel], tuple[float, float, float]]
+"""Two pixels of a path, the pixels around them that must stay free, and the start and direction of the next dash."""
 
 
 @configurable('pathfinder')
@@ -112,18 +106,18 @@ class Pathfinder(Classification):
         start = next(numbers) * self.size, next(numbers) * self.size, next(numbers) * 2 * math.pi
         walked: list[Dash] = []
         for _ in range(STEPS):
-            y, x, angle = walked[-1].next if walked else start
+            *_, (y, x, angle) = walked[-1] if walked else (start,)
             for _ in range(TURNS):
                 turned = angle + (2 * next(numbers) - 1) * self.turn
                 dy, dx = math.sin(turned), math.cos(turned)
                 pixels = [(math.floor(y + step * dy), math.floor(x + step * dx)) for step in (0, 1)]
                 if pixels[0] != pixels[1] and self._are_free(pixels, taken, walked):
-                    walked.append(Dash(pixels, around(pixels), (y + PITCH * dy, x + PITCH * dx, turned)))
+                    walked.append((pixels, around(pixels), (y + PITCH * dy, x + PITCH * dx, turned)))
                     break
             else:
                 del walked[-BACK:]
             if len(walked) == length:
-                return [pixel for dash in walked for pixel in dash.pixels]
+                return [pixel for pixels, _, _ in walked for pixel in pixels]
         return None
 
     def _are_free(self, pixels: list[Pixel], taken: set[Pixel], walked: list[Dash]) -> bool:
@@ -131,7 +125,7 @@ class Pathfinder(Classification):
             0 <= y < self.size
             and 0 <= x < self.size
             and (y, x) not in taken
-            and not any((y, x) in dash.around for dash in walked)
+            and not any((y, x) in reserved for _, reserved, _ in walked)
             for y, x in pixels
         )
 

@@ -42,9 +42,9 @@ class Align(Distillation):
     def compare(
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        found = pair.over_windows(compare_layers, documents, tokens_BxL)
-        measures = {'layer_errors': found.errors_BxLxN, 'layer_sizes': found.sizes_BxLxN}
-        return found.errors_BxLxN.sum(axis=-1), measures
+        errors_BxLxN, sizes_BxLxN = pair.over_windows(compare_layers, documents, tokens_BxL)
+        measures = {'layer_errors': errors_BxLxN, 'layer_sizes': sizes_BxLxN}
+        return errors_BxLxN.sum(axis=-1), measures
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
         zeros_N = jnp.zeros(student.config.n_layers)

@@ -43,13 +43,9 @@ class Distill(Distillation):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         predict = functools.partial(compare_predictions, temperature=self.temperature)
         found = pair.over_windows(predict, documents, tokens_BxL, targets_BxL)
-        mixed_BxL = (1 - self.cross_entropy) * found.divergence_BxL + self.cross_entropy * found.nats_BxL
-        measures = {
-            'divergence': found.divergence_BxL,
-            'cross_entropy': found.nats_BxL,
-            'teacher_cross_entropy': found.teacher_nats_BxL,
-        }
-        return mixed_BxL, measures
+        divergence_BxL, nats_BxL, _ = found
+        mixed_BxL = (1 - self.cross_entropy) * divergence_BxL + self.cross_entropy * nats_BxL
+        return mixed_BxL, dict(zip(MEASURES, found, strict=True))
 
     def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
         """Returns the divergence from the teacher, and both cross-entropies, in nats per token."""

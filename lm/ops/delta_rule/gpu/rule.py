@@ -45,27 +45,25 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
 
 def unsupported(call: DeltaCall) -> str | None:
     """Returns why the kernels cannot compute this call, or None."""
-    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
-    if reason := platform.without_mosaic_gpu():
-        return reason
-    if call.channel_log_decay_BxLxKxE is not None:
+    if call.channel_log_decay_BxLxKxE is not None and not platform.without_mosaic_gpu():
         return 'takes one factor per token and head, not one per key channel'
-    if reason := platform.not_bfloat16(q, k, v):
+    return refuse(call)
+
+
+def refuse(call: DeltaCall) -> str | None:
+    """Returns why kernels cannot compute this call, be its factors of heads or of channels, or None."""
+    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
+    if reason := platform.without_mosaic_gpu() or platform.not_bfloat16(q, k, v):
         return reason
-    return refuse_wide_heads(call) or platform.uneven_batch(q.shape[0])
+    if k.shape[-1] > WIDEST_KEY or v.shape[-1] > WIDEST_VALUE:
+        most = f'keys of up to {WIDEST_KEY} and values of up to {WIDEST_VALUE}'
+        return f'takes {most}, not {k.shape[-1]} and {v.shape[-1]}'
+    return platform.uneven_batch(q.shape[0])
 
 
 def name_form(call: DeltaCall) -> str:
     """Returns ' (wide heads)' for keys or values of several parts, which take other kernels, else ''."""
     return ' (wide heads)' if max(call.k_BxLxKxE.shape[-1], call.v_BxLxKxD.shape[-1]) > CHUNK else ''
-
-
-def refuse_wide_heads(call: DeltaCall) -> str | None:
-    """Returns what the kernels say of keys or values that are too large, or None."""
-    key_size, value_size = call.k_BxLxKxE.shape[-1], call.v_BxLxKxD.shape[-1]
-    if key_size <= WIDEST_KEY and value_size <= WIDEST_VALUE:
-        return None
-    return f'takes keys of up to {WIDEST_KEY} and values of up to {WIDEST_VALUE}, not {key_size} and {value_size}'
 
 
 def fill_parts(size: int) -> int:

@@ -20,11 +20,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops import platform
+from lm.ops.dots import in_parts
 from lm.ops.gpu import (
+    FAST,
     TILE,
     load_columns,
     load_rows,
     matrix,
+    number_entries,
     release,
     repeat_per_column,
     repeat_per_row,
@@ -46,7 +49,7 @@ def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     def pair(x, *, k_CxE, factors, beta_C, t_C, **_):
         beta = load_columns(beta_C)
         scales = beta, -beta * jnp.exp(load_columns(t_C))
-        values, keys = (split(x * repeat_per_column(scale, TILE)) for scale in scales)
+        values, keys = (in_parts(x * repeat_per_column(scale, TILE), 2) for scale in scales)
         return [(values, factors[0]), (keys, k_CxE)]
 
     return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
@@ -65,7 +68,7 @@ def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE
 def turn(x: jax.Array, high: Ref, low: Ref) -> list[Ref]:
     """Places the two bfloat16 numbers of X in shared memory, and returns Xᵀ."""
     release()
-    high[...], low[...] = split(x)
+    high[...], low[...] = in_parts(x, 2)
     plgpu.commit_smem()
     return [part.transpose((1, 0)) for part in (high, low)]
 
@@ -123,7 +126,7 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
         out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], k)],),
         grid=(chunks, n),
         grid_names=('chunk', 'head'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'k_CxE': parts[0],
             'factors': parts[1:],
@@ -140,18 +143,12 @@ def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> li
     return results
 
 
-def split(x: jax.Array) -> list[jax.Array]:
-    """Splits x into two bfloat16 arrays whose sum is x to 16 bits."""
-    high = x.astype(jnp.bfloat16)
-    return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
-
-
 def multiply_split(high: Ref, low: Ref, register: list[Ref], a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes a · b of float32 [C, C] in registers; the two bfloat16 numbers of b are placed in shared memory."""
     release()
-    high[...], low[...] = split(b)
+    high[...], low[...] = in_parts(b, 2)
     plgpu.commit_smem()
-    a_high, a_low = split(a)
+    a_high, a_low = in_parts(a, 2)
     return sum_products([(a_high, high), (a_high, low), (a_low, high)], scratch=register)[0]
 
 
@@ -163,12 +160,6 @@ def _make_system(k_CxE: list[Ref], beta_C: Ref, t_C: Ref) -> jax.Array:
     later = t_rows - repeat_per_column(load_columns(t_C), TILE)
     row, column = number_entries()
     return jnp.where(column < row, products * jnp.exp(jnp.minimum(later, 0.0)), 0.0)
-
-
-def number_entries() -> list[jax.Array]:
-    """Returns the numbers of rows and of columns, [C, C]."""
-    layout = plgpu.Layout.WGMMA
-    return [plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=layout) for axis in (0, 1)]
 
 
 def invert(a: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:

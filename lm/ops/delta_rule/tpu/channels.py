@@ -172,12 +172,12 @@ def differentiate_heads(plan: DeltaPlan, refs: ChunkReferences, heads: range) ->
     duntil = dk_until * chunk.k_until.astype(jnp.float32)
     refs.dstate[at] = dstates
     dsums = SumGradients(dsince, duntil, fold_rows(kept))
-    gradients = yield from chunk.differentiate(sides, [dproducts, *dweights], dsums)
-    dkeys = unpack(gradients.keys + dk_since * chunk.since + dk_until * chunk.until, plan.pack)
-    for group, dside, read in zip(queries, gradients.sides, reads, strict=True):
+    dkeys, dsides, dlog = yield from chunk.differentiate(sides, [dproducts, *dweights], dsums)
+    dkeys = unpack(dkeys + dk_since * chunk.since + dk_until * chunk.until, plan.pack)
+    for group, dside, read in zip(queries, dsides, reads, strict=True):
         dqueries = unpack(dside + read, plan.pack)
         for p, (m, each) in enumerate(zip(group.numbers, group.vectors, strict=True)):
             dq[m] = each.backwards(dqueries[p]).astype(dtype)
-    for n, key, dkey, of_head in zip(heads, keys, dkeys, unpack(gradients.log, plan.pack), strict=True):
+    for n, key, dkey, of_head in zip(heads, keys, dkeys, unpack(dlog, plan.pack), strict=True):
         dk[n] = key.backwards(dkey).astype(dtype)
         dlogs[n] = of_head

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from lm.ops.dots import in_parts
 from lm.ops.tpu import SUBLANES, dot
 from lm.ops.tpu.masks import keep, take_diagonal
 
@@ -115,8 +116,4 @@ def _multiply(a, b):
 
 
 def _part(x, split):
-    """Returns x alone, or two bfloat16 arrays whose sum is x to 16 bits."""
-    if not split:
-        return [x]
-    high = x.astype(jnp.bfloat16)
-    return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+    return in_parts(x, 2) if split else [x]

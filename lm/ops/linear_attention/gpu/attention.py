@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
-from lm.ops.dots import in_three
+from lm.ops.dots import in_parts
 from lm.ops.linear_attention.gpu.plan import (
     GROUP,
     TILE,
@@ -208,7 +208,7 @@ def sum_later(sums: jax.Array) -> jax.Array:
 
 def make_moment_operand(moment_NxBxRxR: jax.Array) -> jax.Array:
     """Stacks the three bfloat16 parts of the moment, [N, B, 3R, R]."""
-    return jnp.concatenate(in_three(moment_NxBxRxR), axis=2)
+    return jnp.concatenate(in_parts(moment_NxBxRxR, 3, in_kernel=False), axis=2)
 
 
 def make_state_operand(state_NxBxMxDxS: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from lm.ops.dots import in_three
+from lm.ops.dots import in_parts
 from lm.ops.linear_attention.tpu.plan import TpuPlan, packed_width
 from lm.ops.powers import power_and_slope
 from lm.ops.tpu import ROWS, SUBLANES, dot
@@ -153,7 +153,7 @@ def make_moment_operand(plan: TpuPlan, moment_FxF: jax.Array, dtype: jnp.dtype) 
         size = moment_FxF.shape[0] - ROWS
         border = jnp.where((row < size) | (column < size), linear / 2, constant)
         moment_FxF *= jnp.where((row < size) & (column < size), square, border)
-    return moment_FxF if dtype == jnp.float32 else jnp.concatenate(in_three(moment_FxF), axis=1)
+    return moment_FxF if dtype == jnp.float32 else jnp.concatenate(in_parts(moment_FxF, 3), axis=1)
 
 
 def multiply_moment(operand: jax.Array, x_FxT: jax.Array) -> jax.Array:
@@ -179,7 +179,7 @@ def make_state_operand(plan: TpuPlan, state: jax.Array, features: int, dtype: jn
 
 def split_float32(x: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
     """Splits a float32 array into arrays of the given type: itself, or its three bfloat16 parts."""
-    return [x] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_three(x)]
+    return [x] if dtype == jnp.float32 else [part.astype(jnp.float32) for part in in_parts(x, 3)]
 
 
 def number_rows(columns: int) -> jax.Array:

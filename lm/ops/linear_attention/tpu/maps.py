@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from lm.ops.dots import in_parts
 from lm.ops.linear_attention.feature_maps import ProductMap
 from lm.ops.linear_attention.tpu.plan import KernelInputs, Ref, TpuPlan
 from lm.ops.linear_attention.types import Sides
@@ -43,10 +43,9 @@ def make_operand(matrix_RxE: jax.Array, x_dtype: jnp.dtype, dtype: jnp.dtype) ->
     """
     if dtype == jnp.float32:
         return matrix_RxE
-    # XLA may leave out a cast there and back, so this is none.
-    high_RxE = lax.reduce_precision(matrix_RxE, exponent_bits=8, mantissa_bits=7)
-    parts = [high_RxE, matrix_RxE - high_RxE] + ([high_RxE] if x_dtype == jnp.float32 else [])
-    return jnp.concatenate(parts, axis=1).astype(dtype)
+    high_RxE, low_RxE = in_parts(matrix_RxE, 2, in_kernel=False)
+    parts = [high_RxE, low_RxE] + ([high_RxE] if x_dtype == jnp.float32 else [])
+    return jnp.concatenate(parts, axis=1)
 
 
 def make_operands(maps: Sides[jax.Array] | None, inputs: KernelInputs) -> Sides[jax.Array] | None:
@@ -62,11 +61,8 @@ def multiply(operand_RxC: jax.Array, x_ExT: jax.Array) -> jax.Array:
     """Computes W x in float32, to 16 bits or for a float32 operand to 24."""
     if operand_RxC.dtype == jnp.float32:
         return dot(operand_RxC, x_ExT.astype(jnp.float32), (1, 0))
-    high_ExT = x_ExT.astype(operand_RxC.dtype)
-    parts = [high_ExT, high_ExT]
-    if x_ExT.dtype == jnp.float32:
-        parts.append((x_ExT - high_ExT.astype(jnp.float32)).astype(high_ExT.dtype))
-    return dot(operand_RxC, jnp.concatenate(parts, axis=0), (1, 0))
+    high_ExT, *low_ExT = in_parts(x_ExT, 2) if x_ExT.dtype == jnp.float32 else [x_ExT]
+    return dot(operand_RxC, jnp.concatenate([high_ExT, high_ExT, *low_ExT], axis=0), (1, 0))
 
 
 def make_features(

@@ -187,7 +187,7 @@ class Sizes:
             heads=batch * heads,
             input_rows=padded_rows(size),
             head_dim=padded_rows(call.v_BxLxKxD.shape[-1]),
-            compared=0 if call.local is None else padded_rows(call.local.q_BxLxHxC.shape[-1]),
+            compared=0 if call.local is None else padded_rows(call.local.queries.shape[-1]),
             itemsize=call.v_BxLxKxD.dtype.itemsize,
             features=features,
             projection_rows=projection_rows,

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import (
+    FAST,
     accumulator,
     load_columns,
     load_matrix,
@@ -26,15 +27,14 @@ from lm.ops.gpu import (
     zeros,
 )
 from lm.ops.sketch_networks.folding import LevelMaps, gelu_and_slope
+from lm.ops.sketch_networks.gpu.forward import PASSES as FORWARD_PASSES
 from lm.ops.sketch_networks.gpu.forward import (
-    FAST,
     Inputs,
     compute_level,
     operand_memory,
     standardize,
     tiles_of,
 )
-from lm.ops.sketch_networks.gpu.forward import PASSES as FORWARD_PASSES
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
 from lm.ops.sketch_networks.gpu.stream import Stream, StreamMemory, allocate
 from lm.ops.sketch_networks.types import ByLevel

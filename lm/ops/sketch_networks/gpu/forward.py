@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.formulas import EPSILON
 from lm.ops.gpu import (
+    FAST,
     accumulator,
     load_columns,
     load_matrix,
@@ -28,9 +29,6 @@ from lm.ops.sketch_networks.folding import LevelMaps, gelu
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
 from lm.ops.sketch_networks.gpu.stream import Stream, StreamMemory, allocate
 from lm.ops.sketch_networks.types import ByLevel
-
-FAST = plgpu.CompilerParams(approx_math=True)
-"""tanh is an instruction, whose error of 2⁻¹¹ rounding to bfloat16 exceeds."""
 
 PASSES = ((0, 0), (0, 1), (1, 0), (1, 1))
 """(network, level) of each pass."""

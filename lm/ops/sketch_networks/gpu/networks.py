@@ -8,10 +8,11 @@ from jax.typing import DTypeLike
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
+from lm.ops.formulas import climb_tree
 from lm.ops.residuals import save_residual
 from lm.ops.sketch_networks.folding import LevelMaps, fold
 from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan, warpgroups
-from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes, climb
+from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes
 
 SIZES = (32, 64)
 THREAD_BLOCKS = 256
@@ -63,7 +64,7 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
     def join(networks: Node, left: jax.Array, right: jax.Array) -> jax.Array:
         return node(plan, (left,) if left is right else (left, right), *_by_hidden_unit(networks))
 
-    psi_NxVxR = climb(nodes, leaf_NxVxM, join)[:, :vectors]
+    psi_NxVxR = climb_tree(nodes, [leaf_NxVxM] * (len(nodes) + 1), join)[:, :vectors]
     return psi_NxVxR.reshape(n, batch, length, heads, r).transpose(1, 2, 0, 3, 4)
 
 

@@ -10,12 +10,13 @@ from jax.typing import DTypeLike
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
+from lm.ops.formulas import climb_tree
 from lm.ops.residuals import save_residual
 from lm.ops.sketch_networks.folding import LevelMaps, fold
 from lm.ops.sketch_networks.tpu.kernels import backward, forward
 from lm.ops.sketch_networks.tpu.plan import NodePlan
 from lm.ops.sketch_networks.tpu.tiles import OFFSET
-from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes, climb
+from lm.ops.sketch_networks.types import ByLevel, Node, Nodes, SketchCall, Sketched, SketchSizes
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK, TILE = 1024, 512
@@ -103,7 +104,7 @@ def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> tuple[jax.Array, jax.Array]
         a_BxNxGxFxL = a_BxHxFxL[..., :length].reshape(batch, n, heads, -1, length)
         return a_BxNxGxFxL.transpose(0, 4, 1, 2, 3)
 
-    psi_BxHxRxL = climb(nodes, leaf_BxHxMxL, join)
+    psi_BxHxRxL = climb_tree(nodes, [leaf_BxHxMxL] * (len(nodes) + 1), join)
     return by_token(psi_BxHxRxL), by_token(passed_BxHxMxL)
 
 

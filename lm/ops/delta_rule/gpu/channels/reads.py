@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, release, send, slice_tile, sum_products
-from lm.ops.gpu.channel_pairs import LogParts, PairMemory, Selections, fade, make_factors, weigh
+from lm.ops.gpu import FAST, TILE, matrix, release, send, slice_tile, sum_products
+from lm.ops.gpu.channel_pairs import PairMemory, Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelPlan, describe_terms
 
 
 def differentiate_reads(
-    plan: ChannelPlan, *, q: jax.Array, k: jax.Array, logs: LogParts[jax.Array], do: jax.Array
+    plan: ChannelPlan, *, q: jax.Array, k: jax.Array, logs: list[jax.Array], do: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of each query head.
 
@@ -25,7 +25,7 @@ def differentiate_reads(
         plan: the plan.
         q: queries, bfloat16 [N, L, G E].
         k: keys, bfloat16 [N, L, E].
-        logs: logs of the factors, [N, L, E].
+        logs: logs of the factors, two arrays [N, L, E] whose sum they are.
         do: gradients of outputs, bfloat16 [N, L, G D].
 
     Returns:
@@ -35,7 +35,7 @@ def differentiate_reads(
 
     def channel_delta_reads(q, k, logs, do, dnew, dstate, *, chunk, ready, pairs: PairMemory, weights, staging):
         number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
-        find = plan.slice_queries, plan.slice_keys, LogParts(*[plan.slice_keys] * 2), plan.slice_outputs
+        find = plan.slice_queries, plan.slice_keys, [plan.slice_keys] * 2, plan.slice_outputs
         for source, to, cut in zip(*map(jax.tree.leaves, ((q, k, logs, do), chunk, find)), strict=True):
             plgpu.copy_gmem_to_smem(cut(source, number).at[rows], to, ready)
         plgpu.barrier_wait(ready)
@@ -60,9 +60,9 @@ def differentiate_reads(
         ),
         grid=(length // TILE, n * plan.parts),
         grid_names=('chunk', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
-            'chunk': (tile, tile, LogParts(tile, tile), tile),
+            'chunk': (tile, tile, [tile, tile], tile),
             'ready': plgpu.Barrier(num_arrivals=5),
             'pairs': PairMemory(tile, [tile] if plan.interpreted else []),
             'weights': tile,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
-from lm.ops.delta_rule.gpu.rule import fill_parts, refuse_wide_heads
+from lm.ops.delta_rule.gpu.rule import fill_parts, refuse
 from lm.ops.delta_rule.gpu.sides import WalkSides
 from lm.ops.delta_rule.types import DeltaCall, DeltaResult
 from lm.ops.delta_rule.unit import scale_vectors
@@ -46,14 +46,9 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
 
 def unsupported(call: DeltaCall) -> str | None:
     """Returns why the kernels cannot compute this call, or None."""
-    q, k, v = call.q_BxLxHxE, call.k_BxLxKxE, call.v_BxLxKxD
-    if reason := platform.without_mosaic_gpu():
-        return reason
-    if call.channel_log_decay_BxLxKxE is None:
+    if call.channel_log_decay_BxLxKxE is None and not platform.without_mosaic_gpu():
         return 'takes one factor per key channel'
-    if reason := platform.not_bfloat16(q, k, v):
-        return reason
-    return refuse_wide_heads(call) or platform.uneven_batch(q.shape[0])
+    return refuse(call)
 
 
 def _compute(call: DeltaCall) -> DeltaResult:

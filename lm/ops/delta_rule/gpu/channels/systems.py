@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, split, turn
+from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, turn
+from lm.ops.dots import in_parts
 from lm.ops.gpu import (
+    FAST,
     TILE,
     load_columns,
     load_rows,
@@ -30,7 +32,6 @@ from lm.ops.gpu import (
     zeros,
 )
 from lm.ops.gpu.channel_pairs import (
-    LogParts,
     PairGradientMemory,
     PairMemory,
     Selections,
@@ -57,7 +58,7 @@ def solve(
             k[...] = fade(k, since)
         plgpu.commit_smem()
         scale = load_columns(beta)
-        values, of_keys = (split(x * repeat_per_column(factor, TILE)) for factor in (scale, -scale))
+        values, of_keys = (in_parts(x * repeat_per_column(factor, TILE), 2) for factor in (scale, -scale))
         return [(values, factors[0]), (of_keys, [k for k, _ in keys])]
 
     return _call('solutions', pair, system, beta_NxL, [v_NxLxD], interpreted)
@@ -112,14 +113,14 @@ def _call(
 
     body.__name__ = f'channel_delta_{name}'
     tile = matrix(TILE, TILE)
-    keys = [(tile, LogParts(tile, tile))] * (key_size // TILE)
+    keys = [(tile, [tile, tile])] * (key_size // TILE)
     parts = [[tile] * (factor.shape[2] // TILE) for factor in factors]
     (results,) = plgpu.kernel(
         body,
         out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], system.k)],),
         grid=(length // TILE, n),
         grid_names=('chunk', 'head'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
             'keys': keys,
             'factors': parts,
@@ -135,7 +136,7 @@ def _call(
     return results
 
 
-def _make_system(keys: list[tuple[Ref, LogParts[Ref]]], beta: Ref, memory: PairMemory) -> jax.Array:
+def _make_system(keys: list[tuple[Ref, list[Ref]]], beta: Ref, memory: PairMemory) -> jax.Array:
     """Makes A, float32 in registers."""
     parts = [weigh_earlier(k, k, logs, memory, zeros(TILE, TILE)) for k, logs in keys]
     return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(beta), TILE)
@@ -182,9 +183,9 @@ def differentiate_systems(
         out_type=(tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.bfloat16, jnp.float32)),),
         grid=(length // TILE, n, key_size // TILE),
         grid_names=('chunk', 'head', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
-            'vectors': (tile, tile, LogParts(tile, tile)),
+            'vectors': (tile, tile, [tile, tile]),
             'dpairs': tile,
             'ready': plgpu.Barrier(num_arrivals=5),
             'scratch': PairGradientMemory.allocate(interpreted),

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, product, release, send, slice_tile, sum_products, wait_for_copies
+from lm.ops.gpu import FAST, TILE, matrix, product, release, send, slice_tile, sum_products, wait_for_copies, widen
 from lm.ops.gpu.channel_pairs import (
-    LogParts,
     PairGradientMemory,
     Selections,
     add_log_gradients,
@@ -26,7 +25,6 @@ from lm.ops.gpu.channel_pairs import (
     place_halves,
     take_own,
     weigh,
-    widen,
 )
 from lm.ops.linear_attention.gpu.channels.forward import copy_tokens
 from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, KernelTokens, Ref, describe_terms
@@ -77,9 +75,9 @@ def differentiate(
         out_type=(ChannelArrays(of_keys, of_keys, of_values, of_logs),),
         grid=(length // TILE, count),
         grid_names=('chunk', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
-            'chunk': ChannelArrays(tile, tile, tile, LogParts(tile, tile)),
+            'chunk': ChannelArrays(tile, tile, tile, [tile, tile]),
             'chunk_do': tile,
             'states': [tile, tile],
             'ready': plgpu.Barrier(num_arrivals=8),
@@ -112,7 +110,7 @@ def _differentiate_keys(
     select, turned = Selections(), Selections(transposed=True)
     # Through S', and through the queries' reads of S.
     halves = place_halves(widen(before) * widen(dafter), scratch)
-    kept = add_selected(select.whole(), LogParts(*(x.transpose((1, 0)) for x in halves)), register)
+    kept = add_selected(select.whole(), [x.transpose((1, 0)) for x in halves], register)
     scratch.dlog[...] = kept * make_factors(select.whole(), logs, register)
     dq = product(do, before.transpose((1, 0))) * make_factors(select.since(), logs, register)
     add_log_gradients(turned.since(), dq * widen(q), scratch)

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, send, slice_tile, sum_products
-from lm.ops.gpu.channel_pairs import LogParts, PairMemory, Selections, fade, make_factors, weigh
+from lm.ops.gpu import FAST, TILE, matrix, send, slice_tile, sum_products
+from lm.ops.gpu.channel_pairs import PairMemory, Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, KernelTokens, Ref, describe_terms
 
 
@@ -38,9 +38,9 @@ def compute(plan: ChannelPlan, tokens: KernelTokens[jax.Array], before: jax.Arra
         out_type=(describe_terms(plan.key_parts, tokens.q, plan.heads * plan.value_parts * TILE, jnp.bfloat16),),
         grid=(length // TILE, count),
         grid_names=('chunk', 'part'),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=FAST,
         scratch_types={
-            'chunk': ChannelArrays(tile, tile, tile, LogParts(tile, tile)),
+            'chunk': ChannelArrays(tile, tile, tile, [tile, tile]),
             'state': tile,
             'ready': plgpu.Barrier(num_arrivals=6),
             'pairs': PairMemory(tile, [tile] if plan.interpreted else []),
@@ -54,6 +54,6 @@ def copy_tokens(
     plan: ChannelPlan, tokens: KernelTokens[Ref], to: KernelTokens[Ref], number: jax.Array, rows: pl.Slice, ready: Ref
 ) -> None:
     """Copies a chunk's tokens of one part to shared memory; five copies arrive at `ready`."""
-    slices = ChannelArrays(plan.slice_queries, plan.slice_keys, plan.slice_values, LogParts(*[plan.slice_keys] * 2))
+    slices = ChannelArrays(plan.slice_queries, plan.slice_keys, plan.slice_values, [plan.slice_keys] * 2)
     for source, place, find in zip(*map(jax.tree.leaves, (tokens, to, slices)), strict=True):
         plgpu.copy_gmem_to_smem(find(source, number).at[rows], place, ready)

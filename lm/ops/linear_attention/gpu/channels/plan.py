@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from lm.ops.gpu import TILE, channel_pairs, slice_tile
-from lm.ops.gpu.channel_pairs import LogParts
+from lm.ops.dots import in_parts
+from lm.ops.gpu import TILE, slice_tile
 from lm.ops.linear_attention.gpu.plan import A, Ref
 
 CHUNK = TILE
@@ -30,7 +30,7 @@ class ChannelArrays(NamedTuple, Generic[A, Logs]):
         q: queries, bfloat16 [B, L, H E].
         k: keys, bfloat16 [B, L, K E].
         v: values, bfloat16 [B, L, K D].
-        logs: logs of the factors, [B, L, K E] float32; in kernels `LogParts` of such arrays.
+        logs: logs of the factors, [B, L, K E] float32; in kernels two bfloat16 arrays whose sum they are, to 16 bits.
     """
 
     q: A
@@ -39,13 +39,13 @@ class ChannelArrays(NamedTuple, Generic[A, Logs]):
     logs: Logs
 
 
-KernelTokens = ChannelArrays[A, LogParts[A]]
+KernelTokens = ChannelArrays[A, list[A]]
 """The tokens of a call as kernels take them."""
 
 
 def split_logs(tokens: ChannelArrays[jax.Array, jax.Array]) -> KernelTokens[jax.Array]:
     """Returns the arrays that kernels take."""
-    return ChannelArrays(tokens.q, tokens.k, tokens.v, channel_pairs.split_logs(tokens.logs))
+    return ChannelArrays(tokens.q, tokens.k, tokens.v, in_parts(tokens.logs, 2, in_kernel=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,46 +73,42 @@ class ChannelPlan:
 
     def slice_queries(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, H E] as a matrix, [L, 64]; `number` is among N."""
-        at = self._find(number)
-        return _slice(array.at[at.batch], at.head * self.key_parts + at.key_part)
+        batch, head, key_part, _ = self._find(number)
+        return _slice(array.at[batch], head * self.key_parts + key_part)
 
     def slice_keys(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, K E]."""
-        at = self._find(number)
-        return _slice(array.at[at.batch], self._find_key_head(at) * self.key_parts + at.key_part)
+        batch, head, key_part, _ = self._find(number)
+        return _slice(array.at[batch], self._find_key_head(head) * self.key_parts + key_part)
 
     def slice_values(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, K D]."""
-        at = self._find(number)
-        return _slice(array.at[at.batch], self._find_key_head(at) * self.value_parts + at.value_part)
+        batch, head, _, value_part = self._find(number)
+        return _slice(array.at[batch], self._find_key_head(head) * self.value_parts + value_part)
 
     def slice_outputs(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array [B, L, H D]."""
-        at = self._find(number)
-        return _slice(array.at[at.batch], at.head * self.value_parts + at.value_part)
+        batch, head, _, value_part = self._find(number)
+        return _slice(array.at[batch], head * self.value_parts + value_part)
 
     def slice_key_terms(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array whose sum over its first axis is wanted, [value parts, B, L, H E]."""
-        return self.slice_queries(array.at[self._find(number).value_part], number)
+        *_, value_part = self._find(number)
+        return self.slice_queries(array.at[value_part], number)
 
     def slice_output_terms(self, array: Ref, number: jax.Array) -> Ref:
         """Returns a part of an array whose sum over its first axis is wanted, [key parts, B, L, H D]."""
-        return self.slice_outputs(array.at[self._find(number).key_part], number)
+        _, _, key_part, _ = self._find(number)
+        return self.slice_outputs(array.at[key_part], number)
 
-    def _find_key_head(self, at: '_Place') -> jax.Array:
-        return lax.div(at.head, self.heads // self.key_heads)
+    def _find_key_head(self, head: jax.Array) -> jax.Array:
+        return lax.div(head, self.heads // self.key_heads)
 
-    def _find(self, number: jax.Array) -> '_Place':
+    def _find(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns the numbers of the sequence, the head, the part of the key and the part of the value."""
         rest, value_part = lax.div(number, self.value_parts), lax.rem(number, self.value_parts)
         rest, key_part = lax.div(rest, self.key_parts), lax.rem(rest, self.key_parts)
-        return _Place(lax.div(rest, self.heads), lax.rem(rest, self.heads), key_part, value_part)
-
-
-class _Place(NamedTuple):
-    batch: jax.Array
-    head: jax.Array
-    key_part: jax.Array
-    value_part: jax.Array
+        return lax.div(rest, self.heads), lax.rem(rest, self.heads), key_part, value_part
 
 
 def _slice(array: Ref, column: jax.Array) -> Ref:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from lm.ops import decay as decays
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
+from lm.ops.dots import in_parts
 from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.feature_maps import ElementwiseMap
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentArrays, RecurrentPlan, SegmentSums, SideArrays
@@ -147,7 +148,7 @@ def _attend_on_device(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array
 
     rows = None
     if rows_MxE is not None:
-        rows = _split_rows(jnp.pad(rows_MxE, ((0, 0), (0, WIDEST - rows_MxE.shape[1]))))
+        rows = in_parts(jnp.pad(rows_MxE, ((0, 0), (0, WIDEST - rows_MxE.shape[1]))), 2, in_kernel=False)
 
     def arrange(x_BxLxKxF, queries) -> SideArrays[jax.Array]:
         x_BxLxKxF = pad(x_BxLxKxF, size)
@@ -168,13 +169,6 @@ def _attend_on_device(plan: RecurrentPlan, call: LinearCall, rows_MxE: jax.Array
     o_BxLxHD = cast(jax.Array, _attend(plan, RecurrentArrays(queries, keys, rows, v_BxLxKD), log_decay))
     o_BxLxHxD = o_BxLxHD.reshape(batch, padded, heads, WIDEST)
     return o_BxLxHxD[:, :length, :, : call.v_BxLxKxD.shape[-1]]
-
-
-def _split_rows(w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits w into two bfloat16 arrays whose sum is w to 16 bits."""
-    # XLA may leave out a cast there and back, so this is none.
-    high = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
-    return high.astype(jnp.bfloat16), (w - high).astype(jnp.bfloat16)
 
 
 @jax.jit

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import (
+    FAST,
     TILE,
     load_columns,
     load_rows,
@@ -28,7 +29,7 @@ from lm.ops.gpu import (
 )
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
-from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory
+from lm.ops.linear_attention.gpu.recurrent.features import Features, FeaturesMemory
 from lm.ops.linear_attention.gpu.recurrent.plan import (
     CHUNK,
     SLOTS,
@@ -43,16 +44,16 @@ from lm.ops.linear_attention.gpu.recurrent.sums import Carry, RunningSums
 
 def differentiate_queries(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideResults[jax.Array]:
     """Computes the gradients of queries, the own side of `inputs`; `plan` is the forward kernel's."""
-    return _call(plan, _differentiate_query_tile, 'query', inputs)
+    return _call(plan, TileGradients.differentiate_query, 'query', inputs)
 
 
 def differentiate_keys(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideResults[jax.Array]:
     """Computes the gradients of keys, the own side of `inputs`, and of values; `plan` is the forward kernel's."""
-    return _call(plan, _differentiate_key_tile, 'key', inputs)
+    return _call(plan, TileGradients.differentiate_key, 'key', inputs)
 
 
 def _call(
-    plan: RecurrentPlan, differentiate_tile: Callable[..., None], name: str, inputs: RecurrentArrays[jax.Array]
+    plan: RecurrentPlan, differentiate: Callable[['TileGradients'], None], name: str, inputs: RecurrentArrays[jax.Array]
 ) -> SideResults[jax.Array]:
     is_key, g = name == 'key', cast(jax.Array, inputs.g)
 
@@ -65,17 +66,9 @@ def _call(
             def step(number, tiles: RecurrentArrays[Ref], carry: Carry) -> Carry:
                 factors, features = TileFactors.load(tiles.t), other.make(cast(SideArrays, tiles.other))
                 sums.place(carry)
-                differentiate_tile(
-                    tiles,
-                    results,
-                    register,
-                    number=number,
-                    make_own=functools.partial(own.make, tiles.own, placed=False),
-                    other=features,
-                    factors=factors,
-                    sums=sums.placed,
-                    totals=carry.totals,
-                )
+                make_own = functools.partial(own.make, tiles.own, placed=False)
+                given = tiles, results, register, number, make_own, features, factors, sums.placed, carry.totals
+                differentiate(TileGradients(*given))
                 if not is_key:
                     return sums.advance(carry, features, tiles.v, factors, factors and factors.until_end)
                 total_T = None if tiles.e is None else load_rows(tiles.e)
@@ -105,76 +98,76 @@ def _call(
     )(inputs)[0]
 
 
-def _differentiate_query_tile(
-    tile: RecurrentArrays[Ref],
-    results: Results,
-    register: list[Ref],
-    *,
-    number: jax.Array,
-    make_own: Callable[[], list],
-    other: list[Ref],
-    factors: TileFactors | None,
-    sums: list[Ref],
-    totals: list[jax.Array],
-) -> None:
-    """Computes dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay.
+class TileGradients:
+    """The gradients of a tile's queries, or of its keys and values, which are the own side."""
 
-    Args:
-        tile: the tile's arrays, in shared memory.
-        results: writes the gradients.
-        register: `allocate_operand(…)`.
-        number: the number of the tile.
-        make_own: makes the own features, in registers where they were not given.
-        other: the other side's features, a chunk each.
-        factors: factors of decay; None without decay.
-        sums: the sums over the other side's tokens before, `placed`.
-        totals: sums of features alone, a number for each column of a chunk, in registers; read where there is e.
-    """
-    e_T = None if tile.e is None else load_rows(tile.e)
-    dw_TxK = sum_products([(tile.g, tile.v.transpose((1, 0)))])[0]
-    dw_TxK = dw_TxK if e_T is None else dw_TxK + repeat_per_row(e_T, TILE)
-    ds_TxK = mask_weights(dw_TxK, factors, keys=1).astype(jnp.bfloat16)
+    def __init__(
+        self,
+        tile: RecurrentArrays[Ref],
+        results: Results,
+        register: list[Ref],
+        number: jax.Array,
+        make_own: Callable[[], list],
+        other: list[Ref],
+        factors: TileFactors | None,
+        sums: list[Ref],
+        totals: list[jax.Array] | None,
+    ):
+        """Stores the arguments.
 
-    def differentiate(c: int) -> jax.Array:
-        total = 0.0 if e_T is None else repeat_per_row(e_T, CHUNK) * repeat_per_column(totals[c], TILE)
-        before, inside = [(tile.g, sums[c].transpose((1, 0)))], [(ds_TxK, other[c])]
-        return accumulate_with_decay(before, inside, factors and factors.since_start, total, register)
+        Args:
+            tile: the tile's arrays, in shared memory.
+            results: writes the gradients.
+            register: `allocate_operand(…)`.
+            number: the number of the tile.
+            make_own: makes the own features, in registers where they were not given.
+            other: the other side's features, a chunk each.
+            factors: factors of decay; None without decay.
+            sums: the sums over the other side's tokens before, `placed`.
+            totals: sums of features alone, a number for each column of a chunk, in registers; None without e.
+        """
+        self.tile, self.results, self.register, self.number = tile, results, register, number
+        self.make_own, self.other, self.factors, self.sums, self.totals = make_own, other, factors, sums, totals
 
-    wait_for_copies()
-    results.send_features(number, tile.own, make_own, differentiate)
+    def differentiate_query(self) -> None:
+        """Computes dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
+        tile, factors = self.tile, self.factors
+        e_T = None if tile.e is None else load_rows(tile.e)
+        dw_TxK = sum_products([(tile.g, tile.v.transpose((1, 0)))])[0]
+        dw_TxK = dw_TxK if e_T is None else dw_TxK + repeat_per_row(e_T, TILE)
+        ds_TxK = mask_weights(dw_TxK, factors, keys=1).astype(jnp.bfloat16)
 
+        def differentiate(c: int) -> jax.Array:
+            total = 0.0 if e_T is None else repeat_per_row(e_T, CHUNK) * self._repeat_total(c)
+            before, inside = [(tile.g, self.sums[c].transpose((1, 0)))], [(ds_TxK, self.other[c])]
+            return accumulate_with_decay(before, inside, factors and factors.since_start, total, self.register)
 
-def _differentiate_key_tile(
-    tile: RecurrentArrays[Ref],
-    results: Results,
-    register: list[Ref],
-    *,
-    number: jax.Array,
-    make_own: Callable[[], list],
-    other: list[Ref],
-    factors: TileFactors | None,
-    sums: list[Ref],
-    totals: list[jax.Array],
-) -> None:
-    """Computes the gradients of values and keys; arguments as above.
+        wait_for_copies()
+        self.results.send_features(self.number, tile.own, self.make_own, differentiate)
 
-    dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i.
-    """
-    y_TxF, factor_T = make_own(), factors and factors.until_end
-    pairs = [(y, x.transpose((1, 0))) for x, y in zip(other, y_TxF, strict=True)]
-    s_TxQ = sum_products(pairs, scratch=register)[0]
-    w_TxQ = mask_weights(s_TxQ, factors, keys=0).astype(jnp.bfloat16)
-    before = list(zip(y_TxF, sums, strict=True))
-    dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, scratch=register)
-    wait_for_copies()
-    results.send_values(number, dv_TxD)
-    dw_TxQ = sum_products([(tile.v, cast(Ref, tile.g).transpose((1, 0)))])[0]
-    dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + repeat_per_column(load_columns(tile.e), TILE)
-    ds_TxQ = mask_weights(dw_TxQ, factors, keys=0).astype(jnp.bfloat16)
+    def differentiate_key(self) -> None:
+        """Computes the gradients of values and keys.
 
-    def differentiate(c: int) -> jax.Array:
-        total = 0.0 if tile.e is None else repeat_per_column(totals[c], TILE)
-        before, inside = [(tile.v, sums[c].transpose((1, 0)))], [(ds_TxQ, other[c])]
-        return accumulate_with_decay(before, inside, factor_T, total, register)
+        dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i.
+        """
+        tile, y_TxF, factor_T = self.tile, self.make_own(), self.factors and self.factors.until_end
+        pairs = [(y, x.transpose((1, 0))) for x, y in zip(self.other, y_TxF, strict=True)]
+        s_TxQ = sum_products(pairs, scratch=self.register)[0]
+        w_TxQ = mask_weights(s_TxQ, self.factors, keys=0).astype(jnp.bfloat16)
+        before = list(zip(y_TxF, self.sums, strict=True))
+        dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, scratch=self.register)
+        wait_for_copies()
+        self.results.send_values(self.number, dv_TxD)
+        dw_TxQ = sum_products([(tile.v, cast(Ref, tile.g).transpose((1, 0)))])[0]
+        dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + repeat_per_column(load_columns(tile.e), TILE)
+        ds_TxQ = mask_weights(dw_TxQ, self.factors, keys=0).astype(jnp.bfloat16)
 
-    results.send_features(number, tile.own, lambda: y_TxF, differentiate)
+        def differentiate(c: int) -> jax.Array:
+            total = 0.0 if tile.e is None else self._repeat_total(c)
+            before, inside = [(tile.v, self.sums[c].transpose((1, 0)))], [(ds_TxQ, self.other[c])]
+            return accumulate_with_decay(before, inside, factor_T, total, self.register)
+
+        self.results.send_features(self.number, tile.own, lambda: y_TxF, differentiate)
+
+    def _repeat_total(self, c: int) -> jax.Array:
+        return repeat_per_column(cast(list, self.totals)[c], TILE)

@@ -10,12 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_matrix, load_rows, matrix, release, repeat_per_row, sum_products
+from lm.ops.gpu import TILE, load_rows, matrix, release, repeat_per_row, sum_products
 from lm.ops.linear_attention.feature_maps import ElementwiseMap
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan, Ref, SideArrays
-
-FAST = plgpu.CompilerParams(approx_math=True)
-"""Options for the compiler: exponentials are single instructions."""
 
 
 class FeaturesMemory(NamedTuple):
@@ -66,7 +63,7 @@ class Features:
     def load_sides(
         plan: RecurrentPlan,
         sides: list[tuple[SideArrays[Ref], bool]],
-        rows: tuple[Ref, Ref] | None,
+        rows: list[Ref] | None,
         memory: FeaturesMemory,
     ) -> list['Features']:
         """Makes the features of each of `sides`, (arrays, True for queries), once the rows have arrived."""
@@ -120,8 +117,3 @@ class Features:
         """Computes z."""
         products = [(tile.vectors, w[c].transpose((1, 0))) for w in self.rows]
         return sum_products(products)[0] - repeat_per_row(load_rows(tile.shifts), CHUNK)
-
-
-def widen(phi_TxF) -> jax.Array:
-    """Returns features of a tile, in registers or in shared memory, as float32."""
-    return (phi_TxF if isinstance(phi_TxF, jax.Array) else load_matrix(phi_TxF)).astype(jnp.float32)

@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, load_rows, matrix, repeat_per_row, send, sum_products, wait_for_copies, walk
+from lm.ops.gpu import FAST, TILE, load_rows, matrix, repeat_per_row, send, sum_products, wait_for_copies, walk
 from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
-from lm.ops.linear_attention.gpu.recurrent.features import FAST, Features, FeaturesMemory
+from lm.ops.linear_attention.gpu.recurrent.features import Features, FeaturesMemory
 from lm.ops.linear_attention.gpu.recurrent.plan import (
     CHUNK,
     SLOTS,

@@ -68,7 +68,7 @@ class RecurrentArrays(NamedTuple, Generic[A]):
 
     own: SideArrays[A]
     other: SideArrays[A] | None
-    rows: tuple[A, A] | None
+    rows: list[A] | None
     v: A
     g: A | None = None
     e: A | None = None

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import TILE, matrix, send, sum_products, wait_for_copies
-from lm.ops.linear_attention.gpu.recurrent.features import Features, widen
+from lm.ops.gpu import TILE, matrix, send, sum_products, wait_for_copies, widen
+from lm.ops.linear_attention.gpu.recurrent.features import Features
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, A, RecurrentPlan, Ref, SideArrays
 
 

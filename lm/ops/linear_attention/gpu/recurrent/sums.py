@@ -18,11 +18,11 @@ from lm.ops.gpu import (
     repeat_per_column,
     repeat_per_row,
     sum_products,
+    widen,
     zero_columns,
     zeros,
 )
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors
-from lm.ops.linear_attention.gpu.recurrent.features import widen
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan, Ref, SegmentSums
 
 Carry = SegmentSums[list[jax.Array]]

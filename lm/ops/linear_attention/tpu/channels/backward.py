@@ -32,7 +32,7 @@ def differentiate(plan: ChunkPlan, refs: ChunkReferences) -> Iterator[Turns]:
 def _differentiate(plan: ChunkPlan, refs: ChunkReferences, heads: range) -> Turns:
     """Computes the gradients of a pack of key heads and their queries."""
     q, k, v, _, log, _ = refs.tokens
-    dq, dk, dv, _, dlog, _ = refs.gradients
+    dq, dk, dv, _, dlogs, _ = refs.gradients
     do, at = refs.do, heads.start // plan.pack
     pairs, state, dstate = (
         ChannelPairs([k[n] for n in heads], [log[n] for n in heads]),
@@ -62,12 +62,12 @@ def _differentiate(plan: ChunkPlan, refs: ChunkReferences, heads: range) -> Turn
     kept = dstate * state.astype(jnp.float32) * pairs.whole
     duntil = dk_until * k_until.astype(jnp.float32)
     refs.dstate[at] = dstates
-    gradients = yield from pairs.differentiate(sides, dweights, SumGradients(dsince, duntil, fold_rows(kept)))
-    dkeys = unpack(gradients.keys + dk_until * pairs.until, plan.pack)
-    for group, dside, read in zip(groups, gradients.sides, reads, strict=True):
+    dkeys, dsides, dlog = yield from pairs.differentiate(sides, dweights, SumGradients(dsince, duntil, fold_rows(kept)))
+    dkeys = unpack(dkeys + dk_until * pairs.until, plan.pack)
+    for group, dside, read in zip(groups, dsides, reads, strict=True):
         dqueries = unpack(dside + read, plan.pack)
         for p, m in enumerate(group):
             dq[m] = dqueries[p].astype(dtype)
-    for n, dkey, of_head in zip(heads, dkeys, unpack(gradients.log, plan.pack), strict=True):
+    for n, dkey, of_head in zip(heads, dkeys, unpack(dlog, plan.pack), strict=True):
         dk[n] = dkey.astype(dtype)
-        dlog[n] = of_head
+        dlogs[n] = of_head
