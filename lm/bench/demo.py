@@ -15,6 +15,7 @@ from lm.bench import results
 from lm.bench.attention import COLUMNS, Layer, LayerRow, build, make_cells, measure
 from lm.bench.candidates import BASELINE, FEATURED, read_candidates
 from lm.bench.options import AttentionOptions, DemoOptions
+from lm.errors import MissingPackageError
 from lm.files import local_path
 
 LINEAR = 'configs/attention/gated_linear.gin'
@@ -64,7 +65,7 @@ def show_costs(options: DemoOptions, size: DemoSize | None = None) -> None:
     output = results.Output(str(folder / 'demo.json'))
     output.write('demo', machine, settings, rows)
     if importlib.util.find_spec('matplotlib') is None:
-        printer.line('The picture needs matplotlib: pip install matplotlib, then run this again')
+        printer.line(str(MissingPackageError('the picture', 'matplotlib', 'report', ', then run this again')))
     else:
         results.draw_contexts(folder / 'demo', costs, _label(is_cpu), 'float32', devices=1)
         printer.line(f'The picture: {folder / "demo.png"}')
