@@ -77,6 +77,6 @@ def _read_index(name: str) -> tuple[np.dtype, np.ndarray, int]:
         if (np.diff(documents, prepend=0, append=sequences) < 0).any():
             raise ValueError('its documents do not lie one after another')
         return dtype, offsets[documents], first
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
         reason = f'unknown type of tokens {error}' if isinstance(error, KeyError) else str(error)
         raise MismatchError(f'{name}: not a readable index of Megatron ({reason}); fetch the file again') from None

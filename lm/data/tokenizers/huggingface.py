@@ -54,6 +54,8 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         self.begin_id = _find_begin(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if (largest := max(vocabulary.values(), default=0)) >= 2**31:  # tokens are int32 here
+            raise MismatchError(f'tokenizer.json: has a token of the id {largest}; restore the file')
         ends = _find_ends(self._tokenizer, vocabulary)
         end = _choose_end(vocabulary, ends, eod)
         self.mask_id = next((vocabulary[name] for name in MASKS if name in vocabulary), None)
