@@ -309,7 +309,7 @@ class Letters:
 def letters(model) -> LoadedRun:
     """Returns a run in memory whose tokenizer is `Letters`."""
     run = LoadedRun(None, None, None, jax.make_mesh((1,), ('data',)), None, None, 0)  # pyright: ignore
-    run.__dict__.update(tokenizer=Letters, begin_id=0, model=model)
+    run.__dict__.update(tokenizer=Letters, begin_id=0, model=model, companions={})
     return run
 
 
