@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import inspect
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -230,15 +231,16 @@ def test_exit_codes(error, code, message, monkeypatch, capsys):
     assert ('Traceback' in capsys.readouterr().err) == (code != 130)
 
 
-@pytest.mark.parametrize('argv', [['--help'], ['train', '--help']])
-def test_help_explains_every_exit_code(argv, capsys):
-    assert main(argv) == 0
+def test_help_explains_every_exit_code(capsys):
+    assert main(['--help']) == 0
     shown = capsys.readouterr().out
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LmError)]
     kinds = [kind for kind in kinds if 'exit_code' in vars(kind)]  # other errors get their code from their class
     for kind in kinds:
         assert f'\n  {kind.exit_code:<3}{kind.meaning}\n' in shown
     assert len({kind.exit_code for kind in kinds}) == len(kinds) >= 5
+    assert main(['train', '--help']) == 0
+    assert 'exit codes: lm --help' in capsys.readouterr().out
 
 
 def test_exit_code_of_the_verb_is_passed_on(monkeypatch):
@@ -295,7 +297,7 @@ def test_help_lists_the_verbs_without_importing_jax():
         done = subprocess.run([sys.executable, '-c', code], cwd=PROJECT, capture_output=True, text=True, timeout=60)
         times.append(processor_time_of_children() - start)
         assert done.returncode == 0, done.stderr
-    assert all(f'  {verb} ' in done.stdout for verb in VERBS)
+    assert all(re.search(rf'^ +{verb}\s', done.stdout, re.MULTILINE) for verb in VERBS)
     assert min(times) < 1.0
 
 

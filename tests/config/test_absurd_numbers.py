@@ -32,7 +32,7 @@ ZERO = {
     ),
     'the rate ends at zero': ('final_fraction',),
     'these parameters stay as they are': ('embedding_rate', 'head_rate', 'gain_rate'),
-    'nothing is added': ('key_offset', 'offset', 'stabilizer', 'kernel_epsilon', 'balance'),
+    'nothing is added': ('denominator_bias', 'key_offset', 'offset', 'stabilizer', 'kernel_epsilon', 'balance'),
 }
 """Why zero is a value that a run can compute with → the names of the fields that take it."""
 
