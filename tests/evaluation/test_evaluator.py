@@ -257,7 +257,8 @@ def answering(monkeypatch):
 
     def make(whole_answers=True, batch_size=4):
         object.__setattr__(task, 'whole_answers', whole_answers)
-        functions = types.SimpleNamespace(merge=lambda weights: model)
+        config = types.SimpleNamespace(looks_ahead=False)
+        functions = types.SimpleNamespace(config=config, merge=lambda weights: model)
         return TaskEvaluator(functions, mesh, TaskPlan(task, 'validation', 12, batch_size))
 
     return make

@@ -680,5 +680,5 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     capsys.readouterr()
     assert main(['report', str(run), '--out', str(tmp_path / 'out')]) == 2
-    assert "pip install -e '.[report]'" in capsys.readouterr().err
+    assert '[report]' in capsys.readouterr().err
     assert main(['report', str(run), '--out', str(tmp_path / 'out'), '--no_pictures']) == 0
