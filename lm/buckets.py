@@ -49,7 +49,7 @@ _told: dict[str, float] = {}
 
 
 class NoAnswerError(LmError):
-    """A silent server. It is no OSError: packages repeat these, or take the file for one that is missing."""
+    """A silent server, or none. It is no OSError: packages repeat these, or take the file for one that is missing."""
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def explain_identity(path: os.PathLike | str) -> str:
 async def bounding(address: str, content: Any = None) -> AsyncIterator[None]:
     """A block with all tries of one request, which may send content: a line says what it waits for.
 
-    Raises NoAnswerError if a server says nothing.
+    Raises NoAnswerError if a server says nothing, or cannot be reached.
     """
     size = len(content) if isinstance(content, bytes | bytearray | memoryview) else 0
     try:
@@ -98,6 +98,9 @@ async def bounding(address: str, content: Any = None) -> AsyncIterator[None]:
             with waiting_for(address):
                 yield
     except Exception as error:
+        if is_unreachable(error):
+            why = f'its server cannot be reached ({error}); see the network of this machine, and the address'
+            raise NoAnswerError(f'{address}: {why}') from error
         if not is_silence(error):
             raise
         what = f'{address}: its server has not answered, in several tries of {ANSWER_SECONDS} seconds'
@@ -107,6 +110,11 @@ async def bounding(address: str, content: Any = None) -> AsyncIterator[None]:
 def is_silence(error: Exception) -> bool:
     """Returns whether a server has said nothing, or nothing more."""
     return isinstance(error, TimeoutError) or 'Timeout' in type(error).__name__  # of botocore
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Returns whether there was no connection: no such host, or nobody listens there."""
+    return type(error).__name__.startswith(('ClientConnector', 'EndpointConnection'))  # of aiohttp, and of botocore
 
 
 def make_google_storage() -> type[fsspec.AbstractFileSystem]:

@@ -1,5 +1,6 @@
 """Servers that accept a connection and never answer: each call ends in time, and names the address."""
 
+import asyncio
 import os
 import random
 import socket
@@ -99,3 +100,24 @@ def test_tensorstore_ends_too(silent):
     )
     assert done.returncode != 0
     assert 'ValueError' in done.stderr or 'Timeout' in done.stderr
+
+
+def lose_connection(scheme: str) -> Exception:
+    """Returns what the package of a scheme raises where no such host is known."""
+    if scheme == 's3':
+        return pytest.importorskip('botocore.exceptions').EndpointConnectionError(endpoint_url='https://b.example')
+    aiohttp = pytest.importorskip('aiohttp')
+    key = aiohttp.client_reqrep.ConnectionKey('b.example', 443, True, True, None, None, None)
+    return aiohttp.ClientConnectorDNSError(key, OSError(-2, 'Name or service not known'))
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_server_that_cannot_be_reached_is_one_line(scheme):
+    async def ask():
+        async with buckets.bounding(f'{scheme}://b/run.json'):
+            raise lose_connection(scheme)
+
+    with pytest.raises(
+        NoAnswerError, match=rf'^{scheme}://b/run\.json: its server cannot be reached \(.*b\.example.*\); '
+    ):
+        asyncio.run(ask())
