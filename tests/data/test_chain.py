@@ -148,8 +148,8 @@ def test_a_source_that_another_of_its_size_and_time_has_replaced_is_named(config
 def test_tokens_of_another_source_are_named(config, tmp_path, monkeypatch):
     path = tmp_path / 'store'
     prepare(config, str(path))
-    read = TokenStore.read
-    monkeypatch.setattr(TokenStore, 'read', lambda *arguments: read(*arguments) ^ 1)
+    read = TokenStore.read_stored
+    monkeypatch.setattr(TokenStore, 'read_stored', lambda *arguments: read(*arguments) ^ 1)
     with pytest.raises(MismatchError, match='its tokens differ from the tokens of the source'):
         prove(config, path)
 

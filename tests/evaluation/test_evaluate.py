@@ -33,7 +33,7 @@ def evaluate(run, *flags, devices=1) -> dict:
     return json.loads(done.stdout)
 
 
-def test_a_relative_path_counts_from_the_folder_where_the_run_was_started(reference_run, tmp_path, monkeypatch):
+def test_a_relative_path_counts_from_the_folder_where_the_run_began(reference_run, tmp_path, monkeypatch, capsys):
     run = tmp_path / 'run'
     shutil.copytree(reference_run[0], run)
     info = json.loads((run / 'run.json').read_text())
@@ -44,9 +44,10 @@ def test_a_relative_path_counts_from_the_folder_where_the_run_was_started(refere
     monkeypatch.chdir(run)
     with pytest.raises(AbsentError) as error:
         open_run(str(run), ["data.path = 'store'"])
-    assert f'--set data.path={tmp_path}/there/store' in str(error.value)
-    with pytest.raises(AbsentError, match='from the current folder'):
-        open_run(str(run), ["data.path = 'nowhere'"])
+    assert f"data.path = '{tmp_path}/there/store': no finished token store" in str(error.value)
+    assert open_run(str(run), ["data.path = 'nowhere'"])  # the run keeps its tokenizer: text can be written
+    assert cli.main(['evaluate', str(run), '--set', 'data.path=nowhere']) == 44
+    assert 'from the current folder' in capsys.readouterr().err
 
 
 def test_a_text_without_words_has_no_figures_per_word_and_byte():
