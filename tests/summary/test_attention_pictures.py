@@ -51,8 +51,8 @@ def test_shares_of_signed_weights_and_of_queries_without_weights():
         (['--attention', 'x', '--tokens', '0'], '--tokens 0: must be at least 1'),
         (['--attention', 'x ' * 5000], 'give a shorter text'),
         (['--attention', 'x', '--verify'], 'leave it or --attention out'),
-        (['--heads', '0-0'], 'add --attention TEXT'),
-        (['--set', 'model.attention=@performer()'], 'add --attention TEXT'),
+        (['--heads', '0-0'], 'add --attention'),
+        (['--set', 'model.attention=@performer()'], 'add --attention'),
     ],
 )
 def test_wrong_flags_are_answered(flags, said, reference_run, capsys, tmp_path, monkeypatch):
