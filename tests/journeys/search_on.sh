@@ -13,7 +13,7 @@ done
 of_ten=(lm prepare --gin_file data/jsonl.gin --processes 1 --set jsonl.path=ten.jsonl --set data.path=ten
   --set tokenizer.vocab_size=300)
 refuse 2 "${of_ten[@]}"
-shows 'jsonl.validation_fraction = 0.05' "leaves no document to the split 'validation'"
+shows 'jsonl.validation_fraction = 0.05' "no document is left to the split 'validation'"
 expect "${of_ten[@]}" --set jsonl.validation_fraction=0.5
 
 step 'a search that meets refused trials'

@@ -15,7 +15,7 @@ from lm.summary.inspect import inspect_path
 
 def read_run(path: pathlib.Path) -> None:
     """Reads a run as `lm inspect --verify`, `lm report`, `lm evaluate` and `lm export` read it."""
-    Report([Run.read(path)], path / 'report').format_table()
+    Report([Run.read(path)], path / 'report').make_tables()
     open_run(str(path))
     inspect_path(str(path), verify=True)
 
