@@ -56,7 +56,7 @@ def compute_proof(model: ModelConfig, weights: Any) -> Proof:
     functions = ModelFunctions(model, jnp.float32)
     prompt = np.arange(1, 1 + min(TOKENS, model.learned_positions or TOKENS)) * 7919 % model.vocab_size
     ids = np.linspace(0, model.vocab_size - 1, min(KEPT, model.vocab_size)).astype(int)
-    logits = jax.jit(lambda weights, tokens: functions.merge(weights)(tokens)[0, :, ids])(weights, prompt[None])
+    logits = jax.jit(lambda weights, tokens: functions.merge(weights)(tokens)[0][:, ids])(weights, prompt[None])
     return Proof(prompt.tolist(), ids.tolist(), np.asarray(logits))
 
 

@@ -295,7 +295,7 @@ def test_a_model_that_sees_later_tokens_sees_no_answer(name):
 def test_a_task_is_learned_from_both_sides_after_hidden_tokens(tmp_path):
     """The protocol of LLoPS Table 1: pre-training on the task's own tokens, then the task, both from both sides."""
     both = TINY | {
-        'model.causal': 'False',
+        'model.causal': False,
         'model.attention': '@softmax()',
         'train.steps': 30,
         'train.eval_every': None,
