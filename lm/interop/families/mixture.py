@@ -54,9 +54,9 @@ class ExpertDecoder(Decoder):
         named = {} if 'num_local_experts' not in config else {'num_experts': config['num_local_experts']}
         found = {**self.expert, **named} | config
         is_dense = layer in config.integers('mlp_only_layers') or (layer + 1) % found.integer('decoder_sparse_step', 1)
-        if self.has_dense and is_dense:
-            return DenseLayer()
         sizes: dict[str, Any] = {ours: found.integer(theirs) for ours, theirs in self.entries.items()}
+        if self.has_dense and (is_dense or not sizes['n_experts']):
+            return DenseLayer()
         return Experts(
             **sizes,
             shared_gate=self.shared,
@@ -79,13 +79,14 @@ class ExpertDecoder(Decoder):
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
-        one = next((kind for kind in kinds if isinstance(kind, Experts)), Experts(hidden_dim=8, shared_dim=8))
-        return super().describe(model) | {
-            **{theirs: getattr(one, ours) or 1 for ours, theirs in self.entries.items()},
-            'norm_topk_prob': one.normalize,
-            'mlp_only_layers': [i for i, kind in enumerate(kinds) if not isinstance(kind, Experts)],
-            **describe_balance(model),
-        }
+        one = next((kind for kind in kinds if isinstance(kind, Experts)), None)
+        found = super().describe(model) | describe_balance(model)
+        found['mlp_only_layers'] = [i for i, kind in enumerate(kinds) if not isinstance(kind, Experts)]
+        if one is None and self.has_dense:
+            return found | {self.entries['n_experts']: 0}
+        one = one or Experts(hidden_dim=8, shared_dim=8)  # which differs from the model, so the family is not chosen
+        sizes = {theirs: getattr(one, ours) or 1 for ours, theirs in self.entries.items()}
+        return found | sizes | {'norm_topk_prob': one.normalize}
 
     def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
         if 'experts.glu_in' not in ours:

@@ -8,27 +8,19 @@ import numpy as np
 
 from lm.attention import Attention, find_layer_type
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, UNITS, Decoder, LayerTensors, count_layers, cut_units, join_units
-from lm.interop.families.expert_tensors import (
-    BALANCE,
-    describe_balance,
-    find_mixture,
-    read_balance,
-    stack_experts,
-    unstack_experts,
-)
+from lm.interop.families.decoder import FULL, LayerTensors, count_layers
+from lm.interop.families.expert_tensors import BALANCE
+from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
-from lm.model.feed_forward import DenseLayer, FeedForward
-from lm.model.feed_forward.experts import Experts
 from lm.model.options import ResolvedLayer
 
 LINEAR = 'linear_attention'
 """The type of layers of Gated DeltaNet."""
 
 
-class Qwen3Next(Decoder):
+class Qwen3Next(ExpertDecoder):
     """Three layers of Gated DeltaNet per layer of softmax, whose positions turn a quarter of each head; experts with a
     shared one; gates of the outputs; gains of 1 + w."""
 
@@ -38,6 +30,9 @@ class Qwen3Next(Decoder):
     kinds = (FULL, LINEAR)
     turns_parts = True
     without = ('mtp.',)
+    has_dense = True
+    shared = True
+    entries: ClassVar = {**ExpertDecoder.entries, 'shared_dim': 'shared_expert_intermediate_size'}
     delta: ClassVar[Mapping[str, int]] = {
         'linear_num_key_heads': 16,
         'linear_num_value_heads': 32,
@@ -56,8 +51,7 @@ class Qwen3Next(Decoder):
     }
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
-        kinds = find_mixture(self.feed_forward(config, i) for i in count_layers(config))
-        return {'rotary_fraction': self.rotary(config).fraction, 'feed_forward': kinds}
+        return {**super().options(config), 'rotary_fraction': self.rotary(config).fraction}
 
     def head_dim(self, config: Hyperparameters) -> int:
         return config.integer('head_dim', 256)
@@ -89,22 +83,6 @@ class Qwen3Next(Decoder):
                 'norm_epsilon': config.number('rms_norm_eps', self.epsilon),
             }
         return dataclasses.replace(find_layer_type(kind)(), **options)
-
-    def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
-        """Returns the configuration of the feed-forward part of layer number `layer`: dense, or with experts."""
-        found = self.expert | config
-        is_dense = layer in config.integers('mlp_only_layers') or found['num_experts'] == 0
-        if is_dense or (layer + 1) % config.integer('decoder_sparse_step', 1):
-            return DenseLayer()
-        return Experts(
-            n_experts=found.integer('num_experts'),
-            top_k=found.integer('num_experts_per_tok'),
-            hidden_dim=found.integer('moe_intermediate_size'),
-            shared_dim=found.integer('shared_expert_intermediate_size'),
-            shared_gate=True,
-            normalize=found.flag('norm_topk_prob'),
-            balance=read_balance(found),
-        )
 
     def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
         if self.layer_types(config)[layer] == LINEAR:
@@ -143,26 +121,9 @@ class Qwen3Next(Decoder):
             'attention_out.weight': theirs.take('linear_attn.out_proj.weight'),
         }
 
-    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        kind = self.feed_forward(config, layer)
-        if not isinstance(kind, Experts):
-            return super().unit_tensors(theirs, config, layer)
-        return {
-            'experts.router.weight': theirs.take('mlp.gate.weight'),
-            'experts.shared_gate.weight': theirs.take('mlp.shared_expert_gate.weight'),
-            **join_units(theirs, 'mlp.shared_expert.'),
-            **stack_experts(theirs, 'mlp.experts.', UNITS, kind.n_experts),
-        }
-
     def describe(self, model: ModelConfig) -> dict[str, object]:
-        kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
         types = [LINEAR if one.layer_type == LINEAR else FULL for one in model.layers]
-        found = super().describe(model) | {
-            'layer_types': types,
-            'mlp_only_layers': [i for i, one in enumerate(kinds) if not isinstance(one, Experts)],
-            **_describe_experts(next((one for one in kinds if isinstance(one, Experts)), None)),
-            **describe_balance(model),
-        }
+        found = super().describe(model) | {'layer_types': types}
         resolved = dict(zip(reversed(types), map(model.resolve, reversed(model.layers)), strict=True))
         if (full := resolved.get(FULL)) is not None:
             found |= _describe_heads(full)
@@ -207,17 +168,6 @@ class Qwen3Next(Decoder):
             'linear_attn.out_proj.weight': ours['attention_out.weight'],
         }
 
-    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        kind = model.find_feed_forward(layer)
-        if not isinstance(kind, Experts) or kind.shared_dim is None:
-            return super().unit_back(ours, model, layer)
-        return {
-            'mlp.gate.weight': ours['experts.router.weight'],
-            'mlp.shared_expert_gate.weight': ours['experts.shared_gate.weight'],
-            **cut_units(ours, 'mlp.shared_expert.'),
-            **unstack_experts(ours, 'mlp.experts.', UNITS),
-        }
-
 
 def order_turned(size: int, fraction: float) -> np.ndarray:
     """Returns their channels of a head in our order.
@@ -247,17 +197,4 @@ def _describe_delta(options: ResolvedLayer) -> dict[str, object]:
         'linear_key_head_dim': options.dims.head_dim,
         'linear_value_head_dim': options.dims.value_size,
         'linear_conv_kernel_dim': options.convolution or 4,
-    }
-
-
-def _describe_experts(kind: Experts | None) -> dict[str, object]:
-    """Returns the entries of experts."""
-    if kind is None:
-        return {'num_experts': 0}
-    return {
-        'num_experts': kind.n_experts,
-        'num_experts_per_tok': kind.top_k,
-        'moe_intermediate_size': kind.hidden_dim,
-        'shared_expert_intermediate_size': kind.shared_dim or 1,
-        'norm_topk_prob': kind.normalize,
     }
