@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--prove',
         action='store_true',
-        help='read the written files again, and compare the logits of a fixed prompt with those of the run',
+        help='read the written files again, and compare the logits of a fixed prompt with the logits of the run',
     )
     add_gin_flags(parser)
 

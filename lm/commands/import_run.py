@@ -24,8 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--prove',
         action='store_true',
-        help='keep the logits of a fixed prompt, and compare them with those of a proved export; needs memory for the '
-        'whole model',
+        help='keep the logits of a fixed prompt, and compare them with the logits of a proved export; the whole model '
+        'must fit into memory',
     )
     add_gin_flags(parser)
 

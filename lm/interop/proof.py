@@ -45,7 +45,7 @@ class Proof(NamedTuple):
         if (self.prompt, self.ids) != (other.prompt, other.ids):
             raise MismatchError(f'{FILE} of {what}: is of another vocabulary; delete it, and prove those weights again')
         difference = float(np.abs(self.logits - other.logits).max() / np.abs(other.logits).max())
-        said = f'the logits of the fixed prompt differ by {difference:.1e} of the largest from those of {what}'
+        said = f'the logits of the fixed prompt differ by {difference:.1e} of the largest from the logits of {what}'
         if not difference <= TOLERANCE:
             raise MismatchError(f'{said}, more than {TOLERANCE:g}: these are other weights; do not use them')
         return said

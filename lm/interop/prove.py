@@ -48,7 +48,7 @@ def export_and_prove(
     lines = [found.compare(imported, 'the import')] if imported else []
     if weights.dtype == 'float32':
         lines.append(written.compare(found, str(run.path)))
-    print('\n'.join(lines) or f'the weights are {weights.dtype}: their logits are not compared with those of the run')
+    print('\n'.join(lines) or f'the weights are {weights.dtype}: their logits are compared with no others')
     with writing(folder / CARD), (folder / CARD).open('a') as card:
         card.write(''.join(['\n## Checks\n\n', *(f'- {line[0].upper()}{line[1:]}.\n' for line in lines)]))
 

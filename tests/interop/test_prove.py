@@ -35,7 +35,7 @@ def test_a_proof_is_kept_and_compared(tmp_path):
     assert read_proof(tmp_path) is None
     PROOF.write(tmp_path)
     found = read_proof(tmp_path)
-    assert found.compare(PROOF, 'x').endswith('differ by 0.0e+00 of the largest from those of x')
+    assert found.compare(PROOF, 'x').endswith('differ by 0.0e+00 of the largest from the logits of x')
     near, far = (PROOF._replace(logits=PROOF.logits + step) for step in (1e-4, np.float32(np.nan)))
     assert '1.7e-05' in near.compare(PROOF, 'x')
     with pytest.raises(MismatchError, match=r'more than 0\.0001: these are other weights'):
