@@ -1,7 +1,5 @@
 """The chain from source to token: damage between two commands heals, and a store is proved again from its source."""
 
-import concurrent.futures
-import contextlib
 import io
 import json
 import os
@@ -9,6 +7,7 @@ import pathlib
 
 import pytest
 from corpora import words
+from in_process import stay_in_process
 from rich.console import Console
 
 from lm.cli import main
@@ -23,17 +22,10 @@ from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError, MismatchError
 
 
-@contextlib.contextmanager
-def here(processes):
-    """Stands in for worker processes, which take a second to start."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        yield pool, [0, 0]
-
-
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> PrepareConfig:
     """Returns a preparation of several shards."""
-    monkeypatch.setattr(stages, 'start_workers', here)
+    stay_in_process(monkeypatch)
     monkeypatch.setattr('lm.data.sources.base.MIN_SHARD_BYTES', 20_000)
     folder = tmp_path / 'text'
     folder.mkdir()

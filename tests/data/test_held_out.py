@@ -1,7 +1,5 @@
 """Documents are held out by their texts: copies stay together, in every source and on any number of machines."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import io
 import json
@@ -14,11 +12,11 @@ import test_images
 import test_parquet
 import test_ready_tokens
 from corpora import words
+from in_process import stay_in_process
 from rich.console import Console
 from test_prepare import digests
 
 from lm.cli import main
-from lm.data.prepare import stages
 from lm.data.prepare.chain import prove
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.parts import Share
@@ -148,17 +146,10 @@ def test_small_folders_keep_both_splits(texts, fraction, held_out, tmp_path):
         assert validation == {base.Document('', text).digest() for text in held_out}
 
 
-@contextlib.contextmanager
-def here(processes):
-    """Stands in for worker processes, which take a second to start."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        yield pool, [0, 0]
-
-
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> PrepareConfig:
     """Returns a preparation of several shards that hold copies."""
-    monkeypatch.setattr(stages, 'start_workers', here)
+    stay_in_process(monkeypatch)
     monkeypatch.setattr('lm.data.sources.base.MIN_SHARD_BYTES', 3000)
     source = Jsonl(path=write_lines(tmp_path / 'all.jsonl'), validation_fraction=0.2)
     return PrepareConfig(source=source, tokenizer=TokenizerConfig(vocab_size=320), processes=1)

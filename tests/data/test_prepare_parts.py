@@ -1,7 +1,5 @@
 """Preparations in parts: any number of machines, killed, repeated and at once, give the bytes of one machine."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import io
 import json
@@ -15,6 +13,7 @@ import time
 import pytest
 import tiny
 from corpora import words, write_text
+from in_process import stay_in_process
 from rich.console import Console
 from test_prepare import digests
 
@@ -34,16 +33,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = TokenizerConfig(vocab_size=400)
 
 
-@contextlib.contextmanager
-def here(processes):
-    """Stands in for worker processes, which take a second to start."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        yield pool, [0, 0]
-
-
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(stages, 'start_workers', here)
+    stay_in_process(monkeypatch)
 
 
 @pytest.fixture
