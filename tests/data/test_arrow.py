@@ -137,3 +137,11 @@ def test_offsets_that_lead_out_of_the_file_are_one_line(kind, tmp_path):
         pathlib.Path(path).write_bytes(whole[:at] + wrong + whole[at + 4 :])
         with pytest.raises(MismatchError, match=r'train\.arrow: not a readable Arrow file \(.*ffset'):
             texts(Arrow(path=path), 'train')
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_name_of_a_column_that_is_no_text_is_one_line(stream, tmp_path):
+    path = pathlib.Path(write(tmp_path / 'train.arrow', stream=stream))
+    path.write_bytes(path.read_bytes().replace(b'meta', b'\xffeta'))
+    with pytest.raises(MismatchError, match=r'train\.arrow: not a readable Arrow file \(.*utf-8'):
+        texts(Arrow(path=str(path)), 'train')

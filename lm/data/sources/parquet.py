@@ -64,7 +64,7 @@ def reading(kind: str, name: str) -> Iterator[None]:
         raise MissingPackageError(f'prepare.source = @{kind.lower()}()', 'pyarrow', 'parquet') from None
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns may be no text
         if isinstance(error, OSError) and error.errno:  # pyarrow's own have no number
             raise
         reason = ' '.join(str(error).split())[:150]
