@@ -299,3 +299,11 @@ def test_special_tokens_and_masks_are_known(files):
     plain, ranks = (tokenizers.load(files / name) for name in ('tokenizer.json', 'own.tiktoken'))
     assert (plain.mask_id, plain.special_ids) == (None, (0, 1))
     assert (ranks.mask_id, ranks.special_ids) == (None, (ranks.eod_id,))
+
+
+@pytest.mark.parametrize('pattern', ['', '[a-z]*', '(?=a)'])
+def test_a_pattern_that_finds_empty_parts_is_one_line(pattern):
+    """tiktoken would panic, which is no Exception."""
+    head = json.dumps({'ranks': {'pattern': pattern, 'special': {'<|endoftext|>': 256}}}).encode()
+    with pytest.raises(MismatchError, match='its pattern finds empty parts; restore the file'):
+        tokenizers.from_bytes(head + b'\n' + rank_file_of_bytes())

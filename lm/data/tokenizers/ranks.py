@@ -52,6 +52,7 @@ class Ranks(Tokenizer):
     def __init__(self, model: bytes, eod: int | str | None = None):
         """Raises ConfigError without the library `tiktoken`, MismatchError if the contents are damaged."""
         try:
+            import regex  # tiktoken needs it, too
             import tiktoken
         except ImportError:
             raise MissingPackageError('a file of ranks', 'tiktoken', 'tokenizers') from None
@@ -62,7 +63,9 @@ class Ranks(Tokenizer):
             self._encoding = tiktoken.Encoding(
                 'ranks', pat_str=facts['pattern'], mergeable_ranks=ranks, special_tokens=special
             )
-        except (ValueError, KeyError, TypeError) as error:
+            if not all(found.group() for found in regex.finditer(facts['pattern'], self.probe)):  # tiktoken would panic
+                raise ValueError('its pattern finds empty parts')
+        except (ValueError, KeyError, TypeError, regex.error) as error:
             raise MismatchError(f'ranks of byte pairs: damaged: {error}; restore the file') from None
         if isinstance(eod, str) and eod.isdecimal():
             eod = int(eod)
