@@ -199,7 +199,6 @@ def check_fields(config: Configurable) -> None:
             raise ConfigError(
                 f'{label} = {value!r}: must be {describe(annotations[spec.name])}, not {type(value).__name__}'
                 + _suggest(value, annotations[spec.name])
-                + _suggest_value(value, annotations[spec.name])
             ) from None
         if spec.metadata.get('secret'):
             converted = _hide(label, converted, spec)
@@ -210,17 +209,13 @@ def check_fields(config: Configurable) -> None:
 
 
 def _suggest(value: Any, annotation: Any) -> str:
-    """Returns how a value of the wrong type would be right; '' if this is not known."""
+    """Returns how a value of the wrong type would be right, or the registered value that a text may mean; '' if neither
+    is known."""
     whole = [int(value)] if isinstance(value, float) and value == value // 1 else []
     for right in (*whole, (value,)):
         with contextlib.suppress(TypeError):
             convert(right, annotation)
             return f' (write {right!r})'
-    return ''
-
-
-def _suggest_value(value: Any, annotation: Any) -> str:
-    """Returns a hint with the registered value that a text may mean."""
     kinds = [kind for kind in find_classes(annotation) if issubclass(kind, Configurable)]
     known = [name for name, cls in REGISTRY.items() if any(issubclass(cls, kind) for kind in kinds)]
     close = difflib.get_close_matches(str(value), known, 1) if isinstance(value, str) else []
