@@ -91,6 +91,7 @@ refuse() {
 begin() {
   echo "\$ $* &"
   begun=$*
+  : >"$JOURNEY/begun.stdout" 2>"$JOURNEY/begun.stderr" # a signal may come before the job opens them
   set -m # else the shell would make its background jobs ignore Ctrl-C
   "$@" >"$JOURNEY/begun.stdout" 2>"$JOURNEY/begun.stderr" </dev/null &
   background=$!
