@@ -4,11 +4,13 @@ The rows may be independent, or orthogonal inside each square block of `size` ro
 estimates made with them (Choromanski et al. 2020, §2.4).
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 def iid(key: jax.Array, features: int, size: int) -> jax.Array:
@@ -24,8 +26,33 @@ def orthogonal(key: jax.Array, features: int, size: int) -> jax.Array:
     rotation_NxSxS, r_NxSxS = jnp.linalg.qr(gaussian_NxSxS)
     # The signs of R's diagonal make the rotation uniform; the factorization alone fixes them arbitrarily.
     rotation_NxSxS *= jnp.sign(jnp.diagonal(r_NxSxS, axis1=-2, axis2=-1))[..., None, :]
-    length_F = jnp.linalg.norm(jax.random.normal(length_key, (features, size)), axis=-1)
-    return rotation_NxSxS.reshape(-1, size)[:features] * length_F[:, None]
+    return _stretch(rotation_NxSxS, length_key, features)
+
+
+def givens(key: jax.Array, features: int, size: int) -> jax.Array:
+    """Draws G-ORF: each block is a product of S ⌈ln S⌉ rotations by random angles, each in a random plane of two axes.
+
+    Rows have the lengths of Gaussian vectors. Their directions are nearly uniform, hence a bias that vanishes as the
+    size grows (Choromanski et al. 2020, §2.4). The product is kept dense, as the product of `hadamard` is.
+    """
+    row_key, other_key, angle_key, length_key = jax.random.split(key, 4)
+    n_blocks = -(-features // size)
+    count = size * math.ceil(math.log(size))
+    angle_TxN = jax.random.uniform(angle_key, (count, n_blocks), maxval=2 * math.pi)
+    row_TxN = jax.random.randint(row_key, (count, n_blocks), 0, size)
+    other_TxN = (row_TxN + jax.random.randint(other_key, (count, n_blocks), 1, size)) % size
+
+    def rotate(w_SxS, row, other, angle):
+        turn_2x2 = jnp.array([[jnp.cos(angle), jnp.sin(angle)], [-jnp.sin(angle), jnp.cos(angle)]])
+        both = jnp.stack([row, other])
+        return w_SxS.at[both].set(jnp.matmul(turn_2x2, w_SxS[both], precision='highest'))
+
+    def rotate_all(w_NxSxS, drawn):
+        return jax.vmap(rotate)(w_NxSxS, *drawn), None
+
+    w_NxSxS = jnp.broadcast_to(jnp.eye(size), (n_blocks, size, size))
+    w_NxSxS, _ = lax.scan(rotate_all, w_NxSxS, (row_TxN, other_TxN, angle_TxN))
+    return _stretch(w_NxSxS, length_key, features)
 
 
 def hadamard(key: jax.Array, features: int, size: int) -> jax.Array:
@@ -53,8 +80,16 @@ def hadamard_matrix(side: int) -> np.ndarray:
     return matrix / np.sqrt(side).astype(np.float32)
 
 
+def _stretch(rotation_NxSxS: jax.Array, key: jax.Array, features: int) -> jax.Array:
+    """Gives the first rows of rotations the lengths of Gaussian vectors, so that each row alone is N(0, I)."""
+    size = rotation_NxSxS.shape[-1]
+    length_F = jnp.linalg.norm(jax.random.normal(key, (features, size)), axis=-1)
+    return rotation_NxSxS.reshape(-1, size)[:features] * length_F[:, None]
+
+
 PROJECTIONS: dict[str, Callable[[jax.Array, int, int], jax.Array]] = {
     'iid': iid,
     'orthogonal': orthogonal,
     'hadamard': hadamard,
+    'givens': givens,
 }
