@@ -105,8 +105,9 @@ class Output:
     """
 
     def __init__(self, file: str | None, folder: str | None = None):
-        self.json = None if file is None else _check_file(local_path(file, '--save').absolute())
+        # The file may lie in the folder, which is made first.
         self.pictures = None if folder is None else _check_pictures(local_path(folder, '--out'))
+        self.json = None if file is None else _check_file(local_path(file, '--save').absolute())
 
     def write(self, part: str, found: dict[str, Any], settings: dict[str, Any], rows: Sequence[Any]) -> None:
         """Writes {benchmark, machine, settings, rows} to the file, if there is one. Rows are dataclasses or dicts."""
