@@ -1,7 +1,7 @@
-"""File systems of buckets that say what they wait for, and that end if a server never answers.
+"""File systems of buckets and of the Hugging Face Hub that say what they wait for, and end if a server never answers.
 
-fsspec makes them for gs:// and s3:// once `lm.files.open_path` has met such an address. Their parents wait for ever for
-a server that accepts a connection and then says nothing, or repeat for a quarter of an hour.
+fsspec makes them once `lm.files` has met an address of gs://, s3:// or hf://. The parents of the first two wait for
+ever for a server that accepts a connection and then says nothing, or repeat for a quarter of an hour.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def waiting_for(path: os.PathLike | str) -> Iterator[None]:
     bucket. Local paths have none."""
     timer = threading.Timer(SILENT_SECONDS, _tell_waiting, (os.fspath(path),))
     timer.daemon = True
-    if os.fspath(path).partition('://')[0] in IDENTITIES:
+    if os.fspath(path).partition('://')[0] in MAKERS:
         timer.start()
     try:
         yield
@@ -98,13 +98,18 @@ async def bounding(address: str, content: Any = None) -> AsyncIterator[None]:
             with waiting_for(address):
                 yield
     except Exception as error:
-        if is_unreachable(error):
-            why = f'its server cannot be reached ({error}); see the network of this machine, and the address'
-            raise NoAnswerError(f'{address}: {why}') from error
-        if not is_silence(error):
-            raise
-        what = f'{address}: its server has not answered, in several tries of {ANSWER_SECONDS} seconds'
-        raise NoAnswerError(f'{what}{explain_identity(address)}; try it again later') from error
+        raise _explain(error, address) from error
+
+
+def _explain(error: Exception, address: str) -> Exception:
+    """Returns the error of a server that said nothing or cannot be reached; any other error as it is."""
+    if is_unreachable(error):
+        why = f'its server cannot be reached ({error}); see the network of this machine, and the address'
+        return NoAnswerError(f'{address}: {why}')
+    if not is_silence(error):
+        return error
+    what = f'{address}: its server has not answered, in several tries of {ANSWER_SECONDS} seconds'
+    return NoAnswerError(f'{what}{explain_identity(address)}; try it again later')
 
 
 def is_silence(error: Exception) -> bool:
@@ -114,7 +119,8 @@ def is_silence(error: Exception) -> bool:
 
 def is_unreachable(error: Exception) -> bool:
     """Returns whether there was no connection: no such host, or nobody listens there."""
-    return type(error).__name__.startswith(('ClientConnector', 'EndpointConnection'))  # of aiohttp, and of botocore
+    names = 'ClientConnector', 'EndpointConnection', 'ConnectError'  # of aiohttp, of botocore, and of httpx
+    return type(error).__name__.startswith(names)
 
 
 def make_google_storage() -> type[fsspec.AbstractFileSystem]:
@@ -168,6 +174,53 @@ def make_s3_storage() -> type[fsspec.AbstractFileSystem]:
     return S3Storage
 
 
+def make_hub() -> type[fsspec.AbstractFileSystem]:
+    """Returns the class for hf://, which only reads."""
+    os.environ.setdefault('HF_HUB_DOWNLOAD_TIMEOUT', str(ANSWER_SECONDS))  # read at the import
+    from huggingface_hub import HfFileSystem
+    from huggingface_hub.hf_file_system import HfFileSystemFile
+
+    @contextlib.contextmanager
+    def asking(path: str) -> Iterator[None]:
+        address = f'hf://{path.removeprefix("hf://")}'
+        try:
+            with waiting_for(address):
+                yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise _explain(error, address) from error
+
+    class HubFile(HfFileSystemFile):
+        """A file that is read in ranges."""
+
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            with asking(self.path):
+                return super()._fetch_range(start, end)
+
+    class Hub(HfFileSystem):
+        """hf://, whose requests end if no byte comes for ANSWER_SECONDS, after six tries."""
+
+        def _open(self, path: str, mode: str = 'rb', block_size: int | None = None, **options: Any) -> Any:
+            if mode != 'rb' or block_size == 0:
+                return super()._open(path, mode, block_size, **options)
+            return HubFile(self, path, mode=mode, **options)
+
+        def ls(self, path: str, *arguments: Any, **options: Any) -> Any:
+            with asking(path):
+                return super().ls(path, *arguments, **options)
+
+        def info(self, path: str, *arguments: Any, **options: Any) -> Any:
+            with asking(path):
+                return super().info(path, *arguments, **options)
+
+        def find(self, path: str, *arguments: Any, **options: Any) -> Any:
+            with asking(path):
+                return super().find(path, *arguments, **options)
+
+    return Hub
+
+
 @functools.cache
 def register(scheme: str) -> None:
     """Makes fsspec use the class for the addresses of a scheme, if its package is installed."""
@@ -177,5 +230,5 @@ def register(scheme: str) -> None:
             fsspec.register_implementation(name, made, clobber=True)
 
 
-MAKERS = {'gs': make_google_storage, 's3': make_s3_storage}
+MAKERS = {'gs': make_google_storage, 's3': make_s3_storage, 'hf': make_hub}
 """Scheme → what makes its class: the packages take a second to import."""

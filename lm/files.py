@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """Scheme of a bucket's address → the package that epath reads it with, where tensorflow is not installed."""
+HUB = 'hf'
+"""The scheme of the Hugging Face Hub, which is read and never written."""
 DAMAGE = ('DATA_LOSS', 'NOT_FOUND', 'INVALID_ARGUMENT', 'OUT_OF_RANGE', 'FAILED_PRECONDITION')
 """Beginnings of TensorStore's errors where files are missing or damaged; the last one comes from decompression."""
 RETRIES = {'max_retries': 6, 'initial_delay': '1s', 'max_delay': '16s'}
@@ -49,6 +51,8 @@ def check_scheme(path: os.PathLike | str, name: str) -> None:
     """
     text = os.fspath(path)
     scheme, separator, rest = text.partition('://')
+    if scheme == HUB and separator:
+        raise ConfigError(f'{_label(path, name)}: only the text of lm prepare is read from the hub; use a folder')
     if separator and scheme not in (*PACKAGES, 'file'):
         raise ConfigError(f'{_label(path, name)}: {scheme}:// is not supported; use a folder, gs://… or s3://…')
     if separator and scheme in PACKAGES and not rest.partition('/')[0]:
@@ -105,6 +109,22 @@ def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:
     fsspec_conf.setdefault(scheme, {})['use_listings_cache'] = False
     register(scheme)
     logging.getLogger(package).setLevel(logging.CRITICAL)  # it logs tracebacks of errors that it also raises
+    return epath.Path(path)
+
+
+def open_source(path: os.PathLike | str, name: str = 'path') -> AnyPath:
+    """Returns the path of text that is only read: as `open_path`, or hf://datasets/OWNER/NAME[@REVISION]/… of the hub.
+
+    Raises ConfigError as `open_path` does, and for an address of the hub that names no data set.
+    """
+    text = os.fspath(path)
+    if not text.startswith(f'{HUB}://'):
+        return open_path(path, name)
+    if not re.match(rf'{HUB}://datasets/[^/]+/[^/]', text):
+        raise ConfigError(f'{_label(path, name)}: names no data set; write {HUB}://datasets/OWNER/NAME/FOLDER')
+    if not importlib.util.find_spec('huggingface_hub'):
+        raise MissingPackageError(_label(path, name), 'huggingface_hub', 'hub')
+    register(HUB)
     return epath.Path(path)
 
 

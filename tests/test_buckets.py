@@ -38,6 +38,7 @@ def silent(monkeypatch, tmp_path):
             'AWS_ACCESS_KEY_ID': 'key',
             'AWS_SECRET_ACCESS_KEY': 'secret',
             'AWS_REGION': 'us-east-1',
+            'HF_ENDPOINT': address,
         }
         server.shutdown(socket.SHUT_RDWR)
         for connection in held:
@@ -100,6 +101,17 @@ def test_tensorstore_ends_too(silent):
     )
     assert done.returncode != 0
     assert 'ValueError' in done.stderr or 'Timeout' in done.stderr
+
+
+def test_the_hub_ends_too(silent):
+    """Its address and limits are read once per process."""
+    pytest.importorskip('huggingface_hub')
+    limits = {'HF_HUB_DOWNLOAD_TIMEOUT': '1', 'HF_HUB_ETAG_TIMEOUT': '1'}
+    code = "from lm.files import open_source; open_source('hf://datasets/owner/name/train').is_dir()"
+    done = subprocess.run(
+        [sys.executable, '-c', code], env=os.environ | silent | limits, capture_output=True, text=True, timeout=100
+    )
+    assert 'NoAnswerError: hf://datasets/owner/name/train: its server has not answered' in done.stderr
 
 
 def lose_connection(scheme: str) -> Exception:

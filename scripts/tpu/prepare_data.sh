@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepares a token store on a large CPU machine in the zone of the bucket, then deletes the machine.
 #
-#   scripts/tpu/prepare_data.sh lm prepare --gin_file data/c4.gin --gin_param "data.path = 'gs://bucket/tokens/c4'"
+#   scripts/tpu/prepare_data.sh lm prepare --gin_file data/c4_hub.gin --set data.path=gs://bucket/tokens/c4
 #   DRY_RUN=1 scripts/tpu/prepare_data.sh …   prints the commands
 #
 # It may be stopped and started again. It then joins the running job, or starts the job again on the machine that exists,
@@ -72,7 +72,7 @@ case $state in
   *)
     pack_commit "$bundle"
     run gcloud compute scp "$BUNDLE" "$HERE/vm/setup.sh" "$vm:" "${LOCATION[@]}" "${ssh_flags[@]}" || leave "cannot be set up"
-    on_vm "bash setup.sh $(quote_all "$COMMIT" "tfds${EXTRAS:+,$EXTRAS}" "$PYTHON_VERSION")" || leave "cannot be set up"
+    on_vm "bash setup.sh $(quote_all "$COMMIT" "tfds,hub${EXTRAS:+,$EXTRAS}" "$PYTHON_VERSION")" || leave "cannot be set up"
     on_vm "$(job start "$RUN_NAME-prepare" "$LOG_URL" "$@")" || leave "the command could not be started"
     ;;
 esac

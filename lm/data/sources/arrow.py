@@ -8,7 +8,7 @@ from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part
 from lm.data.sources.parquet import needs_text, read_column, reading
 from lm.data.sources.patterns import FilePatterns
-from lm.files import AnyPath, is_remote, open_path
+from lm.files import AnyPath, is_remote, open_source
 
 if TYPE_CHECKING:
     import pyarrow
@@ -61,7 +61,7 @@ class Arrow(FilePatterns):
         with reading('Arrow', name), contextlib.ExitStack() as stack:
             import pyarrow.ipc
 
-            path = open_path(name, 'arrow.path')
+            path = open_source(name, 'arrow.path')
             stream = path.open('rb') if is_remote(path) else pyarrow.memory_map(str(path))
             stack.enter_context(stream)
             is_file = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC

@@ -14,7 +14,7 @@ from lm.data.sources.base import Document, Part, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.data.tokenizers.byte_values import END
 from lm.errors import ConfigError, MismatchError
-from lm.files import open_path
+from lm.files import open_source
 
 BATCH = 256
 """Images read at a time."""
@@ -67,7 +67,7 @@ class Images(FilePatterns):
         Raises ConfigError where the file has no such array of images, MismatchError where it is damaged.
         """
         try:
-            with open_path(name, 'images.path').open('rb') as file, zipfile.ZipFile(file) as members:
+            with open_source(name, 'images.path').open('rb') as file, zipfile.ZipFile(file) as members:
                 found = [member.removesuffix('.npy') for member in members.namelist()]
                 if self.array not in found:
                     raise ConfigError(

@@ -15,7 +15,7 @@ from lm.config.configurable import configurable
 from lm.data.sources.base import Document, Part, file_size, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import MismatchError
-from lm.files import AnyPath, open_path
+from lm.files import AnyPath, open_source
 
 MAGIC = b'MMIDIDX\0\0'
 TYPES = {1: 'u1', 2: 'i1', 3: '<i2', 4: '<i4', 5: '<i8', 8: '<u2'}
@@ -40,7 +40,7 @@ class Megatron(FilePatterns):
 
     def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
         dtype, starts, first = _read_index(part.file)
-        path = open_path(f'{part.file.removesuffix(".idx")}.bin')
+        path = open_source(f'{part.file.removesuffix(".idx")}.bin')
         ends = first + starts[1:] * dtype.itemsize
         if (size := file_size(path)) < ends[part.stop - 1]:  # the lengths in an index may ask for any memory
             document = int(np.argmax(ends > size))
@@ -61,7 +61,7 @@ def _read_index(name: str) -> tuple[np.dtype, np.ndarray, int]:
 
     Raises MismatchError for what is no such index, or one of tokens that do not lie one after another.
     """
-    raw = open_path(name, 'megatron.path').read_bytes()
+    raw = open_source(name, 'megatron.path').read_bytes()
     try:
         if raw[:9] != MAGIC or int.from_bytes(raw[9:17], 'little') != 1:
             raise ValueError('not an index of version 1')

@@ -8,7 +8,7 @@ from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import ConfigError, MismatchError, MissingPackageError
-from lm.files import AnyPath, open_path
+from lm.files import AnyPath, open_source
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,7 +44,7 @@ class Parquet(FilePatterns):
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator['pyarrow.parquet.ParquetFile']:
         """Opens a file. Raises ConfigError where it has no such column of text, MismatchError where it is damaged."""
-        with reading('Parquet', name), open_path(name, 'parquet.path').open('rb') as stream:
+        with reading('Parquet', name), open_source(name, 'parquet.path').open('rb') as stream:
             import pyarrow.parquet
 
             with pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file:

@@ -26,7 +26,7 @@ from lm.data.sources.base import (
     shard_bytes,
 )
 from lm.errors import ConfigError, MismatchError
-from lm.files import AnyPath, is_remote, open_path
+from lm.files import AnyPath, is_remote, open_source
 
 PACKERS = {
     b'\x1f\x8b': 'gzip',
@@ -143,7 +143,7 @@ class FilePatterns(Source):
         return identifier.removeprefix(str(_fixed_folder(self._open('train'))[0]))
 
     def _open(self, split: str) -> AnyPath:
-        return open_path(self.path.replace('{split}', split), f'{self.gin_name}.path')
+        return open_source(self.path.replace('{split}', split), f'{self.gin_name}.path')
 
     def _by_split(self) -> bool:
         return '{split}' in self.path or (self._open('').is_dir() and not self._unsplit())
@@ -220,7 +220,7 @@ def lines(part: Part, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | 
     `stop` = -1 is the end of the file; gzipped files are always read to the end. Content longer than `max_bytes` is
     None.
     """
-    with open_path(part.file).open('rb') as file:
+    with open_source(part.file).open('rb') as file:
         to_end = part.file.endswith(PACKED) or stop < 0
         # GzipFile has all methods of a BinaryIO but does not declare it.
         stream = cast(BinaryIO, gzip.GzipFile(fileobj=file) if part.file.endswith(PACKED) else file)

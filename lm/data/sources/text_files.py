@@ -7,7 +7,7 @@ from lm.data import pg19
 from lm.data.sources.base import SPLITS
 from lm.data.sources.folder import Folder, walk, walk_bucket
 from lm.errors import ConfigError
-from lm.files import AnyPath, open_path
+from lm.files import AnyPath, open_source
 
 
 @configurable('text_files')
@@ -47,7 +47,7 @@ class TextFiles(Folder):
         return sorted(names)
 
     def folder(self) -> AnyPath:
-        folder = open_path(self.path, 'text_files.path')
+        folder = open_source(self.path, 'text_files.path')
         if not folder.is_dir():
             raise ConfigError(f'text_files.path = {self.path!r}: no such folder; name a folder of .txt files')
         return folder

@@ -14,7 +14,7 @@ from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, file_size, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import ConfigError, MismatchError
-from lm.files import AnyPath, open_path
+from lm.files import AnyPath, open_source
 
 HEADER_BYTES = 1024
 MAGICS = {20_240_520: 'uint16', 20_240_801: 'uint32'}
@@ -49,10 +49,10 @@ class TokenFiles(FilePatterns):
         return [Part(str(path), a, b, (b - a) * dtype.itemsize) for a, b in itertools.pairwise(cuts)]
 
     def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
-        dtype, offset, count = self._layout(open_path(part.file))
+        dtype, offset, count = self._layout(open_source(part.file))
         begun, pieces = part.start, []
         is_inside = part.start == 0  # else up to the first end the tokens belong to the part before
-        with open_path(part.file).open('rb') as file:
+        with open_source(part.file).open('rb') as file:
             position = max(0, part.start - 1)
             file.seek(offset + position * dtype.itemsize)
             while position < count and (begun < part.stop or not is_inside):
