@@ -5,11 +5,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-
 from lm.attention import Attention, find_layer_type
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import Decoder, LayerTensors, cut
+from lm.interop.families.decoder import Decoder
+from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
@@ -108,27 +106,26 @@ class RecurrentDecoder(Decoder):
         settings = {'norm_epsilon': found.number('norm_eps'), **self.settings_of(found)}
         return dataclasses.replace(find_layer_type(self.layer_type)(), **settings)
 
-    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found = self.read(config)
-        (gains,) = {name for name in self.gain_names if theirs.has(f'attn.{name}.weight')} or {self.gain_names[0]}
-        tensors = {
-            'qkv.weight': theirs.join(PROJECTIONS),
-            'attention_out.weight': theirs.take('attn.o_proj.weight'),
-            'attention.out_norm.weight': theirs.take(f'attn.{gains}.weight'),
-        }
-        if found.flag('use_short_conv'):
-            tensors['convolution.weight'] = theirs.join(CONVOLUTIONS)[:, 0, ::-1]
-        if found.flag(self.gate_entry):
-            tensors |= self.gate_tensors(theirs)
-        return tensors | self.factor_tensors(theirs, self.sizes(found))
+    def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        options = model.resolve(model.layers[layer])
+        rows = options.qkv_sizes[:2]
+        tensors.join('qkv', PROJECTIONS, rows)
+        tensors.move('attention_out.weight', 'attn.o_proj.weight')
+        if options.convolution is not None:
+            tensors.join('convolution', CONVOLUTIONS, rows, to_ours=turn_convolution, to_theirs=turn_back)
+        our, names = 'attention.out_norm.weight', self.gain_names if options.output_gate else self.gain_names[::-1]
+        theirs = [f'attn.{name}.weight' for name in names]
+        tensors.move(our, next((their for their in theirs if tensors.has(our, their)), theirs[0]))
+        if options.output_gate:
+            self.exchange_gate(tensors)
+        self.exchange_factors(tensors, options)
 
-    def gate_tensors(self, theirs: LayerTensors) -> Tensors:
-        """Returns the tensors of the output gate under our names."""
-        return {'output_gate.weight': theirs.take('attn.g_proj.weight')}
+    def exchange_gate(self, tensors: Exchange) -> None:
+        """Moves the tensors of the output gate."""
+        tensors.move('output_gate.weight', 'attn.g_proj.weight')
 
-    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
-        """Returns the tensors that the recurrence has beside queries, keys and values, under our names."""
-        return {}
+    def exchange_factors(self, tensors: Exchange, options: ResolvedLayer) -> None:
+        """Moves the tensors that the recurrence has beside queries, keys and values."""
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         one = model.resolve(model.layers[0])
@@ -159,29 +156,8 @@ class RecurrentDecoder(Decoder):
             self.gate_entry: options.output_gate,
         }
 
-    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        options = model.resolve(model.layers[layer])
-        gains = self.gain_names[not options.output_gate]
-        rows = options.qkv_sizes[:2]
-        found = cut(ours['qkv.weight'], PROJECTIONS, rows) | {
-            'attn.o_proj.weight': ours['attention_out.weight'],
-            f'attn.{gains}.weight': ours['attention.out_norm.weight'],
-        }
-        if options.convolution is not None:
-            found |= cut(ours['convolution.weight'][:, None, ::-1], CONVOLUTIONS, rows)
-        if options.output_gate:
-            found |= self.gate_back(ours)
-        return found | self.factors_back(ours, options)
 
-    def gate_back(self, ours: Tensors) -> Tensors:
-        """Undoes `gate_tensors`."""
-        return {'attn.g_proj.weight': ours['output_gate.weight']}
-
-    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        """Undoes `factor_tensors`."""
-        return {}
-
-
-def cut_rows(whole: np.ndarray, names: list[str], rows: int) -> Tensors:
-    """Returns name → matrix of two maps of the layer's input, the first of which has `rows` rows."""
-    return cut(whole, [f'attn.{name}' for name in names], [rows])
+def move_bias(tensors: Exchange, their: str, options: ResolvedLayer) -> None:
+    """Moves the biases of the gate of each key channel, which their files have in one row."""
+    shape = options.dims.n_kv_heads, options.dims.head_dim
+    tensors.move('attention.gate.logits.bias', their, lambda x: x.reshape(shape), lambda x: x.reshape(-1))
