@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+from lm.attention.options import LayerOptions
 from lm.interop.families.exchange import Exchange
-from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.interop.families.recurrent_decoder import RecurrentDecoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
@@ -29,10 +30,16 @@ class GatedDeltaNet(RecurrentDecoder):
     }
     fixed: ClassVar[Mapping[str, object]] = {'use_short_conv': True}
 
-    def sizes(self, config: Hyperparameters) -> HeadSizes:
+    def sizes(self, config: Hyperparameters) -> LayerOptions:
         heads, size = config.integer('num_heads'), config.integer('head_dim')
-        values = config.find_integer('num_v_heads') or heads
-        return HeadSizes(heads, heads, values, size, round(size * config.number('expand_v')))
+        values, value = config.find_integer('num_v_heads') or heads, round(size * config.number('expand_v'))
+        return LayerOptions(
+            n_heads=heads,
+            n_kv_heads=heads,
+            n_value_heads=None if values == heads else values,
+            head_dim=size,
+            value_dim=None if value == size else value,
+        )
 
     def gate_options(self, config: Hyperparameters) -> dict[str, object]:
         form = config.text('output_gate_activation')

@@ -3,9 +3,10 @@
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from lm.attention import Attention, find_layer_type
+from lm.attention.options import LayerOptions
 from lm.interop.families.decoder import Decoder
 from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
 from lm.interop.hyperparameters import Hyperparameters
@@ -16,16 +17,6 @@ PROJECTIONS, CONVOLUTIONS = [f'attn.{x}_proj' for x in 'qkv'], [f'attn.{x}_conv1
 """Their maps of queries, keys and values, and the convolutions of these."""
 FACTOR = 256
 """The width of the linear units is a multiple of it, where config.json does not state the width."""
-
-
-class HeadSizes(NamedTuple):
-    """The numbers of heads in a config.json, and the sizes of a key and of a value."""
-
-    queries: int
-    keys: int
-    values: int
-    key_size: int
-    value_size: int
 
 
 class RecurrentDecoder(Decoder):
@@ -56,12 +47,12 @@ class RecurrentDecoder(Decoder):
         shared = {'attn': None, 'attnres_block_size': None, 'conv_size': 4, 'norm_eps': self.epsilon}
         return {**shared, 'hidden_ratio': 4, 'intermediate_size': None, **self.defaults} | config
 
-    def sizes(self, config: Hyperparameters) -> HeadSizes:
+    def sizes(self, config: Hyperparameters) -> LayerOptions:
         """Returns the heads, from all entries of a config.json."""
         heads, width = config.integer('num_heads'), config.integer('hidden_size')
+        size, value = (round(width * config.number(name)) // heads for name in ('expand_k', 'expand_v'))
         keys = config.find_integer('num_kv_heads') or heads
-        key_size, value_size = (round(width * config.number(name)) // heads for name in ('expand_k', 'expand_v'))
-        return HeadSizes(heads, keys, keys, key_size, value_size)
+        return LayerOptions(n_heads=heads, n_kv_heads=keys, head_dim=size, value_dim=None if value == size else value)
 
     def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         """Returns the fields of the mechanism, apart from its epsilon."""
@@ -82,9 +73,9 @@ class RecurrentDecoder(Decoder):
         sizes = self.sizes(found)
         width = int(found.integer('hidden_size') * (found.find_number('hidden_ratio') or 4) * 2 / 3)
         shared = {
-            'num_attention_heads': sizes.queries,
-            'num_key_value_heads': sizes.keys,
-            'head_dim': sizes.key_size,
+            'num_attention_heads': sizes.n_heads,
+            'num_key_value_heads': sizes.n_kv_heads,
+            'head_dim': sizes.head_dim,
             'rms_norm_eps': found.number('norm_eps'),
             'intermediate_size': found.find_integer('intermediate_size') or -(-width // FACTOR) * FACTOR,
         }
@@ -96,8 +87,8 @@ class RecurrentDecoder(Decoder):
         return {
             'rotary_base': None,
             'convolution': found.integer('conv_size') if found.flag('use_short_conv') else None,
-            'n_value_heads': None if sizes.values == sizes.keys else sizes.values,
-            'value_dim': None if sizes.value_size == sizes.key_size else sizes.value_size,
+            'n_value_heads': sizes.n_value_heads,
+            'value_dim': sizes.value_dim,
             **self.gate_options(found),
         }
 
