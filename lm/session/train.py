@@ -34,7 +34,6 @@ from lm.runs.lock import RunLock
 from lm.runs.metrics_file import find_change, read_lines
 from lm.runs.run_dir import RunDir
 from lm.session.start import (
-    Origin,
     Request,
     Start,
     cast_teacher,
@@ -121,8 +120,8 @@ def open_session(
         find_fault = functools.partial(find_fault_of_kept, run, experiment.train.steps)
         memory = SharedMemory(run.path, run.read_id(), find_fault) if experiment.checkpoint.memory_every else None
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept, memory))
-        origin = find_origin(run, request, plan)
-        source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
+        branch, rewind_to = find_origin(run, request, plan)
+        source = stack.enter_context(branch.checkpointer(kept[0])) if branch else checkpointer
         if source.latest_step() is None:
             plan.check_initial()
 
@@ -130,7 +129,7 @@ def open_session(
         compilation = compile_in_background(plan.program, mesh)
         with goodput.charge('restore'):
             teacher = read_teacher(plan, mesh)
-        start = restore_or_init(plan, abstract, source, origin, goodput, teacher)
+        start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, teacher)
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
         with goodput.charge('compile'):
@@ -144,15 +143,17 @@ def open_session(
         reader = choose_reader(experiment.train, plan.store)
         batches = Batches(reader, plan.split, start.windows, experiment.train.microbatches, sharding)
 
-        if origin.rewind_to is not None:
+        if rewind_to is not None:
             checkpointer.rewind(start.step)
-        write_start(run, plan, origin, start)
+        write_start(run, plan, branch, start, rewind_to is not None)
         if memory:
             memory.run = run.read_id()
         else:  # a later session must not find states from before this one
             SharedMemory(run.path, '').delete()
         programs.publish()
-        records = stack.enter_context(open_records(run, plan, origin, start, mesh.size, lock))
+        records = stack.enter_context(
+            open_records(run, plan, start, str(branch.parent.path) if branch else request.run_dir, mesh.size, lock)
+        )
         profiled = experiment.train.profile if jax.process_index() == 0 else None
         profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
         stack.callback(watchdog.begin, 'end')
@@ -166,7 +167,7 @@ def open_session(
             start=start.step,
             kept=(start.saved or {}).get('kept_numbers', 0),
             # The last step must be in the directory in the end.
-            is_save_due=bool(origin.branch) or (start.is_from_memory and start.step == experiment.train.steps),
+            is_save_due=bool(branch) or (start.is_from_memory and start.step == experiment.train.steps),
         )
 
 
@@ -185,9 +186,9 @@ def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str
 
 @contextlib.contextmanager
 def open_records(
-    run: RunDir, plan: RunPlan, origin: Origin, start: Start, devices: int, lock: RunLock
+    run: RunDir, plan: RunPlan, start: Start, directory: str, devices: int, lock: RunLock
 ) -> Iterator[Records]:
-    """Opens metrics.jsonl and the trackers of a run that goes on from `start`."""
+    """Opens metrics.jsonl and the trackers of a run that goes on from `start`, which was in the run `directory`."""
     config, leads = plan.experiment.train, jax.process_index() == 0
     progress = Progress(config.steps, enabled=leads)
     peak, seconds = peak_flops(jax.devices()[0].device_kind), 0.0
@@ -198,7 +199,7 @@ def open_records(
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)
             metrics_file.warn_of_change(start.step, start.saved)
-            place = 'the memory of the hosts' if start.is_from_memory else origin.directory
+            place = 'the memory of the hosts' if start.is_from_memory else directory
             progress.note(f'resumed from step {start.step} of {place}')
         yield Records(
             run=run,
