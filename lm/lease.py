@@ -224,7 +224,7 @@ def _one_line(error: Exception) -> str:
     return ' '.join(str(error).split())[:300]
 
 
-def _name(owner: dict[str, Any]) -> str:
+def _name(owner: dict[str, object]) -> str:
     if not owner:
         return 'a process whose lock cannot be read'
     return make_visible(f'process {owner["pid"]} on {owner["host"]}, started {owner["since"]},')

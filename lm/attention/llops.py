@@ -96,7 +96,7 @@ class Llops(LinearAttention):
     def kernel_forms(cls) -> dict[str, Self]:
         return {'llops 256, p=4': cls(degree=4, n_features=256)}
 
-    def sketch(self, dtype: Any = None) -> 'LowRankSketch':
+    def sketch(self, dtype: object = None) -> 'LowRankSketch':
         """Returns φ, with features of `dtype` (None: the type of the vectors)."""
         return LowRankSketch(self.nonnegative, self.affine, self.rank, self.n_features, dtype)
 

@@ -122,7 +122,7 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]
     return compiled, memory
 
 
-def memory_mib(compiled: Any) -> dict[str, float]:
+def memory_mib(compiled: object) -> dict[str, float]:
     """Returns the temporary and the peak memory of a compiled program on one device."""
     found = program_memory(compiled)
     return {} if found is None else {'temporary_mib': found.temporaries / 2**20, 'peak_mib': found.peak / 2**20}

@@ -110,7 +110,7 @@ class AttentionBranch(nnx.Module):
     def _decode_over_latent(
         self,
         over: AttentionModule,
-        state: Any,
+        state: object,
         normed_BxTxD: jax.Array,
         rotation: Rotation | None,
         starts_BxT: jax.Array | None,

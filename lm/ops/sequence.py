@@ -99,7 +99,7 @@ def _exchanged(x: jax.Array, back: bool) -> jax.Array:
     return jnp.concatenate(moved, axis=1)
 
 
-def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
+def carried(part: object, compose: Callable[[Any, Any], Any]) -> Any:
     """Composes the arrays of all parts before this one, in order.
 
     Args:
@@ -114,6 +114,6 @@ def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
     return total
 
 
-def _from(distance: int, x: Any) -> Any:
+def _from(distance: int, x: object) -> Any:
     """Returns x of the part so many places before; zeros where there is none."""
     return lax.ppermute(x, AXIS, [(i, i + distance) for i in range(sequence_shards() - distance)])

@@ -172,7 +172,7 @@ def starts_left_out(info: Mapping[str, Any]) -> int:
     return number if type(number) is int else 0
 
 
-def to_text(info: Mapping[str, Any]) -> str:
+def to_text(info: Mapping[str, object]) -> str:
     """Formats run.json."""
     return json.dumps(info, indent=2) + '\n'
 
@@ -216,7 +216,7 @@ def git_commit() -> str | None:
         return None
 
 
-def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
+def check_not_imported(info: Mapping[str, object], flag: str, path: object) -> None:
     """Raises ConfigError where `lm import` has made the run, which then has no optimizer state. `flag` names its
     `path`."""
     if 'imported' in info:
@@ -226,7 +226,7 @@ def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
         )
 
 
-def write_start_from(path: Any) -> str:
+def write_start_from(path: object) -> str:
     """Returns the command that trains from the import in `path`, without the data."""
     command = ['lm', 'train', '--run_dir', 'NEW', '--gin_file', f'{path}/model.gin', '--set', f'train.init_from={path}']
     return shlex.join(command)

@@ -103,7 +103,7 @@ class MetricsFile:
         """Returns the entries of a checkpoint that tell later whether the lines of the file are the same."""
         return {'metrics_lines': self.count, 'metrics_sha256': self._sha256.hexdigest()}
 
-    def warn_of_change(self, step: int, saved: Mapping[str, Any]) -> None:
+    def warn_of_change(self, step: int, saved: Mapping[str, object]) -> None:
         """Warns if lines are gone or changed since the checkpoint of `step` sealed them in the entries `saved`."""
         change = find_change([line.encode() for line in self._begun_with], {step: saved})
         if self._leader and change:

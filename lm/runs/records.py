@@ -278,7 +278,7 @@ def to_json(value: object) -> str:
     return json.dumps(to_plain(value), indent=2)
 
 
-def _restore_numbers(value: Any) -> Any:
+def _restore_numbers(value: object) -> Any:
     """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes, and makes control characters visible."""
     if isinstance(value, dict):
         return {_make_key(k): _restore_numbers(v) for k, v in value.items()}

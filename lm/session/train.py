@@ -12,7 +12,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -171,7 +170,7 @@ def open_session(
         )
 
 
-def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str, Any]) -> str | None:
+def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str, object]) -> str | None:
     """Says why a state in memory is none that a run of so many steps has kept; None: it may be one.
 
     Before a state is kept, metrics.jsonl is sealed and on the disk. So a state of this run never seals other lines.

@@ -81,7 +81,7 @@ def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | No
     return found if Snapshot(run.directory.checkpoints, step).is_committed() else None
 
 
-def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
+def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, object]:
     path = run.directory.checkpoints / str(step)
     snapshot = Snapshot(run.directory.checkpoints, step)
     health, sound, record = 'complete', True, {}

@@ -70,7 +70,7 @@ class Delta(Attention):
         keys = dims.n_kv_heads * (chunk * (2 * size + value_size) + 4 * size * value_size + gate)
         return keys + dims.n_heads * (chunk * (size + value_size) + 2 * size * value_size)
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return super().portable(dims) | {'value_size': dims.value_size}
 
 
@@ -102,7 +102,7 @@ class DeltaAttention(AttentionModule):
         assert isinstance(o_BxLxHxD, jax.Array)  # only a returned state makes it a pair
         return o_BxLxHxD
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
+    def init_state(self, batch: int, max_length: int, dtype: object, documents: bool = False) -> jax.Array:
         return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.value_size), jnp.float32)
 
     def decode_step(

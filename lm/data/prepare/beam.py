@@ -32,7 +32,7 @@ _REMARK = re.compile(r' \[while running .*', re.DOTALL)
 
 def prepare_with_beam(
     config: PrepareConfig, path: str, flags: str = '', console: Console | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Makes the token store `path` with a pipeline of Apache Beam. Returns the contents of dataset.json.
 
     Args:
@@ -94,7 +94,9 @@ def _run(work: PartedPreparation, flags: str) -> None:
         _ = written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, *place, _finish, begin)
 
 
-def _guard(element: Any, path: str, folder: SharedFolder, function: Callable, *arguments: Any) -> Iterator[Any]:
+def _guard(
+    element: object, path: str, folder: SharedFolder, function: Callable, *arguments: object
+) -> Iterator[object]:
     """Yields what a function makes of an element. An error of a late repetition, after the store was finished, is none:
     the parts are gone then."""
     try:

@@ -48,11 +48,11 @@ def finish_store(
     config: PrepareConfig,
     path: str,
     shards: dict[str, list[Shard]],
-    settings: dict[str, Any],
+    settings: dict[str, object],
     tokenizer: Tokenizer,
-    splits: dict[str, dict[str, Any]],
+    splits: dict[str, dict[str, object]],
     counts: dict[str, list[ShardCounts]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Writes all files of a store behind its arrays, dataset.json last. Returns the contents of dataset.json."""
     bad = [record for own in counts.values() for c in own for record in c.bad]
     store.write_file(path, tokenizer.file_name, tokenizer.model)

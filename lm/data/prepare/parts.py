@@ -157,7 +157,7 @@ class PartedPreparation:
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
         return {split: read_counts(self.folder, name_shards(split, len(own))) for split, own in self.shards.items()}
 
-    def describe_splits(self, counts: dict[str, list[ShardCounts]]) -> dict[str, dict[str, Any]]:
+    def describe_splits(self, counts: dict[str, list[ShardCounts]]) -> dict[str, dict[str, object]]:
         """Returns the entries of the splits, without their SHA-256.
 
         Raises MismatchError, if strict, for bad records, and the errors of `describe_split` for a split without
@@ -212,7 +212,7 @@ def find_parts(path: str) -> SharedFolder:
     return SharedFolder(f'{path.rstrip("/")}/{PARTS}')
 
 
-def _read_begun(root: SharedFolder) -> dict[str, Any] | None:
+def _read_begun(root: SharedFolder) -> dict[str, object] | None:
     """Returns the settings that a preparation was begun with; None: none is begun."""
     content = root.read(SETTINGS)
     return None if content is None else _parse_begun(root, content)[0]
@@ -244,6 +244,6 @@ def delete_parts(path: str) -> None:
             local_path(path).rmdir()
 
 
-def _fingerprint(value: Any) -> str:
+def _fingerprint(value: object) -> str:
     """Computes the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

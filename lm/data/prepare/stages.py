@@ -90,7 +90,7 @@ def prepare(
     return made
 
 
-def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[str, Any] | None:
+def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[str, object] | None:
     """Returns the contents of dataset.json where the store is finished. It compares the store with the configuration,
     and deletes intermediate files that were left beside it."""
     if not path:
@@ -136,7 +136,9 @@ def _hold_off_others(path: str) -> Iterator[None]:
         yield
 
 
-def _make_store(work: PartedPreparation, share: Share, only_assemble: bool, console: Console) -> dict[str, Any] | None:
+def _make_store(
+    work: PartedPreparation, share: Share, only_assemble: bool, console: Console
+) -> dict[str, object] | None:
     with start_workers(choose_processes(work.config, len(share.pick(work.units)))) as (pool, progress):
         if not only_assemble:
             todo = share.pick(work.units)
@@ -260,7 +262,7 @@ def _assemble(
     only_assemble: bool,
     pool: concurrent.futures.Executor,
     console: Console,
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Makes the pieces of the store, or a share of them, and finishes the store, if all are made.
 
     It begins at a place that depends on the share: of two machines that have all to do, each skips what the other has

@@ -45,7 +45,7 @@ def _differ(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + b - 2 * (a & b)
 
 
-def loop_over_levels(step: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+def loop_over_levels(step: Callable[[jax.Array, Any], Any], carry: object) -> Any:
     """Calls carry = step(m, carry) for each level.
 
     It is a loop of the program: the compiler would keep the selections of unrolled levels for their next use, in
