@@ -97,7 +97,8 @@ class Qwen3Next(ExpertDecoder):
         found = super().describe(model) | {'layer_types': types}
         resolved = dict(zip(reversed(types), map(model.resolve, reversed(model.layers)), strict=True))
         if (full := resolved.get(FULL)) is not None:
-            found |= _describe_heads(full)
+            found |= {'num_attention_heads': full.heads.queries, 'num_key_value_heads': full.heads.keys}
+            found['head_dim'] = full.dims.head_dim
         if (linear := resolved.get(LINEAR)) is not None:
             found |= _describe_delta(linear)
         return found
@@ -164,16 +165,6 @@ def _exchange_delta(tensors: Exchange, options: ResolvedLayer) -> None:
     tensors.move('attention.gate.log_rate', 'linear_attn.A_log')
     tensors.move('attention.out_norm.weight', 'linear_attn.norm.weight')
     tensors.move('attention_out.weight', 'linear_attn.out_proj.weight')
-
-
-def _describe_heads(options: ResolvedLayer) -> dict[str, object]:
-    """Returns the entries of layers with softmax."""
-    heads = options.heads
-    return {
-        'num_attention_heads': heads.queries,
-        'num_key_value_heads': heads.keys,
-        'head_dim': options.dims.head_dim,
-    }
 
 
 def _describe_delta(options: ResolvedLayer) -> dict[str, object]:
