@@ -28,6 +28,7 @@ from lm.pod.job import JobAddress, initialize_distributed, meet
 from lm.pod.mesh import batch_sharding
 from lm.pod.preemption import Preemption
 from lm.pod.watchdog import Watchdog
+from lm.runs.branch import Branch
 from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import find_change, read_lines
@@ -150,9 +151,7 @@ def open_session(
         else:  # a later session must not find states from before this one
             SharedMemory(run.path, '').delete()
         programs.publish()
-        records = stack.enter_context(
-            open_records(run, plan, start, str(branch.parent.path) if branch else request.run_dir, mesh.size, lock)
-        )
+        records = stack.enter_context(open_records(run, plan, start, branch, mesh.size, lock))
         profiled = experiment.train.profile if jax.process_index() == 0 else None
         profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
         stack.callback(watchdog.begin, 'end')
@@ -185,9 +184,9 @@ def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str
 
 @contextlib.contextmanager
 def open_records(
-    run: RunDir, plan: RunPlan, start: Start, directory: str, devices: int, lock: RunLock
+    run: RunDir, plan: RunPlan, start: Start, branch: Branch | None, devices: int, lock: RunLock
 ) -> Iterator[Records]:
-    """Opens metrics.jsonl and the trackers of a run that goes on from `start`, which was in the run `directory`."""
+    """Opens metrics.jsonl and the trackers of a run that goes on from `start`; `branch` has it from another run."""
     config, leads = plan.experiment.train, jax.process_index() == 0
     progress = Progress(config.steps, enabled=leads)
     peak, seconds = peak_flops(jax.devices()[0].device_kind), 0.0
@@ -198,7 +197,7 @@ def open_records(
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)
             metrics_file.warn_of_change(start.step, start.saved)
-            place = 'the memory of the hosts' if start.is_from_memory else directory
+            place = 'the memory of the hosts' if start.is_from_memory else branch.parent.path if branch else run.path
             progress.note(f'resumed from step {start.step} of {place}')
         yield Records(
             run=run,
