@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.base import HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearModule, linear_flops_per_token
@@ -96,7 +97,7 @@ class HybridAttention(LinearModule):
         self.scale = config.scale or dims.head_dim**-0.5
         self.implementation = config.implementation
 
-    def init_state(self, batch: int, max_length: int, dtype: object, documents: bool = False) -> decode.DecodeState:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> decode.DecodeState:
         if self.config.implementation == 'reference':
             raise ConfigError(
                 "hybrid.implementation = 'reference': computes whole windows alone, and keeps no sums; set it to None"

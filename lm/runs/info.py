@@ -22,7 +22,7 @@ from etils import epath
 
 import lm
 from lm.errors import ConfigError, LmError
-from lm.files import GONE, parse_json, reaching, read_bytes
+from lm.files import GONE, JsonObject, parse_json, reaching, read_bytes
 from lm.secrets import redact
 from lm.text import make_all_visible
 
@@ -51,7 +51,7 @@ MOST_STARTS = 100
 """The most starts that run.json lists: it is written anew with each save."""
 
 
-def read_info(path: epath.Path) -> dict[str, Any]:
+def read_info(path: epath.Path) -> JsonObject:
     """Returns run.json with the newest start's figures (versions, devices, …) on the top level.
 
     `resumed` holds the times of all starts after the first one. Files of older versions, without `starts`, have had
@@ -66,7 +66,7 @@ def read_info(path: epath.Path) -> dict[str, Any]:
     return {**newest, 'resumed': [str(start.get('when')) for start in starts[1:]], **info}
 
 
-def read_raw(path: epath.Path) -> dict[str, Any]:
+def read_raw(path: epath.Path) -> JsonObject:
     """run.json as it is; {} where it is missing or damaged. Raises LmError where the storage does not give it: that
     must not look like a new run."""
     try:
@@ -109,7 +109,7 @@ def make_info(
     first_step: int,
     facts: Mapping[str, Any],
     rewind: tuple[int, Iterable[tuple[str, str | None, str | None]]] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Makes the contents of run.json for a run that has started again.
 
     Args:
@@ -177,7 +177,7 @@ def to_text(info: Mapping[str, object]) -> str:
     return json.dumps(info, indent=2) + '\n'
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> JsonObject:
     """Returns versions, git commit, command and its folder, and devices, for run.json."""
     return {
         'command': shlex.join(map(redact, sys.argv)),

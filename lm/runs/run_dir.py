@@ -13,7 +13,6 @@ It holds these files and folders:
 import datetime
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from etils import epath
@@ -21,7 +20,7 @@ from etils import epath
 from lm.checkpoint.snapshot import find_committed_steps
 from lm.config.text import dump
 from lm.errors import LmError, writing
-from lm.files import is_remote, write_atomically
+from lm.files import JsonObject, is_remote, write_atomically
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.identity import check_identity
@@ -133,7 +132,7 @@ class RunDir(RunPaths):
         kept = before[-MOST_DIFFERENCES:] if isinstance(before, list) else []
         self._note({'differences': [*kept, {'when': now, **record}]})
 
-    def read_goodput(self) -> dict[str, Any] | None:
+    def read_goodput(self) -> JsonObject | None:
         """Returns the ledger of earlier starts (`lm.runs.goodput`); None where there is none."""
         return parse_ledger(read_raw(self.info).get('goodput'))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class ProductFeatures(abc.ABC):
@@ -15,7 +16,7 @@ class ProductFeatures(abc.ABC):
 
     learns = True
     """W and b have gradients."""
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     """The type of the features that a call returns; None: the type of the vectors."""
 
     factor = 1.0

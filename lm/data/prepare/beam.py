@@ -10,7 +10,6 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from lm.data.prepare.pieces import StorePiece, discarding, make_piece
 from lm.data.prepare.shards import Preparation, Unit, tokenize, train_tokenizer
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.errors import ConfigError, LmError, MissingPackageError
+from lm.files import JsonObject
 
 _OURS = re.compile(r'lm\.errors\.(\w+): (.+)')
 _REMARK = re.compile(r' \[while running .*', re.DOTALL)
@@ -77,7 +77,7 @@ def _run(work: PartedPreparation, flags: str) -> None:
     from apache_beam.options.pipeline_options import PipelineOptions
 
     words = shlex.split(flags)
-    local: dict[str, Any] = {'direct_num_workers': stages.choose_processes(work.config, len(work.units))}
+    local: JsonObject = {'direct_num_workers': stages.choose_processes(work.config, len(work.units))}
     local |= {'direct_running_mode': 'multi_processing', 'default_sdk_harness_log_level': 'CRITICAL'}
     options = PipelineOptions(words, **({} if words else local))
     # It prints the traceback of an error several times; the error is raised as well.

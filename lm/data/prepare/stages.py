@@ -19,7 +19,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedArray
-from typing import Any
 
 from rich.console import Console
 
@@ -37,6 +36,7 @@ from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError
+from lm.files import JsonObject
 from lm.lease import HeldError, Lease
 from lm.text import format_count, format_si
 
@@ -52,7 +52,7 @@ def prepare(
     console: Console | None = None,
     share: Share = WHOLE,
     only_assemble: bool = False,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Makes the token store `path` unless it is there.
 
     Args:
