@@ -12,7 +12,7 @@ What `PUBLIC` names is imported when it is first used, so that `import lm` and `
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the names of `PUBLIC`, for type checkers and editors
     from lm.attention import mechanisms as mechanisms
@@ -66,7 +66,7 @@ PUBLIC = {
 
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name not in PUBLIC:
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
         module, _, attribute = PUBLIC[name].partition(':')

@@ -137,7 +137,7 @@ def make_google_storage() -> type[fsspec.AbstractFileSystem]:
             limit = ClientTimeout(sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)
             super().__init__(*arguments, **{'requests_timeout': limit} | options)
 
-        async def _request(self, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        async def _request(self, method: str, path: str, *arguments: object, **options: object) -> Any:
             place = re.search(r'b/([^/?]+)(?:/o(?:/([^?]+))?)?', path.format(*arguments) if arguments else path)
             async with bounding(
                 'gs://' + '/'.join(map(unquote, filter(None, place.groups() if place else ()))), options.get('data')

@@ -6,7 +6,6 @@ experiment = load(['configs/models/small.gin'], ['train.steps = 1000'])
 import dataclasses
 import typing
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from lm.checkpoint.config import CheckpointConfig
 from lm.config import load as gin
@@ -109,6 +108,6 @@ def read_begin_id(run_dir: str) -> int | None:
     return find_begin_id(load_of_run(run_dir), directory)
 
 
-def check_experiment(given: Any) -> None:
+def check_experiment(given: object) -> None:
     """Raises ConfigError if a public function gets something other than an experiment, such as a path."""
     check_kind('experiment', given, Experiment, "such as lm.configure(['FILE.gin']) gives")

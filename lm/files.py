@@ -201,6 +201,10 @@ def settle(path: os.PathLike | str) -> None:
             os.close(descriptor)
 
 
+JsonObject = dict[str, Any]
+"""An object of JSON."""
+
+
 def parse_json(content: str | bytes) -> Any:
     """Returns the value of JSON text. Raises ValueError where the text is no JSON or nests deeper than MOST_NESTED, as
     no file of ours does: readers that go down into a value would fail with a RecursionError."""

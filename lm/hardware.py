@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from lm.errors import ConfigError, MissingPackageError
 from lm.ops.chips import LIMITS, ChipLimits, limits_of
@@ -225,7 +225,7 @@ def group_by_slice(devices: Sequence[Device]) -> list[list[Device]]:
     return [slices[index] for index in sorted(slices)]
 
 
-def describe_devices(topology: Topology) -> list[Any]:
+def describe_devices(topology: Topology) -> list[Device]:
     """Devices to compile for, not to run on, as libtpu describes them.
 
     Sets `LIBTPU_ENVIRONMENT` in this process, but for what is set already, and loads libtpu.
@@ -238,7 +238,7 @@ def describe_devices(topology: Topology) -> list[Any]:
 
     chip = topology.chip
     name = topology.slice_name.replace(chip.name, chip.libtpu or chip.name)
-    options: dict[str, Any] = dict(chip.options)
+    options: dict[str, object] = dict(chip.options)
     if topology.slices > 1:
         options['num_slices'] = topology.slices
     if math.prod(topology.shape) == 1:

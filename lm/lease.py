@@ -23,13 +23,12 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import tensorstore as ts
 
 from lm.buckets import waiting_for
 from lm.errors import ConfigError
-from lm.files import AnyPath, folder_spec, is_remote, local_path, parse_json, reaching, read_bytes
+from lm.files import AnyPath, JsonObject, folder_spec, is_remote, local_path, parse_json, reaching, read_bytes
 from lm.signals import last_act
 from lm.text import make_visible
 
@@ -140,7 +139,7 @@ class Lease:
                 log.warning('%s ended without giving back %s: taken over', _name(owner), self._file)
             self._generation = self._write(found.stamp.generation)
 
-    def _choose_wait(self, owner: dict[str, Any]) -> float:
+    def _choose_wait(self, owner: JsonObject) -> float:
         """Returns the seconds for which an owner is watched, and says so once."""
         age = time.time() - owner.get('renewed', 0.0)
         wait = max(2.5 * HEARTBEAT, EXPIRES - max(0.0, age))
@@ -191,7 +190,7 @@ class Lease:
         return 'another process took it over while this one stood still'
 
 
-def read_owner(folder: AnyPath) -> dict[str, Any] | None:
+def read_owner(folder: AnyPath) -> JsonObject | None:
     """Returns what the lease of a folder says about its owner, {} where it is damaged; None: there is no lease."""
     try:
         with reaching(folder):
@@ -224,13 +223,13 @@ def _one_line(error: Exception) -> str:
     return ' '.join(str(error).split())[:300]
 
 
-def _name(owner: dict[str, Any]) -> str:
+def _name(owner: dict[str, object]) -> str:
     if not owner:
         return 'a process whose lock cannot be read'
     return make_visible(f'process {owner["pid"]} on {owner["host"]}, started {owner["since"]},')
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes) -> JsonObject:
     """Returns the owner, or {} where the file is damaged or not one of `Lease`."""
     try:
         owner = parse_json(data)
@@ -252,7 +251,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     return owner if is_whole else {}
 
 
-def _is_alive(owner: dict[str, Any], folder: os.PathLike | str) -> bool | None:
+def _is_alive(owner: JsonObject, folder: os.PathLike | str) -> bool | None:
     """Returns whether the owner lives and holds this folder; None where this process cannot know."""
     if owner.get('host') != socket.gethostname():
         return None

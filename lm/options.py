@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 
-def option(help: str, metavar: str | None = None, default: Any = None, **settings: Any) -> Any:
+def option(help: str, metavar: str | None = None, default: object = None, **settings: object) -> Any:
     """Returns a field that is a flag.
 
     The type of the field decides which values the flag takes; lists have commas between items. A number is at least 1.

@@ -112,7 +112,7 @@ class _Lasting:
     def __init__(self, stream: TextIO, label: str, ends: bool):
         self._stream, self._label, self._ends, self._is_told = stream, label, ends, False
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:

@@ -106,7 +106,7 @@ def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -
     return full[0] if full else max(axes, key=lambda i: shape[i], default=None)
 
 
-def declarations(model: nnx.Module) -> dict[str, Any]:
+def declarations(model: nnx.Module) -> dict[str, object]:
     """Returns the declarations of all parameters of a model, which may be abstract: a nested dict like the parameters.
 
     Raises ValueError for a parameter that is not declared, or whose axes do not match its declaration.

@@ -11,7 +11,7 @@ directory is checked later, by the session.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TypeVar, cast
 
 from lm.config.text import dump
 from lm.data.batches import BatchWindows
@@ -46,6 +46,8 @@ from lm.training.program import StepProgram
 from lm.training.replay import describe_replay
 from lm.training.room import check_arrays, check_state, check_tokens
 from lm.training.step import Teaching, TrainStep
+
+Found = TypeVar('Found')
 
 PATIENCE_SECONDS = 20.0
 """How long a bucket may keep `validate` waiting."""
@@ -179,9 +181,9 @@ class PlanCache:
     twice."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
+        self._found: dict[Hashable, object] = {}
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, make: Callable[[], Found]) -> Found:
         """Returns what `make` returned for this key at the first call, or raises what it raised."""
         if key not in self._found:
             try:
@@ -190,7 +192,7 @@ class PlanCache:
                 self._found[key] = error
         if isinstance(found := self._found[key], LmError):
             raise found
-        return found
+        return cast(Found, found)
 
 
 def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache | None = None) -> StepPlan:

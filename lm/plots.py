@@ -8,12 +8,17 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 
 from lm.errors import MissingPackageError
 from lm.text import format_digits, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 P = ParamSpec('P')
 
@@ -150,9 +155,11 @@ def draw_lines(
     for curve in curves:
         line = ('-' if markers else curve.line) if curve.joined else 'none'
         axes.plot(curve.x, curve.y, linestyle=line, color=curve.colour)
-        if curve.low is not None and not curve.joined:
+        if curve.low is None or curve.high is None:
+            continue
+        if not curve.joined:
             axes.vlines(curve.x, curve.low, curve.high, color=curve.colour, linewidth=0.8)
-        elif curve.low is not None and len(curves) <= BANDS:
+        elif len(curves) <= BANDS:
             axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.2, linewidth=0)
     axes.set(xlabel=x_label, ylabel=_balance_lines(y_label, AXIS_LABEL), xscale=x_scale, yscale=y_scale)
     if title:
@@ -184,7 +191,7 @@ def draw_lines(
     _save(figure, path)
 
 
-def _draw_markers(axes: Any, curves: Sequence[Curve]) -> None:
+def _draw_markers(axes: 'Axes', curves: Sequence[Curve]) -> None:
     """Markers at the points. One that would hide another is a ring around it, wider for each below."""
     placed: list[np.ndarray] = []
     for curve in curves:
@@ -220,7 +227,7 @@ def draw_dots(path: os.PathLike | str, rows: Sequence[Curve], x_label: str) -> N
     for row, size, middle in zip(rows, sizes, middles, strict=True):
         heights = middle - size * _stack_dots(row.x, np.ptp(everything))
         axes.plot(row.x, heights, row.marker, color=row.colour, markersize=4, alpha=0.75, markeredgewidth=0)
-        if row.low is not None:
+        if row.low is not None and row.high is not None:
             axes.hlines(heights, row.low, row.high, color=row.colour, linewidth=0.8)
         if len(row.x) > 1:
             axes.plot([row.x.mean()], [middle], '|', color=row.colour, markersize=11, markeredgewidth=1.4)
@@ -354,14 +361,14 @@ def draw_matrices(
     _save(figure, path)
 
 
-def _make_figure(legend_rows: int, height: float = 2.15) -> tuple[Any, Any]:
+def _make_figure(legend_rows: int, height: float = 2.15) -> tuple['Figure', 'Axes']:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height + 0.155 * legend_rows), layout='constrained')
     return figure, figure.add_subplot()
 
 
-def _save(figure: Any, path: Any) -> None:
+def _save(figure: 'Figure', path: os.PathLike | str) -> None:
     """Writes each file beside its place first: a reader, or an interruption, finds the old picture or the new one."""
     for suffix in ('png', 'pdf'):
         target = Path(f'{path}.{suffix}')
@@ -383,7 +390,7 @@ def _count_legend_rows(curves: Sequence[Curve]) -> int:
     return -(-sum(lines) // _count_legend_columns(curves))
 
 
-def _draw_legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
+def _draw_legend(figure: 'Figure', curves: Sequence[Curve], markers: bool) -> None:
     """Below the axes, where no data can be."""
     from matplotlib.lines import Line2D
 
@@ -406,7 +413,7 @@ def _draw_legend(figure: Any, curves: Sequence[Curve], markers: bool) -> None:
     )
 
 
-def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
+def _label_ends(axes: 'Axes', curves: Sequence[Curve]) -> None:
     """Writes the name of each curve at its right end. Names of close ends are shifted."""
     bounds, points = axes.get_window_extent(), axes.figure.dpi / 72
     ends = []
@@ -437,7 +444,7 @@ def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
         )
 
 
-def _format_log_axis(axis: Any) -> None:
+def _format_log_axis(axis: 'Axis') -> None:
     """Ticks at 1, 2 and 5 times powers of ten, or at powers alone over many decades, printed as numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -464,7 +471,7 @@ def _balance_lines(label: str, width: int) -> str:
     return shown.replace('\u00a0', ' ')
 
 
-def _limit_ticks(axis: Any) -> None:
+def _limit_ticks(axis: 'Axis') -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(5, min_n_ticks=3))

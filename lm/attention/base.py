@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.options import LayerOptions, leave_to_model
 from lm.ops.rotary import HeadNorms, Rotation, rotate
@@ -110,7 +111,7 @@ class Attention(LayerOptions, abc.ABC):
         """
         return {}
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         """Returns its fields as plain values, and values derived from them, for programs that do not read gin.
 
         `implementation` is left out, because such programs choose how they compute. So are the options of the layer.
@@ -215,7 +216,7 @@ class AttentionModule(nnx.Module):
         return found_BxHxLxNxD.reshape(*found_BxHxLxNxD.shape[:3], -1)[..., :length]
 
     @abc.abstractmethod
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> Any:
         """Returns the decoding state of an empty sequence: a pytree of arrays. Linear mechanisms ignore `max_length`.
 
         `documents`: the tokens will come with the beginnings of their documents.
@@ -224,7 +225,7 @@ class AttentionModule(nnx.Module):
     @abc.abstractmethod
     def decode_step(
         self,
-        state: Any,
+        state: object,
         q_BxTxHxD: jax.Array,
         k_BxTxKxD: jax.Array,
         v_BxTxKxD: jax.Array,

@@ -4,6 +4,7 @@ import abc
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from lm.attention.base import AttentionModule, HeadDims
 from lm.attention.recurrent.gate import Gated
@@ -38,7 +39,7 @@ class ExactModule(AttentionModule):
         masks = {'starts_BxL': starts_BxL, 'log_decay_BxMxK': decay, 'causal': self.dims.causal}
         return self.compute(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, **masks)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> cache.Cache:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> cache.Cache:
         """Returns a cache of `max_length` normalized keys and values, or of the window where that is shorter."""
         length = min(max_length, self.window or max_length)
         dims = self.dims

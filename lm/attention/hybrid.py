@@ -13,12 +13,12 @@ positive; that is the paper's approximation, not something this file corrects.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.base import HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearModule, linear_flops_per_token
@@ -74,7 +74,7 @@ class Hybrid(WindowedAttention):
         older = linear_flops_per_token(dims, length - self.window, terms, dims.head_dim if self.direct else terms)
         return exact + older * (length - self.window) / length
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return super().portable(dims) | {'coefficients': self.coefficients.tolist()}
 
     @property
@@ -97,7 +97,7 @@ class HybridAttention(LinearModule):
         self.scale = config.scale or dims.head_dim**-0.5
         self.implementation = config.implementation
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> decode.DecodeState:
         if self.config.implementation == 'reference':
             raise ConfigError(
                 "hybrid.implementation = 'reference': computes whole windows alone, and keeps no sums; set it to None"

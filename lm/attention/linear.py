@@ -2,11 +2,12 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.ops.documents import forgetting
@@ -80,7 +81,7 @@ class LinearModule(AttentionModule):
         o_BxLxHxC = compute(self._separate(call, starts_BxL), self.implementation).o_BxLxHxD
         return self._divided(o_BxLxHxC, v_BxLxKxD.dtype)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> decode.DecodeState:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> decode.DecodeState:
         """Returns sums over no keys, float32, of one size for any length, and room for exactly compared keys."""
         dims = self.dims
         q_Bx1xHxD, k_Bx1xKxD, v_Bx1xKxD = (

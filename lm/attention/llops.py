@@ -8,11 +8,12 @@ of either.
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.base import HeadDims, NormedModule, score_start
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
@@ -96,7 +97,7 @@ class Llops(LinearAttention):
     def kernel_forms(cls) -> dict[str, Self]:
         return {'llops 256, p=4': cls(degree=4, n_features=256)}
 
-    def sketch(self, dtype: Any = None) -> 'LowRankSketch':
+    def sketch(self, dtype: DTypeLike | None = None) -> 'LowRankSketch':
         """Returns φ, with features of `dtype` (None: the type of the vectors)."""
         return LowRankSketch(self.nonnegative, self.affine, self.rank, self.n_features, dtype)
 
@@ -132,7 +133,7 @@ class LowRankSketch(ProductFeatures):
     affine: bool
     rank: int
     n_features: int
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     def products(self, factors: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns W with the rows of Θ in the order factor, rank, feature."""

@@ -22,7 +22,7 @@ SPANS = ('head', 'projection')
 """The parts of queries and keys that `qk_norm` normalizes."""
 
 
-def _read_gate(value: Any) -> dict[str, Any]:
+def _read_gate(value: object) -> dict[str, Any]:
     """Returns the options that `output_gate` of a mechanism meant, when it was the form of the gate, or None."""
     if value is None:
         return {'output_gate': False}

@@ -1,10 +1,11 @@
 """Performer: attention through random features (Choromanski et al. 2020 and 2021), causal by the block engine."""
 
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
@@ -111,7 +112,7 @@ class PerformerAttention(LinearModule):
         if self.phases is not None:
             self.phases[...] = phases_R
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> DecodeState:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> DecodeState:
         if not self.config.causal:
             raise ConfigError('performer.causal = False: cannot generate token by token; set it to True')
         return super().init_state(batch, max_length, dtype, documents)

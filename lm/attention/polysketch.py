@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ class Polysketch(Gated, LinearAttention):
         assert not isinstance(self.far_factor, str)
         return self.far_factor
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return super().portable(dims) | {'far_factor': self.factor(dims)}
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'PolysketchAttention':

@@ -56,7 +56,7 @@ class Softmax(Gated):
         default=None, minimum=1, resume=True, help='tokens per block (changes speed, not results); None: the fastest'
     )
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return {name: value for name, value in super().portable(dims).items() if name != 'block'}
 
     def build(self, dims: HeadDims, rngs: nnx.Rngs) -> 'SoftmaxAttention':

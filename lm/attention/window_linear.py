@@ -84,7 +84,7 @@ class WindowLinear(WindowedAttention):
         sums = linear_flops_per_token(dims, older, 2 * dims.head_dim, 2 * dims.head_dim)
         return exact + weight_flops(dims) + sums * older / length
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         if self.map is not None:
             raise ConfigError(
                 f"window_linear.map = @{self.map.gin_name}(): models for transformers have Hedgehog's features only; "
@@ -107,7 +107,7 @@ class FarFeatures:
     def __call__(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
         return self.options.compute_features(parameters[0] if queries else parameters, x, queries)
 
-    def log_factor(self, parameters: tuple[Any, jax.Array], x: jax.Array) -> jax.Array:
+    def log_factor(self, parameters: tuple[object, jax.Array], x: jax.Array) -> jax.Array:
         """Returns the logs of the factors of a query, [B, T, H, E] → [B, T, H]: the map's own and the further one."""
         inner, log_H = parameters
         feature_map = self.options.feature_map

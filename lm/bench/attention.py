@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention import DEFAULT, HeadDims
 from lm.attention.linear import LinearAttention, LinearModule
@@ -145,7 +146,7 @@ def measure(
     passes: Sequence[str],
     tokens: int,
     dims: HeadDims,
-    dtype: Any,
+    dtype: DTypeLike,
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[LayerRow]:
@@ -244,7 +245,7 @@ def _compute_by(implementation: str | None) -> Callable[[LinearCall], jax.Array]
     return lambda call: linear_attention.compute(call, implementation).o_BxLxHxD
 
 
-def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: Any) -> tuple[jax.Array, ...]:
+def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: DTypeLike) -> tuple[jax.Array, ...]:
     """Returns the arrays of n tokens [n, H, …], and last the gradient of the output."""
     keys = jax.random.split(jax.random.key(0), 4)
     queries, keys_and_values = (dims.n_heads, dims.head_dim), (dims.n_kv_heads, dims.head_dim)

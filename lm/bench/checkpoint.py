@@ -5,7 +5,6 @@ small state is saved first. The state itself does not count if the devices use t
 of programs on such devices count.
 """
 
-import dataclasses
 import json
 import pathlib
 import subprocess
@@ -30,27 +29,8 @@ from lm.training.step import State
 DEFAULT = 'configs/models/small.gin'
 STATUS = pathlib.Path('/proc/self/status')
 RESET = pathlib.Path('/proc/self/clear_refs')
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointRow:
-    """A save or a restore.
-
-    Attributes:
-        name: 'save' or 'restore'.
-        state_mib: of all arrays.
-        blocked_seconds: the time that a training waits.
-        seconds: until everything is on disk, or on the devices.
-        host_mib: the most host memory on top of the state's own.
-        host_over_state: over `state_mib`.
-    """
-
-    name: str
-    state_mib: float
-    blocked_seconds: float
-    seconds: float
-    host_mib: float
-    host_over_state: float
+Row = dict[str, str | float]
+"""A save or a restore: name → value, as `--save` writes it."""
 
 
 def bench_checkpoint(options: CheckpointOptions) -> None:
@@ -73,7 +53,7 @@ def bench_checkpoint(options: CheckpointOptions) -> None:
                 raise ConfigError(done.stderr.strip().splitlines()[-1])
             if done.returncode:
                 raise LmError(f'lm bench checkpoint: {name} failed: {done.stderr.strip()[-500:]}')
-            rows.append(CheckpointRow(**json.loads(done.stdout.splitlines()[-1])))
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench checkpoint', machine, ('jax', 'tensorstore')))
     printer.table(rows, COLUMNS)
@@ -111,7 +91,7 @@ class _Peak:
         return int(line.split()[1]) / 1024
 
 
-def _save(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRow:
+def _save(folder: pathlib.Path, abstract: State, size: float) -> Row:
     draw = np.random.default_rng(0)
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -128,7 +108,7 @@ def _save(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRow:
         return _row('save', size, blocked, time.monotonic() - begin, peak.mib())
 
 
-def _restore(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRow:
+def _restore(folder: pathlib.Path, abstract: State, size: float) -> Row:
     with Checkpointer(folder / 'small') as small:
         small.restore({'x': jax.ShapeDtypeStruct((8,), 'float32')})
     with Checkpointer(folder / 'whole') as checkpoints:
@@ -139,8 +119,15 @@ def _restore(folder: pathlib.Path, abstract: State, size: float) -> CheckpointRo
     return _row('restore', size, seconds, seconds, peak.mib() - own)
 
 
-def _row(name: str, size: float, blocked: float, seconds: float, host: float) -> CheckpointRow:
-    return CheckpointRow(name, size, blocked, seconds, host, host / size)
+def _row(name: str, size: float, blocked: float, seconds: float, host: float) -> Row:
+    return {
+        'name': name,
+        'state_mib': size,  # of all arrays
+        'blocked_seconds': blocked,  # the time that a training waits
+        'seconds': seconds,  # until everything is on disk, or on the devices
+        'host_mib': host,  # the most host memory on top of the state's own
+        'host_over_state': host / size,
+    }
 
 
 MEASURED = {'save': _save, 'restore': _restore}
@@ -153,7 +140,7 @@ def _measure(name: str, folder: str) -> None:
     with jax.set_mesh(mesh):
         abstract = plan.program.place_state(mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**20
-        print(json.dumps(dataclasses.asdict(MEASURED[name](pathlib.Path(folder), abstract, size))))
+        print(json.dumps(MEASURED[name](pathlib.Path(folder), abstract, size)))
 
 
 if __name__ == '__main__':

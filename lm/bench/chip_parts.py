@@ -37,7 +37,7 @@ class ChipTest(Protocol):
         ...
 
 
-def make_tests(devices: Sequence[Any], memory_bytes: int) -> dict[str, ChipTest]:
+def make_tests(devices: Sequence[object], memory_bytes: int) -> dict[str, ChipTest]:
     """Returns the tests by the name of the part; chips alone have no links.
 
     Args:

@@ -3,7 +3,6 @@
 It is `lm bench attention` with settings that take less than a minute of processor time on two cores.
 """
 
-import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +13,7 @@ from lm.attention import HeadDims
 from lm.bench import results
 from lm.bench.attention import COLUMNS, Layer, LayerRow, build, make_cells, measure
 from lm.bench.candidates import BASELINE, FEATURED, read_candidates
-from lm.bench.options import AttentionOptions, DemoOptions
+from lm.bench.options import AttentionOptions
 from lm.errors import MissingPackageError
 from lm.files import local_path
 
@@ -24,34 +23,29 @@ BLOCK = 256
 PASS = 'forward+backward'
 
 
-@dataclasses.dataclass(frozen=True)
-class DemoSize:
-    """The size of the measurement.
+def show_costs(
+    out: str,
+    contexts: Sequence[int] = (512, 2048, 8192),
+    dims: HeadDims = HeadDims(2, 2, 64),  # noqa: B008
+    repeats: int = 3,
+) -> None:
+    """Prints the figures, and writes them and their picture to a folder.
 
-    Attributes:
+    Args:
+        out: the folder.
         contexts: tokens per sequence.
         dims: of the heads.
         repeats: timed calls of each mechanism at each context.
-    """
-
-    contexts: Sequence[int] = (512, 2048, 8192)
-    dims: HeadDims = dataclasses.field(default_factory=lambda: HeadDims(2, 2, 64))
-    repeats: int = 3
-
-
-def show_costs(options: DemoOptions, size: DemoSize | None = None) -> None:
-    """Prints the figures, and writes them and their picture to the folder of the options.
 
     Raises ConfigError if the folder cannot be written.
     """
-    size = size or DemoSize()
     is_cpu = jax.default_backend() == 'cpu'
-    folder = results.make_folder(local_path(options.out, '--out'))
+    folder = results.make_folder(local_path(out, '--out'))
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm demo', machine))
     printer.line('One layer of attention and its gradients, in less than a minute of processor time on two idle cores.')
-    sizes = size.contexts, (PASS,), max(size.contexts), size.dims, jnp.dtype('float32'), size.repeats
-    rows = measure(_build_layers(size.dims), *sizes, say=printer.progress)
+    sizes = contexts, (PASS,), max(contexts), dims, jnp.dtype('float32'), repeats
+    rows = measure(_build_layers(dims), *sizes, say=printer.progress)
     printer.progress()
     printer.table(
         [make_cells(row) for row in rows],
@@ -60,8 +54,8 @@ def show_costs(options: DemoOptions, size: DemoSize | None = None) -> None:
     costs = {name: find_costs([row for row in rows if row.mechanism == name], is_cpu) for name in _names(rows)}
     for name, points in costs.items():
         printer.line(describe_growth(name, points, is_cpu))
-    settings = {'repeats': size.repeats, 'heads': size.dims.n_heads, 'head_dim': size.dims.head_dim, 'dtype': 'float32'}
-    settings |= {'polysketch.block': BLOCK, 'tokens': max(size.contexts), 'pass': PASS}
+    settings = {'repeats': repeats, 'heads': dims.n_heads, 'head_dim': dims.head_dim, 'dtype': 'float32'}
+    settings |= {'polysketch.block': BLOCK, 'tokens': max(contexts), 'pass': PASS}
     output = results.Output(str(folder / 'demo.json'))
     output.write('demo', machine, settings, rows)
     if importlib.util.find_spec('matplotlib') is None:

@@ -60,13 +60,6 @@ class AttentionOptions(TimedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """The option of `lm demo`."""
-
-    out: str = option('the folder of the figures and of their picture; default: demo', 'DIR', 'demo')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions(TimedOptions):
     """The options of `bench_step` and `forecast_steps`."""
 

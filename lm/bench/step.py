@@ -123,6 +123,7 @@ class TimedStep:
         with jax.set_mesh(self.mesh):
             state = self._take_state()
             self._given = self._given or self._draw_given()
+        assert self.compiled is not None, 'a step that does not fit is not run'
         for _ in range(self._steps):
             state, metrics = self.compiled(state, *self._given)
             self.loss = metrics['loss'] if self.loss is None else self.loss

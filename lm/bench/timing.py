@@ -107,7 +107,7 @@ def _times(found: list[tuple[float, float]]) -> Times:
     return Times(statistics.median(seconds), min(seconds), statistics.median(cpu), len(found), max(seconds))
 
 
-def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]:
+def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, dict[str, float]]:
     """Returns (the compiled program, or None if it needs too much memory; MiB of each kind on one device)."""
     try:
         compiled = lowered.compile()
@@ -122,7 +122,7 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[Any, dict[str, float]]
     return compiled, memory
 
 
-def memory_mib(compiled: Any) -> dict[str, float]:
+def memory_mib(compiled: jax.stages.Compiled) -> dict[str, float]:
     """Returns the temporary and the peak memory of a compiled program on one device."""
     found = program_memory(compiled)
     return {} if found is None else {'temporary_mib': found.temporaries / 2**20, 'peak_mib': found.peak / 2**20}

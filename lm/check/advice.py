@@ -145,7 +145,9 @@ def _find_fastest(checks: list[Check]) -> int | None:
     return min(roomy, key=lambda i: _predict_seconds(checks[i]) or 0.0, default=None)
 
 
-def list_candidates(experiment: Experiment, topology: Topology, everything: bool = False) -> Iterator[dict[str, Any]]:
+def list_candidates(
+    experiment: Experiment, topology: Topology, everything: bool = False
+) -> Iterator[dict[str, object]]:
     """Returns changes to try, those that recompute least first.
 
     Smaller microbatches recompute nothing. Then follows each level of `model.remat`, with its microbatches. Then all of
@@ -170,7 +172,7 @@ def list_candidates(experiment: Experiment, topology: Topology, everything: bool
                     yield changes
 
 
-def _read_values(experiment: Experiment) -> dict[str, Any]:
+def _read_values(experiment: Experiment) -> dict[str, object]:
     return {
         MICROBATCHES: experiment.train.microbatches,
         REMAT_LEVEL: experiment.model.remat,

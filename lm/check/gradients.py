@@ -12,7 +12,6 @@ The tokens are random, and each array is moved a little from its first value, so
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,11 +162,11 @@ class TinyLoss:
         tokens_BxL[0, LENGTH // 3] = 0
         share_BxL = jnp.full(tokens_BxL.shape, 1 / tokens_BxL.size, jnp.float32)
 
-        def compute_loss(params: Any, buffers: Any) -> jax.Array:
+        def compute_loss(params: object, buffers: object) -> jax.Array:
             weights = {'params': params, 'buffers': buffers}
             return functions.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL, documents, z_loss)[0]
 
-        def compute_logits(params: Any, buffers: Any) -> jax.Array:
+        def compute_logits(params: object, buffers: object) -> jax.Array:
             model = functions.merge({'params': params, 'buffers': buffers})
             return model.logits(model.hidden(jnp.asarray(tokens_BxL)))
 

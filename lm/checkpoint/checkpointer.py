@@ -103,7 +103,7 @@ class Checkpointer:
         """Returns whether the state after `step` is to be kept in memory."""
         return self._memory is not None and step % (self.config.memory_every or step + 1) == 0
 
-    def keep(self, step: int, state: Any, metadata: dict) -> None:
+    def keep(self, step: int, state: object, metadata: dict) -> None:
         """Keeps `state` in the memory of the hosts, and returns when it has left the devices. Of steps for which
         `should_keep` is true, `save` keeps the state as well."""
         arrays = flatten(state)
@@ -210,7 +210,7 @@ class Checkpointer:
                 raise
             log.warning('%s', second)  # the first error is the one to report
 
-    def restore(self, abstract_state: Any, step: int | None = None, *, partial: bool = False) -> Restored | None:
+    def restore(self, abstract_state: object, step: int | None = None, *, partial: bool = False) -> Restored | None:
         """Reads the newest sound checkpoint, or exactly `step`. A newer or equal state in memory is preferred to the
         newest checkpoint.
 
@@ -303,7 +303,7 @@ class Checkpointer:
         with _refuse_damage(step):
             return Snapshot(self.directory, step).record()
 
-    def _restore_from_memory(self, abstract_state: Any, step: int, stored: int | None) -> Restored | None:
+    def _restore_from_memory(self, abstract_state: object, step: int, stored: int | None) -> Restored | None:
         """Returns the state of `step` from memory; None, after a warning, if it is damaged."""
         assert self._memory is not None
         try:

@@ -25,7 +25,7 @@ def find_not_finite(arrays: Mapping[str, Any]) -> str | None:
     return next((name for name, finite in reduce_each(_is_finite, arrays).items() if not finite), None)
 
 
-def refuse_not_finite(weights: Any, what: str, remedy: str) -> None:
+def refuse_not_finite(weights: object, what: str, remedy: str) -> None:
     """Raises MismatchError for weights (nested dicts of arrays) that are not finite: `what`, the first array and
     `remedy`."""
     if name := find_not_finite(flatten(weights)):

@@ -31,7 +31,7 @@ class Losses:
     def forget(self, step: int) -> None:
         self._found.pop(step, None)
 
-    def add_measure(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def add_measure(self, metrics: Mapping[str, object]) -> dict[str, Any]:
         """Returns the metrics of an evaluation as a record holds them: a loss has its measure beside it."""
         return {**metrics, 'measure': self.measure} if self.measure and 'loss' in metrics else dict(metrics)
 

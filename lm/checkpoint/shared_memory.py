@@ -56,7 +56,7 @@ class SharedMemory:
     """
 
     def __init__(
-        self, directory: Any, run: str, find_fault: Callable[[int, Mapping[str, Any]], str | None] = lambda *_: None
+        self, directory: object, run: str, find_fault: Callable[[int, Mapping[str, Any]], str | None] = lambda *_: None
     ):
         self.run, self._find_fault = run, find_fault
         key = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
@@ -76,7 +76,7 @@ class SharedMemory:
         """Returns the newest step that this process holds; -1: none."""
         return max((found['step'] for _, found in self._list()), default=-1)
 
-    def restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
+    def restore(self, abstract_state: object, step: int, fingerprints: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         """Returns the state of a step that `find_steps` lists, with the shardings of `abstract_state`. A state that is
         refused counts no more.
 
@@ -89,7 +89,9 @@ class SharedMemory:
             self._refused.add(step)
             raise
 
-    def _restore(self, abstract_state: Any, step: int, fingerprints: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
+    def _restore(
+        self, abstract_state: object, step: int, fingerprints: Mapping[str, str]
+    ) -> tuple[Any, dict[str, Any]]:
         abstract = flatten(abstract_state)
         with Agreement(step):
             try:
@@ -132,7 +134,7 @@ class SharedMemory:
                         os.unlink(name, dir_fd=folder)
             self.folder.rmdir()  # the last process of the host removes it
 
-    def _write(self, parts: list[tuple[str, str, jax.Array]], size: int, record: Mapping[str, Any]) -> None:
+    def _write(self, parts: list[tuple[str, str, jax.Array]], size: int, record: Mapping[str, object]) -> None:
         steps = {name: found['step'] for name, found in self._list()}
         name = min(map(_name, (0, 1)), key=lambda name: steps.get(name, -1))
         places, offset = [], HEAD.size

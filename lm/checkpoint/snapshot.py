@@ -77,7 +77,9 @@ class Snapshot:
             raise Damaged(f'{path} has entries of other types than a checkpoint has')
         return record
 
-    def restore(self, abstract_state: Any, fingerprints: Mapping[str, str], partial: bool = False) -> tuple[Any, dict]:
+    def restore(
+        self, abstract_state: object, fingerprints: Mapping[str, str], partial: bool = False
+    ) -> tuple[Any, dict]:
         """Reads a state like `abstract_state`, and returns it with the record. All processes call it together and share
         one outcome.
 
@@ -191,7 +193,7 @@ def make_record(
     arrays: Mapping[str, jax.Array],
     fingerprints: Mapping[str, str],
     metrics: Mapping[str, float | str],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> dict:
     """Makes the record of a step. Metrics that are not finite become strings: JSON has no such numbers."""
     sums = checksums(arrays)
@@ -203,10 +205,10 @@ def make_record(
 
 def make_record_of_leaves(
     step: int,
-    leaves: Mapping[str, Mapping[str, Any]],
+    leaves: Mapping[str, Mapping[str, object]],
     fingerprints: Mapping[str, str],
     metrics: Mapping[str, float | str],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> dict:
     """Makes the record of a step like `make_record`; `leaves` are the types, shapes and checksums of its arrays."""
     record = {
@@ -221,7 +223,7 @@ def make_record_of_leaves(
     return record | {'sha256': _sha256(record)}
 
 
-def open_record(sealed: Any, step: int, where: Any) -> dict:
+def open_record(sealed: object, step: int, where: object) -> dict:
     """Returns the record of `make_record` without its SHA-256. Raises Damaged unless it is the one of `step`."""
     record = dict(sealed) if isinstance(sealed, dict) else {}
     if record.pop('sha256', None) != _sha256(record) or record.get('step') != step:
@@ -300,7 +302,7 @@ class Agreement:
         raise failure
 
 
-def _out_of_reach(what: Any, error: Exception) -> LmError:
+def _out_of_reach(what: object, error: Exception) -> LmError:
     return LmError(
         f'checkpoint: {what} could not be read ({describe_error(error)}), which is no damage: nothing is set aside; '
         'remove the cause, then run the same command again'

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 from etils import epath
+from jax.typing import DTypeLike
 
 from lm.checkpoint.checksum import checksum_of_part
 from lm.checkpoint.snapshot import COMMITTED, make_record_of_leaves
@@ -36,7 +37,7 @@ class StepWriter:
                 self.path.rmtree()
         self.leaves: dict[str, dict[str, Any]] = {}
 
-    def write(self, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[np.ndarray]) -> None:
+    def write(self, name: str, shape: tuple[int, ...], dtype: DTypeLike, parts: Iterable[np.ndarray]) -> None:
         """Writes an array of one axis or more, whose `parts` follow one another on the first axis.
 
         Raises LmError if the storage fails, and whatever `parts` raises.

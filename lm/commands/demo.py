@@ -3,19 +3,18 @@
 import argparse
 import functools
 
-from lm.bench.options import DemoOptions
-from lm.commands.flags import add_option_flags, find_options
 from lm.commands.verb import Call, Verb
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_option_flags(parser, DemoOptions)
+    help = 'the folder of the figures and of their picture; default: demo'
+    parser.add_argument('--out', metavar='DIR', default='demo', help=help)
 
 
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.bench.demo import show_costs
 
-    return functools.partial(show_costs, DemoOptions(**find_options(arguments, DemoOptions)))
+    return functools.partial(show_costs, arguments.out)
 
 
 VERB = Verb(

@@ -61,7 +61,7 @@ def find_options(arguments: argparse.Namespace, options: type) -> dict[str, Any]
     return find_given(arguments, *(field.name for field in list_options(options)))
 
 
-def _find_parser(annotation: Any, least: int) -> Callable[[str], Any]:
+def _find_parser(annotation: object, least: int) -> Callable[[str], Any]:
     """Returns the function that reads a value of this type. An int is at least `least`, a float is positive.
 
     A type that it does not know stays text.

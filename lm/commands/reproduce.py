@@ -78,11 +78,11 @@ def make_hand_over_call(arguments: argparse.Namespace, root: str) -> Call:
     """Returns the call of --on."""
     from lm.commands.sweep import read_cluster_options
     from lm.reproduce.descriptions import find_description
-    from lm.reproduce.hand_over import HandOver, hand_over
+    from lm.reproduce.hand_over import hand_over
 
-    asked = HandOver(arguments.on, root, arguments.manifests, bool(arguments.retry_failed))
-    options = read_cluster_options(arguments)
-    return functools.partial(hand_over, find_description(arguments.table), read_choice(arguments), asked, options)
+    table, choice, options = find_description(arguments.table), read_choice(arguments), read_cluster_options(arguments)
+    how = arguments.on, arguments.manifests, bool(arguments.retry_failed)
+    return functools.partial(hand_over, table, choice, root, options, *how)
 
 
 def read_choice(arguments: argparse.Namespace) -> 'TableChoice':

@@ -3,7 +3,8 @@
 import dataclasses
 import pathlib
 import tempfile
-from typing import Any
+
+import jax
 
 from lm.compilation.memory import ProgramMemory, program_memory
 
@@ -16,12 +17,12 @@ REPORT = '*memory-usage-report.txt'
 class CompiledProgram:
     """A program, its text (for `HloProgram`), and its memory; None if the compiler gives no figures."""
 
-    executable: Any
+    executable: jax.stages.Compiled
     text: str
     memory: ProgramMemory | None
 
 
-def compile_with_text(lowered: Any) -> CompiledProgram:
+def compile_with_text(lowered: jax.stages.Lowered) -> CompiledProgram:
     """Compiles the result of `jax.jit(f).lower(…)`.
 
     The text is libtpu's own. libtpu may be newer than jaxlib and write operations that jaxlib cannot read (seen with
@@ -31,7 +32,7 @@ def compile_with_text(lowered: Any) -> CompiledProgram:
     with tempfile.TemporaryDirectory(prefix='lm_program_') as folder:
         executable = lowered.compile(compiler_options=OPTIONS | {'xla_dump_to': folder})
         text, report = (_last(pathlib.Path(folder), pattern) for pattern in (FINAL, REPORT))
-        return CompiledProgram(executable, text or executable.as_text(), program_memory(executable, report))
+        return CompiledProgram(executable, text or executable.as_text() or '', program_memory(executable, report))
 
 
 def _last(folder: pathlib.Path, pattern: str) -> str:

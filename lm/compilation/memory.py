@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 
@@ -27,7 +26,7 @@ class ProgramMemory:
     peak: int
 
 
-def program_memory(compiled: Any, report: str = '') -> ProgramMemory | None:
+def program_memory(compiled: jax.stages.Compiled, report: str = '') -> ProgramMemory | None:
     """Reads the memory figures of a compiled program; None if the compiler gives none.
 
     libtpu 0.0.42 reports a third more temporaries to JAX than it allocates, so steps that fit seem not to fit. Its

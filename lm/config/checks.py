@@ -42,7 +42,7 @@ def find_effective(bindings: dict[str, Statement], scope: str, name: str) -> dic
     return found
 
 
-def _macros(value: Any) -> list[str]:
+def _macros(value: object) -> list[str]:
     found: list[str] = []
     replace_nodes(value, lambda node: found.append(node.name) if isinstance(node, Macro) else None)
     return found

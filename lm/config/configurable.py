@@ -107,7 +107,7 @@ def list_fields(cls: type[Configurable]) -> Mapping[str, dataclasses.Field]:
     return types.MappingProxyType(found)
 
 
-def list_annotations(cls: type[Configurable]) -> dict[str, Any]:
+def list_annotations(cls: type[Configurable]) -> dict[str, object]:
     """Returns name → annotation of `list_fields`."""
     found = typing.get_type_hints(cls)
     for spec in _list_inlined(cls):
@@ -115,7 +115,7 @@ def list_annotations(cls: type[Configurable]) -> dict[str, Any]:
     return found
 
 
-def list_values(config: Configurable) -> dict[str, Any]:
+def list_values(config: Configurable) -> dict[str, object]:
     """Returns name → value of `list_fields`."""
     found = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
     for spec in _list_inlined(type(config)):
@@ -142,7 +142,7 @@ def _construct_inlined(cls: type[Configurable]) -> Callable[..., None]:
     return construct
 
 
-def is_stated(value: Any, spec: dataclasses.Field) -> bool:
+def is_stated(value: object, spec: dataclasses.Field) -> bool:
     """Returns whether texts state the value of a field (`omit_default` of `field`)."""
     return not spec.metadata.get('omit_default') or value != spec.default
 
@@ -208,7 +208,7 @@ def check_fields(config: Configurable) -> None:
             _check_range(label, converted, spec.metadata.get('rules', {}))
 
 
-def _suggest(value: Any, annotation: Any) -> str:
+def _suggest(value: object, annotation: object) -> str:
     """Returns how a value of the wrong type would be right, or the registered value that a text may mean; '' if neither
     is known."""
     whole = [int(value)] if isinstance(value, float) and value == value // 1 else []
@@ -276,7 +276,7 @@ def convert(value: object, annotation: Any) -> object:
     return value
 
 
-def find_classes(annotation: Any) -> list[type]:
+def find_classes(annotation: object) -> list[type]:
     """Returns the classes inside an annotation: `A | tuple[B, ...] | None` → A, B and NoneType."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation]
@@ -322,7 +322,7 @@ RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 """Rule of a field → the comparison of a good value with the bound, and the words of the error."""
 
 
-def _check_number(label: str, value: Any, maximum: float | None) -> None:
+def _check_number(label: str, value: object, maximum: float | None) -> None:
     """Raises ConfigError for a number that a program cannot hold. Each item of a tuple is checked so."""
     if isinstance(value, tuple):
         for item in value:

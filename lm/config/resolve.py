@@ -64,7 +64,7 @@ class _Builder:
             statement = statements.get(str(error).partition(' ')[0].removeprefix(f'{name}.'))
             raise ConfigError(f'{error} ({statement.where})' if statement else str(error)) from None
 
-    def _evaluate(self, value: Any, scope: str) -> Any:
+    def _evaluate(self, value: object, scope: str) -> object:
         """Returns `value`, found in `scope`, with what its references and macros stand for."""
 
         def evaluate(node: Any) -> Any:
@@ -78,7 +78,7 @@ class _Builder:
         return replace_nodes(value, evaluate)
 
     @contextlib.contextmanager
-    def _inside(self, part: Any) -> Iterator[None]:
+    def _inside(self, part: object) -> Iterator[None]:
         if part in self._open:
             raise ConfigError('a macro or configurable contains itself; break the circle')
         self._open.append(part)

@@ -120,7 +120,7 @@ def dump(experiment: object) -> str:
 def _gather(config: Configurable, nested: dict[str, list[Configurable]]) -> None:
     """Adds the different configurables inside `config` to `nested`, by gin name, in a fixed order."""
 
-    def visit(value: Any) -> Any:
+    def visit(value: object) -> object:
         if isinstance(value, Configurable):
             known = nested.setdefault(value.gin_name, [])
             if _identity(value) not in map(_identity, known):

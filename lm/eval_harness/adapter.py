@@ -48,10 +48,12 @@ class RunModel(TemplateLM):
     def max_length(self) -> int:
         return self.run.scorer.context_length
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self.run.tokenizer.encode(string).tolist()
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **options: Any) -> list[tuple]:
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[object, list[int], list[int]]], **options: object
+    ) -> list[tuple]:
         """Returns (log-likelihood, whether greedy decoding writes it) of each continuation.
 
         A context that is too long loses its beginning.

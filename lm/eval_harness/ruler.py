@@ -35,7 +35,7 @@ class Measure:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def from_pretrained(self, name: str, **options: Any) -> 'Measure':
+    def from_pretrained(self, name: str, **options: object) -> 'Measure':
         return self
 
     def __call__(self, text: str) -> types.SimpleNamespace:

@@ -211,7 +211,7 @@ def read_questions(path: pathlib.Path) -> list[dict[str, Any]]:
     return questions
 
 
-def known_task(name: str, known: list[str]) -> str | dict[str, Any]:
+def known_task(name: str, known: list[str]) -> str | dict[str, object]:
     """Returns the name of a known task, or the description of a task that asks the questions of a file.
 
     Raises ConfigError for any other name.

@@ -41,6 +41,8 @@ LEAST_TEMPERATURE = 1e-6
 """A lower one takes the most probable token, as 0 does; its quotients would leave float32."""
 NOT_FINITE = -1
 """Stands for a token whose logits are not finite."""
+DRAWING = 'sampling', 'pieces'
+"""Arguments of programs that are compiled in."""
 FORCED = 16
 """Fewer tokens at the end of a prompt are read one by one, as the tokens after it are written."""
 
@@ -77,19 +79,6 @@ class Sampling:
         return jax.random.categorical(key, logits_BxV)
 
 
-class Drawing(NamedTuple):
-    """The part of a program that draws tokens: the tokens that may be drawn, `pieces` (None: all), and how."""
-
-    sampling: Sampling
-    pieces: int | None
-
-    def choose(self, logits_BxV: jax.Array, position: jax.Array, given: 'Given') -> jax.Array:
-        """Chooses the token at `position`: the prompt's own, or a sampled one after its end."""
-        sampled = self.sampling(logits_BxV[:, : self.pieces], jax.random.fold_in(given.key, position))
-        sampled = jnp.where(jnp.isfinite(logits_BxV).all(-1), sampled, NOT_FINITE)
-        return jnp.where(position < given.lengths_B, given.forced_BxL[:, position], sampled)
-
-
 class Given(NamedTuple):
     """The prompts [B, L], their lengths [B], and the key from which tokens are drawn."""
 
@@ -97,16 +86,22 @@ class Given(NamedTuple):
     lengths_B: jax.Array
     key: jax.Array
 
+    def choose(self, logits_BxV: jax.Array, position: jax.Array, sampling: Sampling, pieces: int | None) -> jax.Array:
+        """Chooses the token at `position`: the prompt's own, or one of the first `pieces` after its end (None: all)."""
+        sampled = sampling(logits_BxV[:, :pieces], jax.random.fold_in(self.key, position))
+        sampled = jnp.where(jnp.isfinite(logits_BxV).all(-1), sampled, NOT_FINITE)
+        return jnp.where(position < self.lengths_B, self.forced_BxL[:, position], sampled)
+
 
 class TokenWriter:
-    """The programs of one model, which are compiled once per number of prompts, padded length and `Drawing`."""
+    """The programs of one model, which are compiled once per number of prompts, padded length and way to draw."""
 
     def __init__(self, model: Transformer):
         self.model, self.chunk = model, choose_chunk(model)
         # Weights and prompts are arguments: captured arrays would be compiled into the programs as constants.
         self.graph, self.weights = nnx.split(model)
         self._start = jax.jit(self._make_start(), static_argnames=('rows', 'size'))
-        self._read = jax.jit(self._make_read(), static_argnames='drawing', donate_argnames='state')
+        self._read = jax.jit(self._make_read(), static_argnames=DRAWING, donate_argnames='state')
         self._advance = {False: self._make_advance(self.graph)}
         self._separate = jax.jit(functools.partial(separate_state, model.config))
 
@@ -117,7 +112,9 @@ class TokenWriter:
         self._advance[True] = self._make_advance(graph)
         return weights
 
-    def draw(self, prompts: Sequence[np.ndarray], max_tokens: int, drawing: Drawing, seed: int) -> Iterator[np.ndarray]:
+    def draw(
+        self, prompts: Sequence[np.ndarray], max_tokens: int, sampling: Sampling, seed: int, pieces: int | None = None
+    ) -> Iterator[np.ndarray]:
         """Yields tokens like `generate_tokens`, and NOT_FINITE where logits are not finite."""
         lengths = np.array([len(prompt) for prompt in prompts])
         total, common = int(lengths.max()) + max_tokens, int(lengths.min())
@@ -130,7 +127,7 @@ class TokenWriter:
         state, start = self._start(self.weights, len(prompts), size), 0
         for length in cut_prompt(common):
             tokens_BxT = forced_BxL[:, start : start + length]
-            state, token_B = self._read(self.weights, state, tokens_BxT, jnp.int32(start), given, drawing)
+            state, token_B = self._read(self.weights, state, tokens_BxT, jnp.int32(start), given, sampling, pieces)
             start += length
         yield np.concatenate([forced_BxL[:, 1:start], token_B[:, None]], axis=1)
         is_separated = 'separated' in vars(self) or pays_to_separate(self.model, total - common)
@@ -139,35 +136,35 @@ class TokenWriter:
             weights, state = self.separated, self._separate(state)
         advance = self._advance[is_separated]
         for position in range(start, total - 1, self.chunk):
-            state, token_B, tokens_BxT = advance(weights, state, token_B, jnp.int32(position), given, drawing)
+            state, token_B, tokens_BxT = advance(weights, state, token_B, jnp.int32(position), given, sampling, pieces)
             yield np.asarray(tokens_BxT)[:, : total - 1 - position]
 
     def _make_start(self) -> Any:
         return lambda weights, rows, size: nnx.merge(self.graph, weights).init_state(rows, size)
 
     def _make_read(self) -> Any:
-        def read(weights, state, tokens_BxT, position, given, drawing):
+        def read(weights, state, tokens_BxT, position, given, sampling, pieces):
             model, length = nnx.merge(self.graph, weights), tokens_BxT.shape[1]
             state, x_BxTxD = model.extend(state, tokens_BxT, position + jnp.arange(length))
             logits_BxV = model.logits(x_BxTxD[:, -1:])[:, 0]
-            return state, drawing.choose(logits_BxV, position + length, given)
+            return state, given.choose(logits_BxV, position + length, sampling, pieces)
 
         return read
 
     def _make_advance(self, graph: nnx.GraphDef) -> Any:
-        def advance(weights, state, token_B, position, given, drawing):
+        def advance(weights, state, token_B, position, given, sampling, pieces):
             model = nnx.merge(graph, weights)
 
             def one(carry, position):
                 state, token_B = carry
                 state, logits = model.decode_step(state, token_B[:, None], position)
-                token_B = drawing.choose(logits[:, 0], position + 1, given)
+                token_B = given.choose(logits[:, 0], position + 1, sampling, pieces)
                 return (state, token_B), token_B
 
             (state, token_B), tokens = jax.lax.scan(one, (state, token_B), position + jnp.arange(self.chunk))
             return state, token_B, tokens.T
 
-        return jax.jit(advance, static_argnames='drawing', donate_argnames='state')
+        return jax.jit(advance, static_argnames=DRAWING, donate_argnames='state')
 
 
 def cut_prompt(length: int) -> list[int]:
@@ -206,7 +203,7 @@ def generate_tokens(
     """
     decoder = model if isinstance(model, TokenWriter) else TokenWriter(model)
     made = [np.array([prompt[:1] for prompt in prompts])]
-    for new_BxT in decoder.draw(prompts, max_tokens, Drawing(sampling, pieces), seed):
+    for new_BxT in decoder.draw(prompts, max_tokens, sampling, seed, pieces):
         made.append(new_BxT)
         if (new_BxT == NOT_FINITE).any():
             tokens_BxL = np.concatenate(made, axis=1)

@@ -70,14 +70,14 @@ def evaluate(run: LoadedRun, **settings: Any) -> dict[str, Any]:
     return evaluate_whole(make_run_evaluator(run, **settings), run)
 
 
-def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, Any]:
+def evaluate_whole(evaluator: AnyEvaluator, run: LoadedRun) -> dict[str, object]:
     """Evaluates the weights of a run completely; nothing can stop it."""
     result = evaluator(run.weights, run.step)
     assert result is not None
     return result
 
 
-def make_run_evaluator(run: LoadedRun, **settings: Any) -> AnyEvaluator:
+def make_run_evaluator(run: LoadedRun, **settings: object) -> AnyEvaluator:
     """Makes the evaluator of a run by its configuration, with changes by `settings`."""
     check_kind('run', run, LoadedRun, OPENED)
     experiment = run.experiment

@@ -27,7 +27,7 @@ class Deferred(NDArrayOperatorsMixin):
             raise ValueError(f'an array is {list(found.shape)}, not {list(self.shape)}')
         return found
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **options: object) -> object:
         if method != '__call__' or options or ufunc.nout != 1:
             return getattr(ufunc, method)(*map(_settle, inputs), **options)
         shape = np.broadcast_shapes(*map(_find_shape, inputs))

@@ -203,13 +203,13 @@ def _check_layer(attention: Attention, model: ModelConfig) -> None:
             raise _refuse(f'{owner}.{field.name}', value)
 
 
-def _refuse(name: str, value: Any) -> ConfigError:
+def _refuse(name: str, value: object) -> ConfigError:
     return ConfigError(
         f'{name} = {value!r}: the model for transformers has no such option; export with --format safetensors'
     )
 
 
-def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
+def describe_layer(model: ModelConfig, layer: int) -> dict[str, object]:
     """Returns what a layer does around its mechanism, for config.json."""
     options = model.resolve(model.layers[layer])
     dims, rank = options.dims, options.latent_rank
@@ -232,7 +232,7 @@ def describe_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
     }
 
 
-def describe_rotation(rotary: RotaryOptions) -> dict[str, Any]:
+def describe_rotation(rotary: RotaryOptions) -> dict[str, object]:
     """Returns base and amplitude of rotary positions, and the frequencies where the base alone does not say them."""
     frequencies, amplitude = None, 1.0
     if rotary.scaling is not None or rotary.fraction != 1:

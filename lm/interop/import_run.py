@@ -230,7 +230,7 @@ def find_tensors(
     theirs, path = checkpoint.read_tensors(), checkpoint.path
     before = sorted(theirs)
     try:
-        tensors = family.tensors(theirs, checkpoint.config)
+        tensors = family.tensors(theirs, checkpoint.config, functions.config)
     except KeyError as error:
         raise MismatchError(f'{path}: lacks the tensor {error}{advise_on_names(str(error.args[0]), before)}') from None
     except (ValueError, IndexError, TypeError, ArithmeticError) as error:

@@ -71,7 +71,7 @@ def places(weights: Mapping[str, Any]) -> list[Place]:
     return found
 
 
-def to_tensors(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def to_tensors(weights: Mapping[str, object]) -> dict[str, np.ndarray]:
     """Returns exported name → float32 array."""
     arrays = {name: np.asarray(leaf) for name, leaf in flatten(weights).items()}
     tensors = {}
@@ -81,7 +81,7 @@ def to_tensors(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def from_tensors(tensors: Mapping[str, Any], abstract: Mapping[str, Any], what: str) -> Any:
+def from_tensors(tensors: Mapping[str, object], abstract: Mapping[str, object], what: str) -> Any:
     """Returns the weights, as nested dicts like `abstract`. Raises the errors of `find_places`."""
     flat, expected = flatten(abstract), find_places(tensors, abstract, what)
     # Only now: a damaged configuration could ask for more memory than there is.

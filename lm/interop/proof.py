@@ -5,7 +5,7 @@ The prompt depends on the size of the vocabulary alone. A proof holds a part of 
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Proof(NamedTuple):
         return said
 
 
-def compute_proof(model: ModelConfig, weights: Any) -> Proof:
+def compute_proof(model: ModelConfig, weights: object) -> Proof:
     """Computes the proof of weights in float32."""
     functions = ModelFunctions(model, jnp.float32)
     prompt = np.arange(1, 1 + min(TOKENS, model.learned_positions or TOKENS)) * 7919 % model.vocab_size

@@ -133,7 +133,7 @@ def count_tensors(folder: pathlib.Path) -> int:
     return count
 
 
-def drop_wrappers(tensors: dict[str, Any]) -> dict[str, Any]:
+def drop_wrappers(tensors: dict[str, object]) -> dict[str, Any]:
     """Returns the tensors under the names of the model itself, without the names of what it was wrapped in."""
     for wrapper in WRAPPERS:
         if tensors and all(name.startswith(wrapper) for name in tensors):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention import AttentionModule
 from lm.attention.recurrent.convolution import ShortConvolution
@@ -78,7 +79,7 @@ class AttentionBranch(nnx.Module):
             added_BxLxD = apply_part(self.attention_branch, apply_part(self.attention_out_norm, mixed_BxLxD))
             return tokens_on_lanes(x_BxLxD + added_BxLxD)
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> Any:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> Any:
         """Returns the decoding state of empty sequences: the mechanism's state, and what else the layer keeps."""
         state = (self._find_over_latent() or self.attention).init_state(batch, max_length, dtype, documents)
         convolved = self.convolution.init_state(batch, dtype) if self.convolution else None
@@ -110,7 +111,7 @@ class AttentionBranch(nnx.Module):
     def _decode_over_latent(
         self,
         over: AttentionModule,
-        state: Any,
+        state: object,
         normed_BxTxD: jax.Array,
         rotation: Rotation | None,
         starts_BxT: jax.Array | None,

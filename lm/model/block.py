@@ -92,7 +92,7 @@ class Block(AttentionBranch, FeedForwardBranch):
         return y_TxD.reshape(x_BxLxD.shape), routing
 
     def decode_step(
-        self, state: Any, x_BxTxD: jax.Array, rotation: Rotation | None, starts_BxT: jax.Array | None = None
+        self, state: object, x_BxTxD: jax.Array, rotation: Rotation | None, starts_BxT: jax.Array | None = None
     ) -> tuple[Any, jax.Array]:
         """Computes T tokens that follow those in `state`, like `__call__`; `starts_BxT` counts from the first of the T
         tokens."""
@@ -114,7 +114,7 @@ def stack_blocks(config: ModelConfig, which: int, rngs: nnx.Rngs, dtype: DTypeLi
     return blocks
 
 
-def take_apart(blocks: Block) -> tuple[Callable, Any]:
+def take_apart(blocks: Block) -> tuple[Callable, object]:
     """Returns (apply, state): `apply(layer, f, …)` calls f(block, …) on the block with one layer's part of the stacked
     state."""
     graph, state = nnx.split(blocks)

@@ -284,6 +284,6 @@ class ModelConfig(Configurable):
         return 3 * (2 * dense + attention)
 
 
-def _list(choice: Any) -> tuple[Any, ...]:
+def _list(choice: object) -> tuple[Any, ...]:
     """Returns the choices of a field that holds one or several."""
     return choice if isinstance(choice, tuple) else (choice,)

@@ -91,7 +91,7 @@ def run_on_gathered(function: Callable, arrays: Sequence[jax.Array], matrices: S
     specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, SHARED_AXIS) for axis in shared]
     names = set(mesh.axis_names) - set(mesh.manual_axes)
 
-    def gather_and_run(*arguments: jax.Array) -> Any:
+    def gather_and_run(*arguments: jax.Array) -> object:
         parts = zip(arguments[len(arrays) :], shared, strict=True)
         whole = [part if axis is None else gather_matrix(part, axis) for part, axis in parts]
         return function(*arguments[: len(arrays)], *whole)

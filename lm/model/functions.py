@@ -60,7 +60,7 @@ class ModelFunctions:
         _, params, buffers = split(build(self.config, seed, self.dtype))
         return {'params': params, 'buffers': buffers}
 
-    def merge(self, weights: Mapping[str, Any]) -> Transformer:
+    def merge(self, weights: Mapping[str, object]) -> Transformer:
         """Returns the model with these weights."""
         return nnx.merge(self.graph, weights['params'], weights['buffers'])
 
@@ -74,7 +74,7 @@ class ModelFunctions:
         periods = [attention.redraw_every for attention in self.config.stacks]
         return tuple(i for i, every in enumerate(periods) if every and steps_done and steps_done % every == 0)
 
-    def redraw(self, weights: Mapping[str, Any], which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
+    def redraw(self, weights: Mapping[str, object], which: tuple[int, ...], seed: int, steps_done: jax.Array) -> Any:
         """Returns the buffers with new projections of the stacks `which`: a function of (seed, steps_done)."""
         model = self.merge(weights)
         model.redraw(which, jax.random.fold_in(make_seed_key(seed), steps_done))
@@ -101,7 +101,7 @@ class ModelFunctions:
 
     def score_targets(
         self,
-        weights: Mapping[str, Any],
+        weights: Mapping[str, object],
         tokens_BxL: jax.Array,
         targets_BxL: jax.Array,
         documents: Documents | None = None,
@@ -123,7 +123,7 @@ class ModelFunctions:
 
 def over_windows(
     function: Callable,
-    models: Sequence[tuple[ModelFunctions, Mapping[str, Any]]],
+    models: Sequence[tuple[ModelFunctions, Mapping[str, object]]],
     documents: Documents | None,
     *arrays_BxL: jax.Array,
 ) -> Any:
@@ -155,12 +155,12 @@ def split(model: Transformer) -> tuple[Any, dict, dict]:
     return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
 
 
-def select_weights(state: Mapping[str, Any]) -> Weights:
+def select_weights(state: Mapping[str, object]) -> Weights:
     """Returns the weights in a training state."""
     return {name: state[name] for name in ('params', 'buffers')}
 
 
-def select_final(state: Mapping[str, Any]) -> Weights:
+def select_final(state: Mapping[str, object]) -> Weights:
     """Returns the weights in a training state that the run is judged by: the mean of the last ones, if there is
     one."""
     return {'params': state.get(AVERAGE, state['params']), 'buffers': state['buffers']}

@@ -178,7 +178,7 @@ def find_same_layers(teacher: ModelFunctions, student: ModelFunctions) -> set[in
 def copy_layers(
     teacher: ModelFunctions,
     student: ModelFunctions,
-    theirs: Mapping[str, Any],
+    theirs: Mapping[str, object],
     ours: dict,
     same_mechanism: bool = False,
     kind: str = 'params',

@@ -36,7 +36,7 @@ def make_measures(config: ModelConfig) -> dict[str, jax.Array]:
     return {LOAD: jnp.zeros(size), SCORE: jnp.zeros(size)} if size else {}
 
 
-def read_measures(config: ModelConfig, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def read_measures(config: ModelConfig, metrics: Mapping[str, object]) -> dict[str, Any]:
     """Returns what the metrics of a step say about the routers, for metrics.jsonl; empty without routers.
 
     The balance loss is Σ_e f_e P_e over all tokens of the step, without its coefficient, as a mean over the layers: 1

@@ -216,18 +216,20 @@ class Transformer(nnx.Module):
 
         return [stacked(blocks) for blocks in self.blocks]
 
-    def decode_step(self, state: list[Any], tokens_BxT: jax.Array, position: jax.Array) -> tuple[list[Any], jax.Array]:
+    def decode_step(
+        self, state: list[object], tokens_BxT: jax.Array, position: jax.Array
+    ) -> tuple[list[Any], jax.Array]:
         """Appends T tokens, the first one at `position`; returns the state and the logits [B, T, V]."""
         state, x_BxTxD = self.extend(state, tokens_BxT, position + jnp.arange(tokens_BxT.shape[1]))
         return state, self.logits(x_BxTxD)
 
     def extend(
         self,
-        state: list[Any],
+        state: list[object],
         tokens_BxT: jax.Array,
         positions: jax.Array,
         starts_BxT: jax.Array | None = None,
-    ) -> tuple[list[Any], jax.Array]:
+    ) -> tuple[list[object], jax.Array]:
         """Appends T tokens; returns the state and the normalised outputs of the last layer, [B, T, D].
 
         Args:
@@ -247,11 +249,11 @@ class Transformer(nnx.Module):
     def _extend_layers(
         self,
         part: slice,
-        state: list[Any],
+        state: list[object],
         x_BxTxD: jax.Array,
         rotations: Sequence[Rotation | None],
         starts_BxT: jax.Array | None,
-    ) -> tuple[jax.Array, list[Any]]:
+    ) -> tuple[jax.Array, list[object]]:
         """Computes the layers of some stacks like `_compute_layers`; also returns their state."""
         applies, params = zip(*map(take_apart, self.blocks[part]), strict=True)
 
@@ -358,7 +360,7 @@ def separate_layers(model: Transformer) -> Transformer:
     return nnx.merge(graph, weights | {'blocks': dict(enumerate(_take_layers(model.config, blocks, _view)))})
 
 
-def separate_state(config: ModelConfig, state: Sequence[Any]) -> list[Any]:
+def separate_state(config: ModelConfig, state: Sequence[object]) -> list[Any]:
     """Returns the decoding state of a model as `separate_layers` has it."""
     return _take_layers(config, state, lambda leaf, place: leaf[place : place + 1])
 

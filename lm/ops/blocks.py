@@ -41,7 +41,7 @@ def put(x: jax.Array, part: jax.Array, at: jax.Array | int, axis: int) -> jax.Ar
     return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, at, axis)
 
 
-def call_in_branch(at: jax.Array | int, function: Callable, *slices: Any) -> Any:
+def call_in_branch(at: jax.Array | int, function: Callable, *slices: object) -> Any:
     """Returns function(*slices), in a branch of its own, for slices that a loop cuts at `at` (0 or more).
 
     XLA's CPU backend would cut the slices again in each loop that reads them. It does not vectorize a loop that cuts a

@@ -17,7 +17,7 @@ CPU_VECTORS = 1024
 
 
 def map_together(
-    function: Callable[[Any, jax.Array], jax.Array], parameters: Any, xs_BxLxNxGxM: tuple[jax.Array, ...]
+    function: Callable[[Any, jax.Array], jax.Array], parameters: object, xs_BxLxNxGxM: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
     """Computes function(parameters, x) of each array, side by side along G, some tokens at a time."""
 
@@ -42,7 +42,7 @@ def _chunk(x_BxLxNxGxM: jax.Array) -> int:
 
 
 def map_chunks(
-    function: Callable[[Any, jax.Array], jax.Array], parameters: Any, x_BxLxNxGxM: jax.Array, chunk: int
+    function: Callable[[Any, jax.Array], jax.Array], parameters: object, x_BxLxNxGxM: jax.Array, chunk: int
 ) -> jax.Array:
     """Computes function(parameters, x), `chunk` tokens at a time if there are more.
 

@@ -7,7 +7,7 @@ part.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec
 from lm.ops.errors import OperationError
 from lm.ops.platform import SEQUENCE_AXIS as AXIS
 from lm.ops.platform import per_device, sequence_shards, uneven_batch
+
+Tree = TypeVar('Tree')
 
 
 def over_tokens(function: Callable, token_axes: tuple[int | None, ...]) -> Callable:
@@ -99,7 +101,7 @@ def _exchanged(x: jax.Array, back: bool) -> jax.Array:
     return jnp.concatenate(moved, axis=1)
 
 
-def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
+def carried(part: Tree, compose: Callable[[Tree, Tree], Tree]) -> Tree:
     """Composes the arrays of all parts before this one, in order.
 
     Args:
@@ -114,6 +116,6 @@ def carried(part: Any, compose: Callable[[Any, Any], Any]) -> Any:
     return total
 
 
-def _from(distance: int, x: Any) -> Any:
+def _from(distance: int, x: Tree) -> Tree:
     """Returns x of the part so many places before; zeros where there is none."""
     return lax.ppermute(x, AXIS, [(i, i + distance) for i in range(sequence_shards() - distance)])

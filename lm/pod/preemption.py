@@ -71,16 +71,16 @@ class Preemption:
                 log.warning('told to stop (%s)%s: saving', name, '' if step is None else f' at step {step}')
         return self._stop
 
-    def _notice(self, signum: int, frame: Any) -> None:
+    def _notice(self, signum: int, frame: object) -> None:
         self._flag = signal.Signals(signum)
 
-    def _interrupt(self, signum: int, frame: Any) -> None:
+    def _interrupt(self, signum: int, frame: object) -> None:
         """Handles the first Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(2, b'\nstopping after this step, which is saved; Ctrl-C again stops at once\n')
         self._pass_on(signum, frame)
 
-    def _pass_on(self, signum: int, frame: Any) -> None:
+    def _pass_on(self, signum: int, frame: object) -> None:
         self._notice(signum, frame)
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)  # jax.distributed tells the others

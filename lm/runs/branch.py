@@ -7,14 +7,13 @@ begins with the other run's lines up to step N, so that curves are whole.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import list_last
 from lm.errors import AbsentError, ConfigError, MismatchError, writing
-from lm.files import write_atomically
+from lm.files import JsonObject, write_atomically
 from lm.runs.base import check_start
 from lm.runs.config_diff import compare_texts
 from lm.runs.info import check_not_imported, read_raw
@@ -45,7 +44,7 @@ class Branch:
         tokenizer = {name: value for name, value in fingerprints.items() if name == 'tokenizer'}
         return Checkpointer(self.parent.checkpoints, fingerprints=tokenizer)
 
-    def record(self, text: str) -> dict[str, Any]:
+    def record(self, text: str) -> JsonObject:
         """Describes the branch for run.json; `text` is its configuration."""
         changed = compare_texts(self._config(), text)
         return {'from': str(self.parent.path), 'step': self.step, 'changed': [list(change) for change in changed]}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+from lm.files import JsonObject
 from lm.text import format_duration
 
 T = TypeVar('T')
@@ -116,7 +117,7 @@ class Goodput:
             self.seconds['lost'] += lost
             self._before['step'] -= lost  # they are not of this process
 
-    def record(self, finished: bool = False) -> dict[str, Any]:
+    def record(self, finished: bool = False) -> JsonObject:
         """Returns the ledger at this moment as JSON; `finished` is True after the last step."""
         self._charge()
         self._recorded = self._last
@@ -136,7 +137,7 @@ class Goodput:
         self._last = now
 
 
-def parse_ledger(record: Any) -> dict[str, Any] | None:
+def parse_ledger(record: Any) -> JsonObject | None:
     """Returns a ledger that `Goodput.record` made; None for anything else that run.json may hold."""
     try:
         seconds = {account: float(value) for account, value in record['seconds'].items()}

@@ -10,7 +10,7 @@ from etils import epath
 from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.config.names import may_change
 from lm.errors import ConfigError, MismatchError
-from lm.files import is_remote
+from lm.files import JsonObject, is_remote
 from lm.runs.config_diff import Change, compare_bindings, is_permitted, parse_bindings
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.metrics_file import read_records
@@ -32,7 +32,7 @@ class Contents:
     """
 
     resumed: bool
-    info: dict[str, Any]
+    info: JsonObject
     logged: int
     notes: list[str]
 

@@ -22,7 +22,7 @@ from etils import epath
 
 import lm
 from lm.errors import ConfigError, LmError
-from lm.files import GONE, parse_json, reaching, read_bytes
+from lm.files import GONE, JsonObject, parse_json, reaching, read_bytes
 from lm.secrets import redact
 from lm.text import make_all_visible
 
@@ -51,7 +51,7 @@ MOST_STARTS = 100
 """The most starts that run.json lists: it is written anew with each save."""
 
 
-def read_info(path: epath.Path) -> dict[str, Any]:
+def read_info(path: epath.Path) -> JsonObject:
     """Returns run.json with the newest start's figures (versions, devices, …) on the top level.
 
     `resumed` holds the times of all starts after the first one. Files of older versions, without `starts`, have had
@@ -66,7 +66,7 @@ def read_info(path: epath.Path) -> dict[str, Any]:
     return {**newest, 'resumed': [str(start.get('when')) for start in starts[1:]], **info}
 
 
-def read_raw(path: epath.Path) -> dict[str, Any]:
+def read_raw(path: epath.Path) -> JsonObject:
     """run.json as it is; {} where it is missing or damaged. Raises LmError where the storage does not give it: that
     must not look like a new run."""
     try:
@@ -109,7 +109,7 @@ def make_info(
     first_step: int,
     facts: Mapping[str, Any],
     rewind: tuple[int, Iterable[tuple[str, str | None, str | None]]] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Makes the contents of run.json for a run that has started again.
 
     Args:
@@ -172,12 +172,12 @@ def starts_left_out(info: Mapping[str, Any]) -> int:
     return number if type(number) is int else 0
 
 
-def to_text(info: Mapping[str, Any]) -> str:
+def to_text(info: Mapping[str, object]) -> str:
     """Formats run.json."""
     return json.dumps(info, indent=2) + '\n'
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> JsonObject:
     """Returns versions, git commit, command and its folder, and devices, for run.json."""
     return {
         'command': shlex.join(map(redact, sys.argv)),
@@ -216,7 +216,7 @@ def git_commit() -> str | None:
         return None
 
 
-def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
+def check_not_imported(info: Mapping[str, object], flag: str, path: object) -> None:
     """Raises ConfigError where `lm import` has made the run, which then has no optimizer state. `flag` names its
     `path`."""
     if 'imported' in info:
@@ -226,7 +226,7 @@ def check_not_imported(info: Mapping[str, Any], flag: str, path: Any) -> None:
         )
 
 
-def write_start_from(path: Any) -> str:
+def write_start_from(path: object) -> str:
     """Returns the command that trains from the import in `path`, without the data."""
     command = ['lm', 'train', '--run_dir', 'NEW', '--gin_file', f'{path}/model.gin', '--set', f'train.init_from={path}']
     return shlex.join(command)

@@ -22,7 +22,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from lm.errors import writing
-from lm.files import is_remote, parse_json, read_bytes, write_atomically
+from lm.files import JsonObject, is_remote, parse_json, read_bytes, write_atomically
 from lm.trackers.base import Trackers
 
 REMOTE_SECONDS = 60.0
@@ -99,11 +99,11 @@ class MetricsFile:
         """Returns whether the file has an evaluation of `step`, which is `resume_at` or later."""
         return step in self._evaluated
 
-    def seal(self) -> dict[str, Any]:
+    def seal(self) -> JsonObject:
         """Returns the entries of a checkpoint that tell later whether the lines of the file are the same."""
         return {'metrics_lines': self.count, 'metrics_sha256': self._sha256.hexdigest()}
 
-    def warn_of_change(self, step: int, saved: Mapping[str, Any]) -> None:
+    def warn_of_change(self, step: int, saved: Mapping[str, object]) -> None:
         """Warns if lines are gone or changed since the checkpoint of `step` sealed them in the entries `saved`."""
         change = find_change([line.encode() for line in self._begun_with], {step: saved})
         if self._leader and change:
@@ -213,12 +213,12 @@ def read_lines(path: epath.Path) -> Iterator[bytes]:
         yield from file
 
 
-def read_records(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_records(path: epath.Path) -> Iterator[tuple[bytes, JsonObject | None]]:
     """Yields each line with its record: an object with a `kind` and a `step`; None for any other line."""
     return ((line, _parse(line)) for line in read_lines(path))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> JsonObject | None:
     try:
         record = parse_json(line.decode())
         valid = isinstance(record['kind'], str) and type(record['step']) is int and record['step'] >= 0

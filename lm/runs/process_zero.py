@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +53,7 @@ def check_all(problem: str | None) -> None:
         raise ConfigError(f'process {refused.argmax()} of {refused.size} cannot take part: see its message')
 
 
-def check_same(facts: Mapping[str, Any]) -> None:
+def check_same(facts: Mapping[str, object]) -> None:
     """Raises ConfigError in all processes unless each has the same facts, by name, as process 0: others would be
     trained to the end in silence, by steps that are not the same."""
     if _is_alone():

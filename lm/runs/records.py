@@ -22,7 +22,7 @@ from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.config.names import is_omitted
 from lm.config.text import format_value
 from lm.errors import ConfigError, LmError
-from lm.files import is_remote, open_path, parse_json, read_bytes
+from lm.files import JsonObject, is_remote, open_path, parse_json, read_bytes
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.info import read_info
@@ -60,10 +60,10 @@ class Run:
 
     directory: RunDir
     config: dict[str, str]
-    info: dict[str, Any]
-    train: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
+    info: JsonObject
+    train: list[JsonObject]
+    evals: list[JsonObject]
+    evaluations: list[JsonObject]
 
     @classmethod
     def read(cls, path: epath.PathLike) -> 'Run':
@@ -90,7 +90,7 @@ class Run:
     @functools.cached_property
     def changed_metrics(self) -> str | None:
         """The lines of metrics.jsonl that are not what the checkpoints sealed, in words; None: all are as they were."""
-        seals: dict[int, dict[str, Any]] = {}
+        seals: dict[int, JsonObject] = {}
         for step in [] if self.imported else find_committed_steps(self.directory.checkpoints):
             with contextlib.suppress(Damaged, LmError):  # lm inspect tells of those
                 seals[step] = Snapshot(self.directory.checkpoints, step).record()['metadata']
@@ -171,12 +171,12 @@ class Run:
         return low, high
 
     @property
-    def goodput(self) -> dict[str, Any] | None:
+    def goodput(self) -> JsonObject | None:
         """The ledger of its wall clock (`lm.runs.goodput`)."""
         return parse_ledger(self.info.get('goodput'))
 
     @property
-    def last_evaluation(self) -> dict[str, Any] | None:
+    def last_evaluation(self) -> JsonObject | None:
         """The periodic evaluation of the newest step."""
         return self.evals[-1] if self.evals else None
 
@@ -255,13 +255,13 @@ def read_json(path: epath.Path) -> Any:
         return None
 
 
-def read_jsonl(path: epath.Path) -> list[dict[str, Any]]:
+def read_jsonl(path: epath.Path) -> list[JsonObject]:
     """Reads the whole records of metrics.jsonl. A line that is being written, or was cut off, is left out."""
     records = (_restore_numbers(record) for _, record in read_records(path) if record)
     return [record for record in records if _is_whole(record)]
 
 
-def _is_whole(record: dict[str, Any]) -> bool:
+def _is_whole(record: JsonObject) -> bool:
     """Returns whether a record has the numbers that its readers need."""
     kind = record.get('kind')
     needed = NEEDED.get(kind, ()) if isinstance(kind, str) else ()
@@ -278,7 +278,7 @@ def to_json(value: object) -> str:
     return json.dumps(to_plain(value), indent=2)
 
 
-def _restore_numbers(value: Any) -> Any:
+def _restore_numbers(value: object) -> Any:
     """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes, and makes control characters visible."""
     if isinstance(value, dict):
         return {_make_key(k): _restore_numbers(v) for k, v in value.items()}

@@ -13,7 +13,6 @@ It holds these files and folders:
 import datetime
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from etils import epath
@@ -21,7 +20,7 @@ from etils import epath
 from lm.checkpoint.snapshot import find_committed_steps
 from lm.config.text import dump
 from lm.errors import LmError, writing
-from lm.files import is_remote, write_atomically
+from lm.files import JsonObject, is_remote, write_atomically
 from lm.runs.config_diff import compare_texts, parse_bindings
 from lm.runs.goodput import parse_ledger
 from lm.runs.identity import check_identity
@@ -46,7 +45,7 @@ class RunDir(RunPaths):
     def create_or_resume(
         self,
         experiment: object,
-        info: Mapping[str, Any],
+        info: Mapping[str, object],
         first_step: int = 0,
         rewound: bool = False,
     ) -> bool:
@@ -119,11 +118,11 @@ class RunDir(RunPaths):
         """Notes in run.json that the checkpoint of `step` is complete. A failure is only a warning."""
         self._note({'saved_step': step})
 
-    def record_facts(self, facts: Mapping[str, Any]) -> None:
+    def record_facts(self, facts: Mapping[str, object]) -> None:
         """Puts facts about the run into run.json. A failure is only a warning."""
         self._note(facts)
 
-    def record_difference(self, record: Mapping[str, Any]) -> None:
+    def record_difference(self, record: Mapping[str, object]) -> None:
         """Adds a difference between chips (`lm.pod.votes`) to run.json. A failure is only a warning."""
         try:
             before = read_raw(self.info).get('differences')
@@ -133,11 +132,11 @@ class RunDir(RunPaths):
         kept = before[-MOST_DIFFERENCES:] if isinstance(before, list) else []
         self._note({'differences': [*kept, {'when': now, **record}]})
 
-    def read_goodput(self) -> dict[str, Any] | None:
+    def read_goodput(self) -> JsonObject | None:
         """Returns the ledger of earlier starts (`lm.runs.goodput`); None where there is none."""
         return parse_ledger(read_raw(self.info).get('goodput'))
 
-    def write_goodput(self, record: Mapping[str, Any]) -> None:
+    def write_goodput(self, record: Mapping[str, object]) -> None:
         """Puts the ledger into run.json. A failure is only a warning."""
         self._note({'goodput': record})
 
@@ -170,7 +169,7 @@ class RunDir(RunPaths):
         facts = RunFacts(self.path.name, self.path, parse_bindings(text), start, rewinds)
         return Trackers(trackers, facts, enabled)
 
-    def _note(self, what: Mapping[str, Any]) -> None:
+    def _note(self, what: Mapping[str, object]) -> None:
         if jax.process_index() == 0:
             try:
                 if info := read_raw(self.info):
@@ -178,7 +177,7 @@ class RunDir(RunPaths):
             except (OSError, LmError) as error:
                 log.warning('%s could not be written: %s', self.info, error)
 
-    def _create_or_resume(self, text: str, info: Mapping[str, Any], first_step: int, rewound: bool) -> bool:
+    def _create_or_resume(self, text: str, info: Mapping[str, object], first_step: int, rewound: bool) -> bool:
         found = check_identity(self, text, rewound)
         for note in found.notes:
             log.warning('%s', note)

@@ -9,6 +9,7 @@ from typing import Any
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.finite import refuse_not_finite
 from lm.errors import AbsentError
+from lm.files import JsonObject
 from lm.parameters import AVERAGE
 from lm.runs.run_dir import RunDir
 
@@ -35,7 +36,7 @@ class SavedWeights:
         sums = ''.join(f'{name} {leaf["checksum"]}\n' for name, leaf in sorted(leaves.items()))
         return hashlib.sha256(sums.encode()).hexdigest()
 
-    def read(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, abstract: Mapping[str, Any]) -> JsonObject:
         """Reads the weights; `abstract` has their shapes, types and shardings.
 
         Raises MismatchError if the checkpoint was trained with another tokenizer, does not fit the model, or is not
@@ -61,7 +62,7 @@ class SavedWeights:
         return step
 
     @functools.cached_property
-    def _record(self) -> dict[str, Any]:
+    def _record(self) -> JsonObject:
         with self._open() as saved:
             return saved.read_record(self._chosen)
 

@@ -45,21 +45,6 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a session goes on from.
-
-    Attributes:
-        branch: a checkpoint of another run; None: the run's own.
-        rewind_to: the step that the run goes back to; None: the newest.
-        directory: the run with the checkpoint, for messages.
-    """
-
-    branch: Branch | None
-    rewind_to: int | None
-    directory: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Start:
     """The state with which a session begins, after `step` steps.
 
@@ -102,8 +87,11 @@ def settle_texts(experiment: Experiment, run: RunDir, branch_from: str | None = 
     return settle_begin(experiment)
 
 
-def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
+def find_origin(run: RunDir, request: Request, plan: RunPlan) -> tuple[Branch | None, int | None]:
     """Finds the checkpoint to go on from, and writes nothing. All processes call it together.
+
+    Returns the checkpoint of another run (None: the run's own), and the step that the run goes back to (None: the
+    newest).
 
     Raises ConfigError or MismatchError if the run, or the run that it branches from, cannot go on as planned.
     """
@@ -118,7 +106,7 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> Origin:
     if branch:
         branch.check(plan.text, plan.experiment.train.steps)
     run.check_unchanged(plan.text, rewind_to is not None)
-    return Origin(branch, rewind_to, str(branch.parent.path) if branch else request.run_dir)
+    return branch, rewind_to
 
 
 def read_teacher(plan: RunPlan, mesh: Mesh) -> Weights | None:
@@ -144,7 +132,7 @@ def restore_or_init(
     plan: RunPlan,
     abstract: State,
     source: Checkpointer,
-    origin: Origin,
+    at: int | None,
     goodput: Goodput,
     teacher: Weights | None = None,
 ) -> Start:
@@ -154,13 +142,13 @@ def restore_or_init(
         plan: the plan of the run.
         abstract: the sharding of each array of the state.
         source: the checkpoints to restore from.
-        origin: the checkpoint to go on from.
+        at: the step of the checkpoint to go on from; None: the newest.
         goodput: takes the seconds.
         teacher: the weights of the teacher: a new student starts from them unless `train.init_from` names others.
     """
     is_new = source.latest_step() is None
     with goodput.charge('initialize' if is_new else 'restore'):
-        restored = source.restore(abstract, origin.branch.step if origin.branch else origin.rewind_to)
+        restored = source.restore(abstract, at)
         if restored:
             state, step, saved = restored
             windows = plan.windows.resume(step, saved.get('skipped_batches'))
@@ -217,22 +205,22 @@ def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights |
     return made, f'{line}; these not: {", ".join(left)}' if left else line
 
 
-def write_start(run: RunDir, plan: RunPlan, origin: Origin, start: Start) -> None:
+def write_start(run: RunDir, plan: RunPlan, branch: Branch | None, start: Start, rewinds: bool) -> None:
     """Writes config.gin and run.json; for a branch, also the metrics of its parent up to the step."""
     facts: dict[str, Any] = {'parameters': plan.parameters, **plan.fingerprints}
-    if origin.branch:
-        facts['branch'] = origin.branch.record(plan.text)
+    if branch:
+        facts['branch'] = branch.record(plan.text)
     if start.is_from_memory:
         facts['saved_step'] = start.stored
     store, name, tokenizer = plan.store, '', None
     if not isinstance(store, TaskStore):
         name, tokenizer = store.read_tokenizer_file()
         facts['end_id'] = store.info['tokenizer'].get('eod_id')
-    run.create_or_resume(plan.text, facts, start.step, origin.rewind_to is not None)
+    run.create_or_resume(plan.text, facts, start.step, rewinds)
     if tokenizer is not None:  # a copy of the run can write text without the data
         run.keep_file(name, tokenizer)
-    if origin.branch:
-        origin.branch.copy_metrics()
-    parents = [origin.branch.parent.path] if origin.branch else map(open_path, plan.origins)
+    if branch:
+        branch.copy_metrics()
+    parents = [branch.parent.path] if branch else map(open_path, plan.origins)
     for source in parents if jax.process_index() == 0 else ():
         take_over(source, run.path)

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -29,12 +28,12 @@ from lm.pod.job import JobAddress, initialize_distributed, meet
 from lm.pod.mesh import batch_sharding
 from lm.pod.preemption import Preemption
 from lm.pod.watchdog import Watchdog
+from lm.runs.branch import Branch
 from lm.runs.goodput import Goodput, read_process_start
 from lm.runs.lock import RunLock
 from lm.runs.metrics_file import find_change, read_lines
 from lm.runs.run_dir import RunDir
 from lm.session.start import (
-    Origin,
     Request,
     Start,
     cast_teacher,
@@ -121,8 +120,8 @@ def open_session(
         find_fault = functools.partial(find_fault_of_kept, run, experiment.train.steps)
         memory = SharedMemory(run.path, run.read_id(), find_fault) if experiment.checkpoint.memory_every else None
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept, memory))
-        origin = find_origin(run, request, plan)
-        source = stack.enter_context(origin.branch.checkpointer(kept[0])) if origin.branch else checkpointer
+        branch, rewind_to = find_origin(run, request, plan)
+        source = stack.enter_context(branch.checkpointer(kept[0])) if branch else checkpointer
         if source.latest_step() is None:
             plan.check_initial()
 
@@ -130,7 +129,7 @@ def open_session(
         compilation = compile_in_background(plan.program, mesh)
         with goodput.charge('restore'):
             teacher = read_teacher(plan, mesh)
-        start = restore_or_init(plan, abstract, source, origin, goodput, teacher)
+        start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, teacher)
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
         with goodput.charge('compile'):
@@ -144,15 +143,15 @@ def open_session(
         reader = choose_reader(experiment.train, plan.store)
         batches = Batches(reader, plan.split, start.windows, experiment.train.microbatches, sharding)
 
-        if origin.rewind_to is not None:
+        if rewind_to is not None:
             checkpointer.rewind(start.step)
-        write_start(run, plan, origin, start)
+        write_start(run, plan, branch, start, rewind_to is not None)
         if memory:
             memory.run = run.read_id()
         else:  # a later session must not find states from before this one
             SharedMemory(run.path, '').delete()
         programs.publish()
-        records = stack.enter_context(open_records(run, plan, origin, start, mesh.size, lock))
+        records = stack.enter_context(open_records(run, plan, start, branch, mesh.size, lock))
         profiled = experiment.train.profile if jax.process_index() == 0 else None
         profiler = stack.enter_context(Profiler(profiled, run.path / 'profile'))
         stack.callback(watchdog.begin, 'end')
@@ -166,11 +165,11 @@ def open_session(
             start=start.step,
             kept=(start.saved or {}).get('kept_numbers', 0),
             # The last step must be in the directory in the end.
-            is_save_due=bool(origin.branch) or (start.is_from_memory and start.step == experiment.train.steps),
+            is_save_due=bool(branch) or (start.is_from_memory and start.step == experiment.train.steps),
         )
 
 
-def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str, Any]) -> str | None:
+def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str, object]) -> str | None:
     """Says why a state in memory is none that a run of so many steps has kept; None: it may be one.
 
     Before a state is kept, metrics.jsonl is sealed and on the disk. So a state of this run never seals other lines.
@@ -185,9 +184,9 @@ def find_fault_of_kept(run: RunDir, steps: int, step: int, metadata: Mapping[str
 
 @contextlib.contextmanager
 def open_records(
-    run: RunDir, plan: RunPlan, origin: Origin, start: Start, devices: int, lock: RunLock
+    run: RunDir, plan: RunPlan, start: Start, branch: Branch | None, devices: int, lock: RunLock
 ) -> Iterator[Records]:
-    """Opens metrics.jsonl and the trackers of a run that goes on from `start`."""
+    """Opens metrics.jsonl and the trackers of a run that goes on from `start`; `branch` has it from another run."""
     config, leads = plan.experiment.train, jax.process_index() == 0
     progress = Progress(config.steps, enabled=leads)
     peak, seconds = peak_flops(jax.devices()[0].device_kind), 0.0
@@ -198,7 +197,7 @@ def open_records(
         if start.saved is not None:
             seconds = start.saved.get('seconds', 0.0)
             metrics_file.warn_of_change(start.step, start.saved)
-            place = 'the memory of the hosts' if start.is_from_memory else origin.directory
+            place = 'the memory of the hosts' if start.is_from_memory else branch.parent.path if branch else run.path
             progress.note(f'resumed from step {start.step} of {place}')
         yield Records(
             run=run,

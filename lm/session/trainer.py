@@ -291,7 +291,7 @@ class Trainer:
         with self.pause('checkpoint'):
             self.checkpointer.keep(step, self.state, metadata)
 
-    def prepare_save(self, step: int) -> dict[str, Any]:
+    def prepare_save(self, step: int) -> dict[str, object]:
         """Makes all metrics permanent, compares the copies of the state, and returns the metadata of a checkpoint."""
         self.services.lock.check()
         self.records.metrics_file.flush()
@@ -340,7 +340,7 @@ class Trainer:
         with self.services.goodput.charge(account), self.services.watchdog.watch(account):
             yield
 
-    def record_goodput(self, finished: bool = False) -> dict[str, Any]:
+    def record_goodput(self, finished: bool = False) -> dict[str, object]:
         """Writes the ledger to run.json and returns it."""
         record = self.services.goodput.record(finished)
         if jax.process_index() == 0:

@@ -19,6 +19,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.finite import refuse_not_finite
 from lm.experiment import Experiment
+from lm.files import JsonObject
 from lm.inference.loaded_run import LoadedRun, load_run
 from lm.runs.records import to_json
 
@@ -128,7 +129,7 @@ def name_tokens(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
     return [tokenizer.piece(int(index)) for index in ids]
 
 
-def print_heads(measured: Sequence[dict[str, Any]]) -> None:
+def print_heads(measured: Sequence[JsonObject]) -> None:
     """Prints where each head looks."""
     table = Table(title='shares of the weights, and their mean distance in tokens', title_justify='left')
     names = ('own token', 'neighbours', 'first token', 'distance', 'negative', 'sum of a query')

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from lm.config.configurable import REGISTRY, Configurable, find_classes, list_annotations, list_fields
 from lm.config.project import project_root
@@ -154,5 +153,5 @@ def _wrap(title: str, names: Sequence[str]) -> str:
     return textwrap.fill(f'{title}: {", ".join(names)}', WIDTH, subsequent_indent='  ')
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     return format_value(replace_nodes(value, lambda v: Reference('', v.gin_name) if hasattr(v, 'gin_name') else v))

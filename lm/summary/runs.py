@@ -3,7 +3,6 @@
 import datetime
 import re
 import time
-from typing import Any
 
 from etils import epath
 
@@ -11,6 +10,7 @@ from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.errors import ConfigError, MismatchError
 from lm.experiment import load
+from lm.files import JsonObject
 from lm.model.functions import count_parameters
 from lm.runs.metrics_file import find_change, read_lines
 from lm.runs.paths import read_text
@@ -20,7 +20,7 @@ DELETION_SECONDS = 1.0
 """The wait before a step that looked damaged is read again; it counts as damaged if it still exists."""
 
 
-def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool = False) -> dict[str, Any]:
+def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool = False) -> JsonObject:
     """Returns the configuration, the progress and the checkpoints of the run in `path`.
 
     Args:
@@ -68,7 +68,7 @@ def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
     return steps, [name for name in names if name not in set(map(str, steps))]
 
 
-def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | None:
+def inspect_checkpoint(run: Run, step: int, verify: bool) -> JsonObject | None:
     """Returns step, size, time, health, and the loss of its evaluation; None: a continuing run has deleted it
     meanwhile."""
     try:
@@ -81,7 +81,7 @@ def inspect_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any] | No
     return found if Snapshot(run.directory.checkpoints, step).is_committed() else None
 
 
-def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, Any]:
+def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, object]:
     path = run.directory.checkpoints / str(step)
     snapshot = Snapshot(run.directory.checkpoints, step)
     health, sound, record = 'complete', True, {}

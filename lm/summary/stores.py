@@ -1,12 +1,11 @@
 """The contents of a token store."""
 
-from typing import Any
-
 from lm.data.store import TokenStore
 from lm.errors import MismatchError
+from lm.files import JsonObject
 
 
-def inspect_store(path: str, verify: bool = False) -> dict[str, Any]:
+def inspect_store(path: str, verify: bool = False) -> JsonObject:
     """Returns the source and the size of the token store in `path`."""
     store = TokenStore.open(path)
     damage, splits = [], {}

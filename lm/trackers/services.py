@@ -4,7 +4,6 @@ import hashlib
 import importlib
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from lm.config.configurable import configurable, field
 from lm.trackers.base import RunFacts, Tracker, TrackerWriter
@@ -46,7 +45,7 @@ def _name(run: RunFacts) -> str:
 class _Service(TrackerWriter):
     """A module with `init`, `log` and `finish`."""
 
-    def __init__(self, module: str, **options: Any):
+    def __init__(self, module: str, **options: object):
         self._module = importlib.import_module(module)
         if not hasattr(self._module, 'init'):  # a folder of that name, which earlier runs have left here
             raise ImportError(f'{module} is not installed', name=module)

@@ -82,7 +82,7 @@ class OptimizerConfig(Configurable):
         )
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
-    def choose_frozen(self, declared: Declared) -> Any:
+    def choose_frozen(self, declared: Declared) -> object:
         """Returns True for each parameter that `frozen` names, a nested dict like `declared`."""
         return jax.tree.map(lambda declaration: declaration.part in self.frozen, declared)
 
@@ -147,7 +147,7 @@ class OptimizerConfig(Configurable):
             return self.head_rate if declaration.output else 1.0
         return self.gain_rate
 
-    def average(self, mean: Any, params: Any, updates: jax.Array) -> Any:
+    def average(self, mean: object, params: object, updates: jax.Array) -> Any:
         """Returns the running mean of the parameters after one more update.
 
         mean ← mean + (params − mean) / min(average_steps, 1 + updates / 10). So early means cover the last tenth of
@@ -162,7 +162,7 @@ class OptimizerConfig(Configurable):
         return jax.tree.map(lambda mean, new: mean + (new - mean) * share, mean, params)
 
 
-def _decay(rates: Any, is_cautious: bool) -> optax.GradientTransformation:
+def _decay(rates: object, is_cautious: bool) -> optax.GradientTransformation:
     """Returns the transformation that adds the weights times their `rates`, a tree like them.
 
     A cautious one does so where direction and weight have one sign. The optimizer subtracts the result: elsewhere the

@@ -53,7 +53,7 @@ class StepProgram:
         return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract))()
 
 
-def get_shardings(abstract: Any) -> Any:
+def get_shardings(abstract: object) -> Any:
     """Returns the sharding of each array, in the structure of `abstract`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 

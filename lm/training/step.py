@@ -177,7 +177,7 @@ class TrainStep:
         arrays = tokens_BxL, targets_BxL, share_BxL
         return self.functions.weighted_loss(weights, *arrays, self.documents, self.z_loss)
 
-    def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str | None]:
+    def read_measures(self, metrics: Mapping[str, object]) -> tuple[dict[str, float], str | None]:
         """Returns what the metrics of a step say about routers, or else about student and teacher, for metrics.jsonl
         and the progress."""
         if self.teaching:
@@ -302,7 +302,7 @@ class TrainStep:
         return objective
 
     def _gradients(
-        self, params: Any, buffers: Any, *windows: jax.Array, teacher: Weights | None = None
+        self, params: object, buffers: object, *windows: jax.Array, teacher: Weights | None = None
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """Returns (loss in nats without z-loss, gradients with it, other metrics).
 
@@ -361,14 +361,14 @@ def _stop_gradients(x: jax.Array, frozen: bool) -> jax.Array:
     return jax.lax.stop_gradient(x) if frozen else x
 
 
-def _count_lost(params: Any) -> tuple[jax.Array, jax.Array]:
+def _count_lost(params: object) -> tuple[jax.Array, jax.Array]:
     """Returns (the numbers of each array that are not finite, float32 [arrays]; whether all numbers of it are)."""
     leaves = jax.tree.leaves(params)
     lost_P = jnp.stack([(~jnp.isfinite(x)).sum(dtype=jnp.uint32) for x in leaves])
     return lost_P.astype(jnp.float32), lost_P == np.array([x.size for x in leaves], np.uint32)
 
 
-def _checked(loss: Any, squares: Any, norm: Any, rate: Any) -> dict[str, Any]:
+def _checked(loss: object, squares: object, norm: object, rate: object) -> dict[str, Any]:
     """Returns name → the value that must be finite in a step, causes before effects; for gradients it is the sum of
     squares."""
     leaves = jax.tree_util.tree_leaves_with_path(squares)

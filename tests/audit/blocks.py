@@ -84,7 +84,7 @@ def ours_of(theirs, config, gradients=False):
     model = family.model(None, described)
     state = {name: (p.grad if gradients else p).detach().numpy().copy() for name, p in theirs.named_parameters()}
     norms = {n: state.pop(n) for n in list(state) if n.endswith(('q_norm.weight', 'k_norm.weight'))}
-    tensors = family.tensors(state, described)
+    tensors = family.tensors(state, described, model)
     assert not state, f'left over: {list(state)}'
     model = dataclasses.replace(model, qk_norm=bool(norms))
     for name, array in norms.items():

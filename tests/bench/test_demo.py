@@ -7,7 +7,6 @@ import pytest
 from lm.attention import HeadDims
 from lm.bench import demo
 from lm.bench.attention import LayerRow
-from lm.bench.options import DemoOptions
 from lm.bench.results import ContextFigure
 
 ROW = LayerRow('softmax', 512, 'forward+backward', 16, False, 100.0, 90.0, 120.0, cpu_milliseconds=64.0)
@@ -27,8 +26,7 @@ def test_a_sentence_says_how_the_time_grows():
 
 @pytest.mark.slow  # it compiles six programs
 def test_the_figures_are_printed_written_and_drawn(tmp_path, capsys):
-    size = demo.DemoSize(contexts=(16, 32), dims=HeadDims(2, 2, 8), repeats=1)
-    demo.show_costs(DemoOptions(out=str(tmp_path / 'demo')), size)
+    demo.show_costs(str(tmp_path / 'demo'), contexts=(16, 32), dims=HeadDims(2, 2, 8), repeats=1)
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / 'demo' / 'demo.json').read_text())
     names = {row['mechanism'] for row in found['rows']}

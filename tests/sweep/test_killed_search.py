@@ -16,6 +16,7 @@ from lm.runs import sweep_file
 from lm.sweep.options import SearchOptions
 from lm.sweep.search.search import Search
 from lm.sweep.search.space import make_space
+from lm.sweep.search.study import find_pruned_step
 
 SPACE = """\
 optimizer.peak_learning_rate = log_uniform(1e-5, 1e-1)  # the best is 1e-3
@@ -71,10 +72,10 @@ class Laboratory:
         space = make_space([str(tiny.ROOT / BASE[0])], [str(self.space)])
         search = Search(self.folder / root, space, SearchOptions(trials=self.trials, **options))
         assert not search.refresh(), 'a trial has not ended'
-        verdicts = [search.judge(point) for point in search.sweep.points]
+        trials = [search.judge(point) for point in search.sweep.points]
         return [
-            (point.settings, verdict.frozen.state.name, verdict.pruned_at, verdict.frozen.value)
-            for point, verdict in zip(search.sweep.points, verdicts, strict=True)
+            (point.settings, trial.state.name, find_pruned_step(trial), trial.value)
+            for point, trial in zip(search.sweep.points, trials, strict=True)
         ]
 
     def compare(self, killed, whole, options):

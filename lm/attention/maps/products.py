@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class ProductFeatures(abc.ABC):
@@ -15,7 +16,7 @@ class ProductFeatures(abc.ABC):
 
     learns = True
     """W and b have gradients."""
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     """The type of the features that a call returns; None: the type of the vectors."""
 
     factor = 1.0
@@ -30,18 +31,18 @@ class ProductFeatures(abc.ABC):
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         """Computes f, [R, …] and [E, …] → [M, …], float32 (`ProductMap`). More axes may follow the first."""
 
-    def matrix(self, parameters: Any) -> jax.Array | None:
+    def matrix(self, parameters: object) -> jax.Array | None:
         """Returns W where kernels can compute the features: one matrix for all heads, and no b."""
         weight, shift = self.products(parameters)
         return self.factor * weight if weight.ndim == 2 and shift is None else None
 
-    def __call__(self, parameters: Any, x: jax.Array, queries: bool) -> jax.Array:
+    def __call__(self, parameters: object, x: jax.Array, queries: bool) -> jax.Array:
         """Computes […, N, E] → […, N, M]; products and f in float32."""
         wide = x.astype(jnp.float32)  # not every backend has a product of bfloat16 into float32
         features = self.of_products(self.multiply(parameters, wide), jnp.moveaxis(wide, -1, 0), queries)
         return jnp.moveaxis(features, 0, -1).astype(self.dtype or x.dtype)
 
-    def multiply(self, parameters: Any, wide: jax.Array) -> jax.Array:
+    def multiply(self, parameters: object, wide: jax.Array) -> jax.Array:
         """Computes W x + b of float32 vectors, […, N, E] → [R, …, N]."""
         weight, shift = self.products(parameters)
         wx = self.factor * jnp.einsum('nre,...ne->r...n' if weight.ndim == 3 else 're,...ne->r...n', weight, wide)

@@ -16,11 +16,12 @@ T tokens, N heads, E head size, R rows of the projection, M features.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from lm.attention.maps.products import ProductFeatures
 
@@ -61,7 +62,7 @@ class RandomFeatures(ProductFeatures):
     """The projection is a buffer: kernels need not compute its gradient, and give zeros."""
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike | None:
         """Sums of signed weights may come near zero, where the rounding of features would be all that is left."""
         return jnp.float32 if self.signed else None
 

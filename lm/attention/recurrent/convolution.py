@@ -1,12 +1,12 @@
 """Short causal convolutions of queries, keys and values (`lm.ops.short_convolution`)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.ops import platform, sequence
 from lm.ops.short_convolution import short_convolution
@@ -24,7 +24,7 @@ class ShortConvolution(nnx.Module):
         kernel = jax.random.uniform(rngs.params(), (width, channels), jnp.float32, -limit, limit)
         self.kernel = nnx.Param(kernel, **declare('gain', 'reach', 'all_heads', part=part))
 
-    def init_state(self, batch: int, dtype: Any) -> jax.Array:
+    def init_state(self, batch: int, dtype: DTypeLike) -> jax.Array:
         """Returns the tokens before the first."""
         width, channels = self.kernel.shape
         return jnp.zeros((batch, width - 1, channels), dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm.attention.base import Attention, AttentionModule, HeadDims
 from lm.attention.recurrent.channel_gate import ChannelStepGate
@@ -70,7 +71,7 @@ class Delta(Attention):
         keys = dims.n_kv_heads * (chunk * (2 * size + value_size) + 4 * size * value_size + gate)
         return keys + dims.n_heads * (chunk * (size + value_size) + 2 * size * value_size)
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return super().portable(dims) | {'value_size': dims.value_size}
 
 
@@ -102,7 +103,7 @@ class DeltaAttention(AttentionModule):
         assert isinstance(o_BxLxHxD, jax.Array)  # only a returned state makes it a pair
         return o_BxLxHxD
 
-    def init_state(self, batch: int, max_length: int, dtype: Any, documents: bool = False) -> jax.Array:
+    def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> jax.Array:
         return jnp.zeros((batch, self.dims.n_kv_heads, self.dims.head_dim, self.dims.value_size), jnp.float32)
 
     def decode_step(

@@ -12,8 +12,6 @@ with ⟨φ(q), φ(k)⟩ = ⟨q, k⟩^degree: 1, or 2 (power attention). Mamba-2'
 `model.output_gate` too (the latter after the norm, not before), and neither GLU nor rotary positions.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -125,7 +123,7 @@ class GatedLinear(LinearAttention):
         gate = 2 * RANK * dims.n_kv_heads * size if self.gate == 'channel' else 0
         return linear_flops_per_token(dims, length, features, size) + gate
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return super().portable(dims) | {'value_size': dims.value_size}
 
 

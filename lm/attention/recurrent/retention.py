@@ -6,8 +6,6 @@ The rotation of q and k is the model's; xPos, which also scales them by position
 The gate of §2.3, silu(x W) ⊙ o, is `model.output_gate`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -41,7 +39,7 @@ class Retention(LinearAttention):
     def flops_per_token(self, dims: HeadDims, length: int) -> float:
         return linear_flops_per_token(dims, length, dims.head_dim, dims.head_dim)
 
-    def portable(self, dims: HeadDims) -> dict[str, Any]:
+    def portable(self, dims: HeadDims) -> dict[str, object]:
         return super().portable(dims) | {'value_size': dims.value_size}
 
 

@@ -10,7 +10,6 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from lm.data.prepare.pieces import StorePiece, discarding, make_piece
 from lm.data.prepare.shards import Preparation, Unit, tokenize, train_tokenizer
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.errors import ConfigError, LmError, MissingPackageError
+from lm.files import JsonObject
 
 _OURS = re.compile(r'lm\.errors\.(\w+): (.+)')
 _REMARK = re.compile(r' \[while running .*', re.DOTALL)
@@ -32,7 +32,7 @@ _REMARK = re.compile(r' \[while running .*', re.DOTALL)
 
 def prepare_with_beam(
     config: PrepareConfig, path: str, flags: str = '', console: Console | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Makes the token store `path` with a pipeline of Apache Beam. Returns the contents of dataset.json.
 
     Args:
@@ -77,7 +77,7 @@ def _run(work: PartedPreparation, flags: str) -> None:
     from apache_beam.options.pipeline_options import PipelineOptions
 
     words = shlex.split(flags)
-    local: dict[str, Any] = {'direct_num_workers': stages.choose_processes(work.config, len(work.units))}
+    local: JsonObject = {'direct_num_workers': stages.choose_processes(work.config, len(work.units))}
     local |= {'direct_running_mode': 'multi_processing', 'default_sdk_harness_log_level': 'CRITICAL'}
     options = PipelineOptions(words, **({} if words else local))
     # It prints the traceback of an error several times; the error is raised as well.
@@ -94,7 +94,9 @@ def _run(work: PartedPreparation, flags: str) -> None:
         _ = written | 'Wait for all' >> wait() | 'Finish' >> beam.FlatMap(_guard, *place, _finish, begin)
 
 
-def _guard(element: Any, path: str, folder: SharedFolder, function: Callable, *arguments: Any) -> Iterator[Any]:
+def _guard(
+    element: object, path: str, folder: SharedFolder, function: Callable, *arguments: object
+) -> Iterator[object]:
     """Yields what a function makes of an element. An error of a late repetition, after the store was finished, is none:
     the parts are gone then."""
     try:

@@ -7,7 +7,6 @@ lengths. dataset.json has the SHA-256 of that file. `lm prepare --prove` reads s
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -19,7 +18,7 @@ from lm.data.prepare.counts import ShardCounts
 from lm.data.prepare.settings import collect_settings, compare_settings, keep_split
 from lm.data.store import TokenStore
 from lm.errors import ConfigError, MismatchError
-from lm.files import parse_json
+from lm.files import JsonObject, parse_json
 from lm.text import format_count
 
 FILE = 'chain.jsonl'
@@ -47,7 +46,7 @@ def write_chain(path: str, counts: Mapping[str, list[ShardCounts]]) -> dict[str,
     return {'chain': hashlib.sha256(content).hexdigest()}
 
 
-def read_chain(opened: TokenStore) -> list[dict[str, Any]]:
+def read_chain(opened: TokenStore) -> list[JsonObject]:
     """Returns the lines of a store's chain. Raises ConfigError if it has none, and MismatchError if it is damaged."""
     if 'chain' not in opened.info:
         raise ConfigError(f'--prove: {opened.path} was prepared by an earlier version, which kept no chain')

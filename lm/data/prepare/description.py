@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,6 +18,7 @@ from lm.data.sources.base import Shard, inventory
 from lm.data.store import COPIES
 from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError, MismatchError
+from lm.files import JsonObject
 from lm.text import format_count, make_visible
 
 FORMAT = 1
@@ -26,7 +26,7 @@ SAMPLED = 64
 """Documents of a split that show how documents of ready tokens begin."""
 
 
-def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts], shards: list[Shard]) -> dict[str, Any]:
+def describe_split(config: PrepareConfig, name: str, counts: list[ShardCounts], shards: list[Shard]) -> JsonObject:
     """Returns the entry of a split, without its SHA-256, from its shards and their counts.
 
     Raises ConfigError for a split to which a held-out share leaves no document, and MismatchError for another empty
@@ -48,11 +48,11 @@ def finish_store(
     config: PrepareConfig,
     path: str,
     shards: dict[str, list[Shard]],
-    settings: dict[str, Any],
+    settings: dict[str, object],
     tokenizer: Tokenizer,
-    splits: dict[str, dict[str, Any]],
+    splits: dict[str, dict[str, object]],
     counts: dict[str, list[ShardCounts]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Writes all files of a store behind its arrays, dataset.json last. Returns the contents of dataset.json."""
     bad = [record for own in counts.values() for c in own for record in c.bad]
     store.write_file(path, tokenizer.file_name, tokenizer.model)
@@ -83,7 +83,7 @@ def finish_store(
     return store.write_info(path, info)
 
 
-def find_begin_id(path: str, tokenizer: Tokenizer, splits: dict[str, dict[str, Any]]) -> int | None:
+def find_begin_id(path: str, tokenizer: Tokenizer, splits: dict[str, JsonObject]) -> int | None:
     """Returns the special token that each of many documents of ready tokens begins with; None: there is none.
 
     A text holds special tokens only where its source, or the configuration, says so. Of each split SAMPLED documents
@@ -109,7 +109,7 @@ def describe_versions(tokenizer: Tokenizer) -> dict[str, str]:
     return {'lm': lm.__version__, tokenizer.library: importlib.metadata.version(tokenizer.library)}
 
 
-def check_strict(config: PrepareConfig, path: str, info: dict[str, Any]) -> None:
+def check_strict(config: PrepareConfig, path: str, info: JsonObject) -> None:
     """Raises MismatchError where bad records are to stop a preparation, and the store was made without some."""
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if config.strict and bad:
@@ -129,7 +129,7 @@ def check_bad_records(config: PrepareConfig, bad: list[dict[str, str]]) -> None:
         )
 
 
-def print_summary(config: PrepareConfig, path: str, info: dict[str, Any], console: Console) -> None:
+def print_summary(config: PrepareConfig, path: str, info: JsonObject, console: Console) -> None:
     """Prints the sizes of a new store, and what its user should know."""
     source = config.require_source()
     console.print(make_table(info))
@@ -163,7 +163,7 @@ def print_summary(config: PrepareConfig, path: str, info: dict[str, Any], consol
     console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
 
 
-def make_table(info: dict[str, Any]) -> Table:
+def make_table(info: JsonObject) -> Table:
     """Returns a table of the splits."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column('split', no_wrap=True)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lm.data import store
 from lm.data.prepare.config import PrepareConfig
@@ -32,7 +32,7 @@ from lm.data.prepare.shards import Preparation, Unit, name_shards, read_counts
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.sources.base import Shard
 from lm.errors import ConfigError, LmError, MismatchError
-from lm.files import is_remote, local_path, parse_json
+from lm.files import JsonObject, is_remote, local_path, parse_json
 from lm.text import format_count
 
 PARTS = 'parts'
@@ -79,7 +79,7 @@ class PartedPreparation:
 
     config: PrepareConfig
     path: str
-    settings: dict[str, Any]
+    settings: JsonObject
     shards: dict[str, list[Shard]]
     machines: int = 1
 
@@ -157,7 +157,7 @@ class PartedPreparation:
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
         return {split: read_counts(self.folder, name_shards(split, len(own))) for split, own in self.shards.items()}
 
-    def describe_splits(self, counts: dict[str, list[ShardCounts]]) -> dict[str, dict[str, Any]]:
+    def describe_splits(self, counts: dict[str, list[ShardCounts]]) -> dict[str, dict[str, object]]:
         """Returns the entries of the splits, without their SHA-256.
 
         Raises MismatchError, if strict, for bad records, and the errors of `describe_split` for a split without
@@ -178,7 +178,7 @@ class PartedPreparation:
         dtype = self.job.tokenizer().dtype.name
         return [piece for split, own in counts.items() for piece in cut_pieces(split, own, dtype)]
 
-    def finish(self, counts: dict[str, list[ShardCounts]], pieces: list[StorePiece]) -> dict[str, Any] | None:
+    def finish(self, counts: dict[str, list[ShardCounts]], pieces: list[StorePiece]) -> JsonObject | None:
         """Writes dataset.json, if all pieces are made. Returns its contents, or None where pieces are missing."""
         made = self.folder.list_names(MADE)
         if any(piece.marker.removeprefix(f'{MADE}/') not in made for piece in pieces):
@@ -212,13 +212,13 @@ def find_parts(path: str) -> SharedFolder:
     return SharedFolder(f'{path.rstrip("/")}/{PARTS}')
 
 
-def _read_begun(root: SharedFolder) -> dict[str, Any] | None:
+def _read_begun(root: SharedFolder) -> dict[str, object] | None:
     """Returns the settings that a preparation was begun with; None: none is begun."""
     content = root.read(SETTINGS)
     return None if content is None else _parse_begun(root, content)[0]
 
 
-def _parse_begun(root: SharedFolder, content: bytes) -> tuple[dict[str, Any], int]:
+def _parse_begun(root: SharedFolder, content: bytes) -> tuple[JsonObject, int]:
     """Returns the settings and the number of machines of a preparation that was begun. Raises MismatchError."""
     try:
         begun = parse_json(content)
@@ -244,6 +244,6 @@ def delete_parts(path: str) -> None:
             local_path(path).rmdir()
 
 
-def _fingerprint(value: Any) -> str:
+def _fingerprint(value: object) -> str:
     """Computes the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

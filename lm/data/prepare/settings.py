@@ -11,18 +11,18 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.sources.base import HELD_OUT_BY, inventory
 from lm.data.tokenizers.sentencepiece import check_trained_end
 from lm.errors import ConfigError, LmError
-from lm.files import is_remote
+from lm.files import JsonObject, is_remote
 from lm.text import format_count, format_si
 
 _SLICE = re.compile(r'\[[^\]]*\]?')
 """How TFDS writes a part of a split behind its name."""
 
 
-def collect_settings(config: PrepareConfig) -> dict[str, Any]:
+def collect_settings(config: PrepareConfig) -> JsonObject:
     """Returns all that the contents of the store depend on."""
     choice = config.tokenizer
     existing = tokenizers.load_existing(choice)
-    tokenizer: dict[str, Any] = choice.settings() if existing is None else {'model_sha256': existing.sha256}
+    tokenizer: JsonObject = choice.settings() if existing is None else {'model_sha256': existing.sha256}
     if choice.end_of_document is not None:
         if existing is None and isinstance(choice, tokenizers.TokenizerConfig):
             check_trained_end(choice.end_of_document)
@@ -87,7 +87,7 @@ def choose_splits(config: PrepareConfig) -> tuple[str, ...]:
     return config.splits or found
 
 
-def compare_settings(old: dict[str, Any], new: dict[str, Any], what: str, section: str = 'prepare') -> None:
+def compare_settings(old: JsonObject, new: JsonObject, what: str, section: str = 'prepare') -> None:
     """Raises ConfigError that names the first setting that differs."""
     remedy = 'choose another data.path or delete it'
     for key in dict.fromkeys([*old, *new]):
@@ -103,7 +103,7 @@ def compare_settings(old: dict[str, Any], new: dict[str, Any], what: str, sectio
         raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
 
 
-def describe_change(config: PrepareConfig, info: dict[str, Any]) -> str | None:
+def describe_change(config: PrepareConfig, info: JsonObject) -> str | None:
     """Describes how the files of the source differ, by their names and sizes, from the files that a store was made of.
 
     Returns None where they are the same, where they are gone, and where an earlier version made the store. Also for

@@ -136,7 +136,7 @@ def digest_arrays(arrays: list[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def initialize(progress: Any) -> None:
+def initialize(progress: object) -> None:
     """Runs first in each worker: `progress` is a shared array of bytes read and tokens made."""
     global _progress
     _progress = progress

@@ -19,7 +19,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedArray
-from typing import Any
 
 from rich.console import Console
 
@@ -37,6 +36,7 @@ from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
 from lm.data.tokenizers import TokenizerConfig
 from lm.errors import ConfigError, LmError
+from lm.files import JsonObject
 from lm.lease import HeldError, Lease
 from lm.text import format_count, format_si
 
@@ -52,7 +52,7 @@ def prepare(
     console: Console | None = None,
     share: Share = WHOLE,
     only_assemble: bool = False,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Makes the token store `path` unless it is there.
 
     Args:
@@ -90,7 +90,7 @@ def prepare(
     return made
 
 
-def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[str, Any] | None:
+def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[str, object] | None:
     """Returns the contents of dataset.json where the store is finished. It compares the store with the configuration,
     and deletes intermediate files that were left beside it."""
     if not path:
@@ -136,7 +136,9 @@ def _hold_off_others(path: str) -> Iterator[None]:
         yield
 
 
-def _make_store(work: PartedPreparation, share: Share, only_assemble: bool, console: Console) -> dict[str, Any] | None:
+def _make_store(
+    work: PartedPreparation, share: Share, only_assemble: bool, console: Console
+) -> dict[str, object] | None:
     with start_workers(choose_processes(work.config, len(share.pick(work.units)))) as (pool, progress):
         if not only_assemble:
             todo = share.pick(work.units)
@@ -260,7 +262,7 @@ def _assemble(
     only_assemble: bool,
     pool: concurrent.futures.Executor,
     console: Console,
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Makes the pieces of the store, or a share of them, and finishes the store, if all are made.
 
     It begins at a place that depends on the share: of two machines that have all to do, each skips what the other has

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from lm.config.configurable import configurable, field
 from lm.data.chat_template import ChatTemplate
@@ -58,7 +57,7 @@ class Conversations(Jsonl):
         return Document(identifier, text, answers=tuple(spans))
 
 
-def read_messages(record: Any) -> list[Mapping[str, str]]:
+def read_messages(record: object) -> list[Mapping[str, str]]:
     """Returns the messages of a conversation in one of the forms. Raises ValueError for another form."""
     if not isinstance(record, dict):
         raise ValueError('no object')
@@ -72,7 +71,7 @@ def read_messages(record: Any) -> list[Mapping[str, str]]:
     return [_read_turn(turn) for turn in turns]
 
 
-def _read_turn(turn: Any) -> Mapping[str, str]:
+def _read_turn(turn: object) -> Mapping[str, str]:
     if isinstance(turn, dict):
         role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))
         if isinstance(role, str) and isinstance(content, str):

@@ -58,5 +58,5 @@ class Family(abc.ABC):
         """Returns the model that computes the same. `allow_imports`: a config.gin in `folder` may import modules."""
 
     @abc.abstractmethod
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
-        """Returns the tensors under the names of `lm.interop.names`. Removes those that it uses from `theirs`."""
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
+        """Returns the tensors of `model` under the names of `lm.interop.names`. Removes those that it uses."""

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from lm.attention import DEFAULT, Attention
 from lm.attention.options import LayerOptions
 from lm.interop.families.base import Family, Tensors, drop_tied_head
+from lm.interop.families.exchange import Exchange, Incoming, Outgoing
 from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -134,40 +135,43 @@ class Decoder(Family):
         )
         return dataclasses.replace(model, **further)
 
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
         # Old files keep the frequencies, but the configuration determines them.
         for name in [name for name in theirs if name.endswith('rotary_emb.inv_freq') or name.startswith(self.without)]:
             del theirs[name]
-        if self.is_tied(config):
+        if model.tied:
             drop_tied_head(theirs, self.embedding)
         ours = {
             'embedding.weight': theirs.pop(self.embedding),
             'final_norm.weight': theirs.pop('model.norm.weight') + np.float32(self.gain),
         }
-        if not self.is_tied(config):
+        if not model.tied:
             ours['head.weight'] = theirs.pop('lm_head.weight')
-        for i in count_layers(config):
-            found = self.layer(LayerTensors(theirs, f'model.layers.{i}.'), config, i)
-            ours |= {f'layers.{i}.{name}': tensor for name, tensor in found.items()}
+        for i in range(model.n_layers):
+            layer = Incoming(theirs, f'model.layers.{i}.')
+            self.exchange(layer, model, i)
+            ours |= {f'layers.{i}.{name}': tensor for name, tensor in layer.made.items()}
         return ours
 
-    def layer(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
-        """Returns the tensors of one layer under our names."""
-        norms = {f'{our}.weight': theirs.take(f'{their}.weight') for our, their in self.norms.items()}
-        return {
-            **self.attention_tensors(theirs, config, layer),
-            **self.unit_tensors(theirs, config, layer),
-            **{name: tensor + np.float32(self.gain) for name, tensor in norms.items()},
-        }
+    def exchange(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        """Moves the tensors of one layer of a model."""
+        self.exchange_attention(tensors, model, layer)
+        self.exchange_units(tensors, model, layer)
+        gain = np.float32(self.gain)
+        for our, their in self.norms.items():
+            tensors.move(f'{our}.weight', f'{their}.weight', lambda x: x + gain, lambda x: x - gain)
 
-    def attention_tensors(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
-        """Returns the tensors of attention under our names."""
-        found = {'qkv.weight': theirs.join(QKV), 'attention_out.weight': theirs.take('self_attn.o_proj.weight')}
-        return found | ({'qkv.bias': theirs.join(QKV, 'bias')} if theirs.has(f'{QKV[0]}.bias') else {})
+    def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        """Moves the tensors of attention."""
+        rows = model.resolve(model.layers[layer]).qkv_sizes[:2]
+        tensors.join('qkv', QKV, rows)
+        tensors.move('attention_out.weight', 'self_attn.o_proj.weight')
+        if tensors.has('qkv.bias', f'{QKV[0]}.bias'):
+            tensors.join('qkv', QKV, rows, 'bias')
 
-    def unit_tensors(self, theirs: 'LayerTensors', config: Hyperparameters, layer: int) -> Tensors:
-        """Returns the tensors of the feed-forward layer under our names."""
-        return join_units(theirs, 'mlp.')
+    def exchange_units(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        """Moves the tensors of the feed-forward layer."""
+        join_units(tensors, 'mlp.')
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         """Returns a config.json of this family. Where `model` gives another model, this family does not compute it."""
@@ -204,31 +208,10 @@ class Decoder(Family):
             theirs['lm_head.weight'] = ours['head.weight']
         for i in range(model.n_layers):
             begin = f'layers.{i}.'
-            layer = {name.removeprefix(begin): ours[name] for name in ours if name.startswith(begin)}
-            found = self.layer_back(layer, model, i)
-            theirs |= {f'model.layers.{i}.{name}': np.ascontiguousarray(tensor) for name, tensor in found.items()}
+            layer = Outgoing({name.removeprefix(begin): ours[name] for name in ours if name.startswith(begin)})
+            self.exchange(layer, model, i)
+            theirs |= {f'model.layers.{i}.{name}': np.ascontiguousarray(x) for name, x in layer.made.items()}
         return theirs
-
-    def layer_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        """Returns the tensors of one layer under their names."""
-        norms = {f'{their}.weight': ours[f'{our}.weight'] for our, their in self.norms.items()}
-        return {
-            **self.attention_back(ours, model, layer),
-            **self.unit_back(ours, model, layer),
-            **{name: tensor - np.float32(self.gain) for name, tensor in norms.items()},
-        }
-
-    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        """Returns the tensors of attention under their names."""
-        queries, keys, _ = model.resolve(model.layers[layer]).qkv_sizes
-        found = cut(ours['qkv.weight'], QKV, [queries, keys])
-        if 'qkv.bias' in ours:
-            found |= cut(ours['qkv.bias'], QKV, [queries, keys], 'bias')
-        return found | {'self_attn.o_proj.weight': ours['attention_out.weight']}
-
-    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        """Returns the tensors of the feed-forward layer under their names."""
-        return cut_units(ours, 'mlp.')
 
     def scale_of(self, model: ModelConfig) -> float:
         """Returns the factor of the embeddings of this family: the model's over its own."""
@@ -243,42 +226,11 @@ def count_layers(config: Hyperparameters) -> range:
     return range(config.integer('num_hidden_layers'))
 
 
-class LayerTensors(NamedTuple):
-    """Their tensors, and the beginning of the names of one layer. Tensors that are taken are removed."""
-
-    tensors: Tensors
-    begin: str
-
-    def has(self, name: str) -> bool:
-        """Tells whether the layer has a tensor."""
-        return self.begin + name in self.tensors
-
-    def take(self, name: str) -> np.ndarray:
-        """Returns a tensor. Raises KeyError if there is none."""
-        return self.tensors.pop(self.begin + name)
-
-    def join(self, names: Sequence[str], part: str = 'weight') -> np.ndarray:
-        """Returns the matrices or biases of several maps, one below the other."""
-        return np.concatenate([self.take(f'{name}.{part}') for name in names])
-
-
-def cut(whole: np.ndarray, names: Sequence[str], sizes: Sequence[int] = (), part: str = 'weight') -> Tensors:
-    """Returns name → tensor of maps that stand one below the other; `sizes` are the rows of all but the last."""
-    pieces = np.split(whole, np.cumsum(sizes).astype(int))
-    return {f'{name}.{part}': piece for name, piece in zip(names, pieces, strict=True)}
-
-
-def join_units(theirs: LayerTensors, begin: str) -> Tensors:
-    """Returns linear units whose maps have names that begin so."""
-    glu_in = theirs.join([f'{begin}{name}' for name in UNITS[:2]])
-    return {'glu_in.weight': glu_in, 'glu_out.weight': theirs.take(f'{begin}{UNITS[2]}.weight')}
-
-
-def cut_units(ours: Tensors, begin: str) -> Tensors:
-    """Undoes `join_units`."""
-    names = [f'{begin}{name}' for name in UNITS[:2]]
-    halves = cut(ours['glu_in.weight'], names, [len(ours['glu_in.weight']) // 2])
-    return halves | {f'{begin}{UNITS[2]}.weight': ours['glu_out.weight']}
+def join_units(tensors: Exchange, begin: str) -> None:
+    """Moves linear units whose maps have names that begin so."""
+    values, gates, out = (f'{begin}{name}' for name in UNITS)
+    tensors.join('glu_in', [values, gates])
+    tensors.move('glu_out.weight', f'{out}.weight')
 
 
 def find_pattern(layers: Sequence[T]) -> T | tuple[T, ...]:

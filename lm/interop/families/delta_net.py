@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import LayerTensors
-from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.interop.families.exchange import Exchange
+from lm.interop.families.recurrent_decoder import RecurrentDecoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
@@ -36,13 +35,10 @@ class DeltaNet(RecurrentDecoder):
     def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         return {'negative': config.flag('allow_neg_eigval')}
 
-    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
-        return {'mechanism_in.weight': theirs.take('attn.b_proj.weight')}
+    def exchange_factors(self, tensors: Exchange, options: ResolvedLayer) -> None:
+        tensors.move('mechanism_in.weight', 'attn.b_proj.weight')
 
     def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         found = super().describe_layer(options, model)
         del found['num_kv_heads']
         return found | {'allow_neg_eigval': getattr(model.layers[0], 'negative', False)}
-
-    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        return {'attn.b_proj.weight': ours['mechanism_in.weight']}

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import LayerTensors, find_pattern
+from lm.interop.families.decoder import find_pattern
+from lm.interop.families.exchange import Exchange
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
@@ -35,26 +35,24 @@ def find_mixture(layers: Iterable[FeedForward]) -> FeedForward | tuple[FeedForwa
     return None if all(isinstance(one, DenseLayer) for one in found) else find_pattern(found)
 
 
-def stack_experts(theirs: LayerTensors, begin: str, names: Sequence[str], count: int) -> Tensors:
-    """Returns glu_in [E, D, 2F], values before gates, and glu_out [E, F, D].
+def exchange_experts(tensors: Exchange, begin: str, names: Sequence[str], count: int) -> None:
+    """Moves glu_in [E, D, 2F], values before gates, and glu_out [E, F, D].
 
     Args:
-        theirs: the tensors of the layer.
+        tensors: the tensors of the layer.
         begin: what stands before the number of an expert.
         names: the maps of values, of gates and of the output.
         count: the number of experts.
     """
-    values, gates, outs = (
-        np.stack([theirs.take(f'{begin}{expert}.{name}.weight').T for expert in range(count)]) for name in names
-    )
-    return {'experts.glu_in': np.concatenate([values, gates], axis=-1), 'experts.glu_out': outs}
 
+    def stack(*matrices: np.ndarray) -> list[np.ndarray]:
+        values, gates, outs = (
+            np.stack([matrix.T for matrix in matrices[i * count : (i + 1) * count]]) for i in range(len(names))
+        )
+        return [np.concatenate([values, gates], axis=-1), outs]
 
-def unstack_experts(ours: Tensors, begin: str, names: Sequence[str]) -> Tensors:
-    """Undoes `stack_experts`."""
-    arrays = [*np.split(ours['experts.glu_in'], 2, axis=-1), ours['experts.glu_out']]
-    return {
-        f'{begin}{expert}.{name}.weight': matrix.T
-        for name, array in zip(names, arrays, strict=True)
-        for expert, matrix in enumerate(array)
-    }
+    def unstack(glu_in: np.ndarray, glu_out: np.ndarray) -> list[np.ndarray]:
+        return [matrix.T for array in (*np.split(glu_in, 2, axis=-1), glu_out) for matrix in array]
+
+    theirs = [f'{begin}{expert}.{name}.weight' for name in names for expert in range(count)]
+    tensors.change(['experts.glu_in', 'experts.glu_out'], theirs, stack, unstack)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import LayerTensors
-from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder, cut_rows
+from lm.attention.options import LayerOptions
+from lm.interop.families.exchange import Exchange
+from lm.interop.families.recurrent_decoder import RecurrentDecoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
@@ -30,10 +30,16 @@ class GatedDeltaNet(RecurrentDecoder):
     }
     fixed: ClassVar[Mapping[str, object]] = {'use_short_conv': True}
 
-    def sizes(self, config: Hyperparameters) -> HeadSizes:
+    def sizes(self, config: Hyperparameters) -> LayerOptions:
         heads, size = config.integer('num_heads'), config.integer('head_dim')
-        values = config.find_integer('num_v_heads') or heads
-        return HeadSizes(heads, heads, values, size, round(size * config.number('expand_v')))
+        values, value = config.find_integer('num_v_heads') or heads, round(size * config.number('expand_v'))
+        return LayerOptions(
+            n_heads=heads,
+            n_kv_heads=heads,
+            n_value_heads=None if values == heads else values,
+            head_dim=size,
+            value_dim=None if value == size else value,
+        )
 
     def gate_options(self, config: Hyperparameters) -> dict[str, object]:
         form = config.text('output_gate_activation')
@@ -42,12 +48,10 @@ class GatedDeltaNet(RecurrentDecoder):
     def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         return {'gate': True, 'negative': config.flag('allow_neg_eigval')}
 
-    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
-        return {
-            'mechanism_in.weight': theirs.join(['attn.b_proj', 'attn.a_proj']),
-            'attention.gate.bias': theirs.take('attn.dt_bias'),
-            'attention.gate.log_rate': theirs.take('attn.A_log'),
-        }
+    def exchange_factors(self, tensors: Exchange, options: ResolvedLayer) -> None:
+        tensors.join('mechanism_in', ['attn.b_proj', 'attn.a_proj'], [options.dims.n_kv_heads])
+        tensors.move('attention.gate.bias', 'attn.dt_bias')
+        tensors.move('attention.gate.log_rate', 'attn.A_log')
 
     def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         heads, dims = options.heads, options.dims
@@ -59,11 +63,4 @@ class GatedDeltaNet(RecurrentDecoder):
             self.gate_entry: options.output_gate,
             'output_gate_activation': 'sigmoid' if options.output_gate_form == 'sigmoid' else 'swish',
             'allow_neg_eigval': getattr(model.layers[0], 'negative', False),
-        }
-
-    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        return {
-            **cut_rows(ours['mechanism_in.weight'], ['b_proj', 'a_proj'], options.dims.n_kv_heads),
-            'attn.dt_bias': ours['attention.gate.bias'],
-            'attn.A_log': ours['attention.gate.log_rate'],
         }

@@ -35,7 +35,7 @@ class Gemma3Vision(Gemma3):
     def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         return super().model(folder, _text(config), allow_imports)
 
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
         for name in list(theirs):
             tensor, end = theirs.pop(name), name.removeprefix('model.')
             if not end.startswith(PICTURES):
@@ -44,7 +44,7 @@ class Gemma3Vision(Gemma3):
         for name in ('lm_head.weight', 'model.lm_head.weight'):
             if name in theirs:
                 theirs['lm_head.weight'] = theirs.pop(name)
-        return super().tensors(theirs, _text(config))
+        return super().tensors(theirs, _text(config), model)
 
 
 def _text(config: Hyperparameters) -> Hyperparameters:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import LayerTensors
-from lm.interop.families.recurrent_decoder import HeadSizes, RecurrentDecoder
+from lm.interop.families.exchange import Exchange
+from lm.interop.families.recurrent_decoder import RecurrentDecoder, move_bias
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model.options import ResolvedLayer
 
@@ -29,16 +28,7 @@ class Gla(RecurrentDecoder):
     def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         return {'gate': 'channel'}
 
-    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
-        return {
-            'mechanism_in.weight': theirs.take('attn.gk_proj.0.weight'),
-            'attention.gate.logits.weight': theirs.take('attn.gk_proj.1.weight'),
-            'attention.gate.logits.bias': theirs.take('attn.gk_proj.1.bias').reshape(sizes.keys, sizes.key_size),
-        }
-
-    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        return {
-            'attn.gk_proj.0.weight': ours['mechanism_in.weight'],
-            'attn.gk_proj.1.weight': ours['attention.gate.logits.weight'],
-            'attn.gk_proj.1.bias': ours['attention.gate.logits.bias'].reshape(-1),
-        }
+    def exchange_factors(self, tensors: Exchange, options: ResolvedLayer) -> None:
+        tensors.move('mechanism_in.weight', 'attn.gk_proj.0.weight')
+        tensors.move('attention.gate.logits.weight', 'attn.gk_proj.1.weight')
+        move_bias(tensors, 'attn.gk_proj.1.bias', options)

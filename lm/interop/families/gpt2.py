@@ -49,13 +49,12 @@ class Gpt2(Family):
             tied=config.flag('tie_word_embeddings', True),
         )
 
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
         for name in [name for name in theirs if name.endswith(self.MASKS)]:
             del theirs[name]
         # The files of the first GPT-2 have 'wte.weight', newer files 'transformer.wte.weight'.
         begin = 'transformer.' if 'transformer.wte.weight' in theirs else ''
-        tied = config.flag('tie_word_embeddings', True)
-        if tied:
+        if model.tied:
             drop_tied_head(theirs, f'{begin}wte.weight')
         take = lambda name: theirs.pop(begin + name)  # noqa: E731
         ours = {
@@ -64,10 +63,10 @@ class Gpt2(Family):
             'final_norm.weight': take('ln_f.weight'),
             'final_norm.bias': take('ln_f.bias'),
         }
-        if not tied:
+        if not model.tied:
             ours['head.weight'] = theirs.pop('lm_head.weight')
         maps = {'qkv': 'attn.c_attn', 'attention_out': 'attn.c_proj', 'glu_in': 'mlp.c_fc', 'glu_out': 'mlp.c_proj'}
-        for i in range(config.integer('n_layer')):
+        for i in range(model.n_layers):
             for our, their in maps.items():  # GPT-2 matrices have inputs first
                 ours[f'layers.{i}.{our}.weight'] = take(f'h.{i}.{their}.weight').T
                 ours[f'layers.{i}.{our}.bias'] = take(f'h.{i}.{their}.bias')

@@ -7,11 +7,11 @@ import numpy as np
 
 from lm.attention import Attention
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import Decoder, LayerTensors
+from lm.interop.families.decoder import Decoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
-BRANCHES = ('attention_out.weight', 'glu_out.weight')
+BRANCHES = ('.attention_out.weight', '.glu_out.weight')
 
 
 class Granite(Decoder):
@@ -28,14 +28,11 @@ class Granite(Decoder):
         scale = config.number('attention_multiplier', 1.0)
         return dataclasses.replace(super().attention(config, layer), scale=scale)
 
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
-        ours = super().tensors(theirs, config)
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
+        ours, factor = super().tensors(theirs, config, model), np.float32(config.number('residual_multiplier', 1.0))
         gains = ours['final_norm.weight'] / np.float32(config.number('logits_scaling', 1.0))
-        return ours | {'final_norm.weight': gains}
-
-    def layer(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found, factor = super().layer(theirs, config, layer), np.float32(config.number('residual_multiplier', 1.0))
-        return found | {name: found[name] * factor for name in BRANCHES}
+        branches = {name: tensor * factor for name, tensor in ours.items() if name.endswith(BRANCHES)}
+        return ours | branches | {'final_norm.weight': gains}
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         described, scale = super().describe(model), getattr(model.layers[0], 'scale', None)

@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import LayerTensors
+from lm.interop.families.exchange import Exchange, Incoming, Outgoing
 from lm.interop.families.gated_deltanet import GatedDeltaNet
-from lm.interop.families.recurrent_decoder import HeadSizes, cut_rows
+from lm.interop.families.recurrent_decoder import move_bias
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
@@ -44,39 +43,20 @@ class Kda(GatedDeltaNet):
     def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         return super().settings_of(config) | {'gate': 'channel'}
 
-    def gate_tensors(self, theirs: LayerTensors) -> Tensors:
-        bias = theirs.tensors.get(theirs.begin + GATE_BIAS)
-        if bias is not None and not np.any(bias):
-            theirs.take(GATE_BIAS)
-        return {
-            'output_gate.down.weight': theirs.take('attn.g_proj.0.weight'),
-            'output_gate.up.weight': theirs.take('attn.g_proj.1.weight'),
-        }
+    def exchange_gate(self, tensors: Exchange) -> None:
+        tensors.move('output_gate.down.weight', 'attn.g_proj.0.weight')
+        tensors.move('output_gate.up.weight', 'attn.g_proj.1.weight')
+        if isinstance(tensors, Outgoing):
+            tensors.made[GATE_BIAS] = np.zeros(len(tensors.ours['output_gate.up.weight']), np.float32)
+        elif isinstance(tensors, Incoming) and not np.any(tensors.theirs.get(place := tensors.begin + GATE_BIAS, 0)):
+            tensors.theirs.pop(place, None)
 
-    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
-        return {
-            'mechanism_in.weight': theirs.join(['attn.b_proj', 'attn.f_proj.0']),
-            'attention.gate.logits.weight': theirs.take('attn.f_proj.1.weight'),
-            'attention.gate.logits.bias': theirs.take('attn.dt_bias').reshape(sizes.values, sizes.key_size),
-            'attention.gate.log_rate': theirs.take('attn.A_log'),
-        }
+    def exchange_factors(self, tensors: Exchange, options: ResolvedLayer) -> None:
+        tensors.join('mechanism_in', ['attn.b_proj', 'attn.f_proj.0'], [options.dims.n_kv_heads])
+        tensors.move('attention.gate.logits.weight', 'attn.f_proj.1.weight')
+        move_bias(tensors, 'attn.dt_bias', options)
+        tensors.move('attention.gate.log_rate', 'attn.A_log')
 
     def describe_layer(self, options: ResolvedLayer, model: ModelConfig) -> dict[str, object]:
         found = super().describe_layer(options, model)
         return {name: value for name, value in found.items() if name not in ('use_gate', 'output_gate_activation')}
-
-    def gate_back(self, ours: Tensors) -> Tensors:
-        up = ours['output_gate.up.weight']
-        return {
-            'attn.g_proj.0.weight': ours['output_gate.down.weight'],
-            'attn.g_proj.1.weight': up,
-            GATE_BIAS: np.zeros(len(up), np.float32),
-        }
-
-    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        return {
-            **cut_rows(ours['mechanism_in.weight'], ['b_proj', 'f_proj.0'], options.dims.n_kv_heads),
-            'attn.f_proj.1.weight': ours['attention.gate.logits.weight'],
-            'attn.dt_bias': ours['attention.gate.logits.bias'].reshape(-1),
-            'attn.A_log': ours['attention.gate.log_rate'],
-        }

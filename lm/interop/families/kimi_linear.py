@@ -5,19 +5,20 @@ import dataclasses
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, Decoder, LayerTensors, count_layers, cut, cut_units, join_units
+from lm.interop.families.decoder import FULL, QKV, Decoder, count_layers, join_units
+from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
 from lm.interop.families.expert_tensors import (
     describe_balance,
+    exchange_experts,
     find_mixture,
     read_balance,
-    stack_experts,
-    unstack_experts,
 )
+from lm.interop.families.recurrent_decoder import move_bias
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
+from lm.model.options import ResolvedLayer
 
 LINEAR, DENSE, SPARSE = 'linear_attention', 'dense', 'sparse'
 """The type of layers of Kimi delta attention, and the types of feed-forward layers."""
@@ -56,9 +57,16 @@ OF_DELTA = {
 """Entries of `linear_attn_config` → their names in `transformers`."""
 EXPERT = ('w3', 'w1', 'w2')
 """Their maps of an expert: values, gates, output."""
-MIXTURE = 'block_sparse_moe.'
+ATTENTION, MIXTURE = 'self_attn.', 'block_sparse_moe.'
 LATENT = {'down.weight': 'kv_a_proj_with_mqa.weight', 'norm.weight': 'kv_a_layernorm.weight'}
 """Our tensors of latent keys → theirs; the third one is cut by head."""
+DELTA = {
+    'attention.gate.logits.weight': 'f_b_proj.weight',
+    'attention.out_norm.weight': 'o_norm.weight',
+    'output_gate.down.weight': 'g_a_proj.weight',
+    'output_gate.up.weight': 'g_b_proj.weight',
+}
+"""Our tensors of Kimi delta attention → theirs, which are the same."""
 
 
 class KimiLinear(Decoder):
@@ -144,43 +152,22 @@ class KimiLinear(Decoder):
             balance=read_balance(config),
         )
 
-    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        take = lambda name: theirs.take(f'self_attn.{name}')  # noqa: E731
-        sizes = read_sizes(config)
-        if self.layer_types(config)[layer] == FULL:
-            rows = [sizes.integer('qk_nope_head_dim'), sizes.integer('v_head_dim')]
-            keys, values = _split_heads(take('kv_b_proj.weight'), rows)
-            return {
-                'qkv.weight': take('q_proj.weight'),
-                'latent.up.weight': np.concatenate([keys, values]),
-                **{f'latent.{our}': take(their) for our, their in LATENT.items()},
-                'attention_out.weight': take('o_proj.weight'),
-            }
-        heads, size = sizes.integer('linear_num_heads'), sizes.integer('linear_head_dim')
-        return {
-            'qkv.weight': theirs.join([f'self_attn.{name}_proj' for name in 'qkv']),
-            'convolution.weight': theirs.join([f'self_attn.{name}_conv1d' for name in 'qkv'])[:, 0, ::-1],
-            'mechanism_in.weight': theirs.join(['self_attn.b_proj', 'self_attn.f_a_proj']),
-            'attention.gate.logits.weight': take('f_b_proj.weight'),
-            'attention.gate.logits.bias': take('dt_bias').reshape(heads, size),
-            'attention.gate.log_rate': take('A_log').reshape(-1),
-            'attention.out_norm.weight': take('o_norm.weight'),
-            'output_gate.down.weight': take('g_a_proj.weight'),
-            'output_gate.up.weight': take('g_b_proj.weight'),
-            'attention_out.weight': take('o_proj.weight'),
-        }
+    def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        one = model.layers[layer]
+        exchange = _exchange_delta if one.layer_type == LINEAR else _exchange_latent
+        exchange(tensors, model.resolve(one))
+        tensors.move('attention_out.weight', f'{ATTENTION}o_proj.weight')
 
-    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        kind = self.feed_forward(config, layer)
+    def exchange_units(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        kind = model.find_feed_forward(layer)
         if not isinstance(kind, Experts):
-            begin = 'mlp.' if theirs.has('mlp.up_proj.weight') else MIXTURE  # as transformers writes it
-            return join_units(theirs, begin)
-        return {
-            'experts.router.weight': theirs.take(f'{MIXTURE}gate.weight'),
-            'experts.correction': theirs.take(f'{MIXTURE}gate.e_score_correction_bias'),
-            **join_units(theirs, f'{MIXTURE}shared_experts.'),
-            **stack_experts(theirs, f'{MIXTURE}experts.', EXPERT, kind.n_experts),
-        }
+            # Files of transformers and published files differ.
+            join_units(tensors, 'mlp.' if tensors.has('glu_in.weight', 'mlp.up_proj.weight') else MIXTURE)
+            return
+        tensors.move('experts.router.weight', f'{MIXTURE}gate.weight')
+        tensors.move('experts.correction', f'{MIXTURE}gate.e_score_correction_bias')
+        join_units(tensors, f'{MIXTURE}shared_experts.')
+        exchange_experts(tensors, f'{MIXTURE}experts.', EXPERT, kind.n_experts)
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
@@ -206,44 +193,6 @@ class KimiLinear(Decoder):
         found |= _describe_experts(next((one for one in kinds if isinstance(one, Experts)), None))
         return found | describe_balance(model)
 
-    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        one = model.layers[layer]
-        options = model.resolve(one)
-        found: Tensors = {'o_proj.weight': ours['attention_out.weight']}
-        if one.layer_type != LINEAR:
-            heads, (keys, values) = options.heads.keys, options.latent_sizes
-            rank = ours['latent.up.weight'].shape[1]
-            pieces = np.split(ours['latent.up.weight'], [keys])
-            joined = np.concatenate([piece.reshape(heads, -1, rank) for piece in pieces], axis=1)
-            found |= {'q_proj.weight': ours['qkv.weight'], 'kv_b_proj.weight': joined.reshape(keys + values, rank)}
-            found |= {their: ours[f'latent.{our}'] for our, their in LATENT.items()}
-        else:
-            heads, size = options.heads.queries, options.dims.head_dim
-            cuts = [heads * size] * 2
-            found |= cut(ours['qkv.weight'], [f'{name}_proj' for name in 'qkv'], cuts)
-            found |= cut(ours['convolution.weight'][:, None, ::-1], [f'{name}_conv1d' for name in 'qkv'], cuts)
-            found |= cut(ours['mechanism_in.weight'], ['b_proj', 'f_a_proj'], [heads])
-            found |= {
-                'f_b_proj.weight': ours['attention.gate.logits.weight'],
-                'dt_bias': ours['attention.gate.logits.bias'].reshape(-1),
-                'A_log': ours['attention.gate.log_rate'].reshape(1, 1, -1, 1),
-                'o_norm.weight': ours['attention.out_norm.weight'],
-                'g_a_proj.weight': ours['output_gate.down.weight'],
-                'g_b_proj.weight': ours['output_gate.up.weight'],
-            }
-        return {f'self_attn.{name}': tensor for name, tensor in found.items()}
-
-    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        kind = model.find_feed_forward(layer)
-        if not isinstance(kind, Experts):
-            return cut_units(ours, 'mlp.')
-        return {
-            f'{MIXTURE}gate.weight': ours['experts.router.weight'],
-            f'{MIXTURE}gate.e_score_correction_bias': ours['experts.correction'],
-            **cut_units(ours, f'{MIXTURE}shared_experts.'),
-            **unstack_experts(ours, f'{MIXTURE}experts.', EXPERT),
-        }
-
 
 def read_sizes(config: Hyperparameters) -> Hyperparameters:
     """Returns the entries of `DEFAULTS` in a config.json, whichever of their names it uses."""
@@ -258,10 +207,38 @@ def read_sizes(config: Hyperparameters) -> Hyperparameters:
     )
 
 
-def _split_heads(matrix: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    """Returns the rows of keys and of values from a matrix that has both for each head."""
-    rows = matrix.reshape(-1, sum(sizes), matrix.shape[1])
-    return [piece.reshape(-1, matrix.shape[1]) for piece in np.split(rows, sizes[:1], axis=1)]
+def _exchange_latent(tensors: Exchange, options: ResolvedLayer) -> None:
+    """Moves the tensors of softmax over latent keys. Their matrix has the keys and the values of each head together."""
+    heads, sizes = options.heads.keys, options.latent_sizes
+
+    def split_heads(matrix: np.ndarray) -> np.ndarray:
+        width = matrix.shape[1]
+        pieces = np.split(matrix.reshape(heads, -1, width), [sizes[0] // heads], axis=1)
+        return np.concatenate([piece.reshape(-1, width) for piece in pieces])
+
+    def join_heads(matrix: np.ndarray) -> np.ndarray:
+        width = matrix.shape[1]
+        pieces = [piece.reshape(heads, -1, width) for piece in np.split(matrix, sizes[:1])]
+        return np.concatenate(pieces, axis=1).reshape(-1, width)
+
+    tensors.move('qkv.weight', f'{ATTENTION}q_proj.weight')
+    tensors.move('latent.up.weight', f'{ATTENTION}kv_b_proj.weight', split_heads, join_heads)
+    for our, their in LATENT.items():
+        tensors.move(f'latent.{our}', f'{ATTENTION}{their}')
+
+
+def _exchange_delta(tensors: Exchange, options: ResolvedLayer) -> None:
+    """Moves the tensors of Kimi delta attention."""
+    rows, heads = options.qkv_sizes[:2], options.heads.queries
+    convolutions = [f'{ATTENTION}{name}_conv1d' for name in 'qkv']
+    tensors.join('qkv', QKV, rows)
+    tensors.join('convolution', convolutions, rows, to_ours=turn_convolution, to_theirs=turn_back)
+    tensors.join('mechanism_in', [f'{ATTENTION}b_proj', f'{ATTENTION}f_a_proj'], [heads])
+    move_bias(tensors, f'{ATTENTION}dt_bias', options)
+    rate = 'attention.gate.log_rate', f'{ATTENTION}A_log'
+    tensors.move(*rate, lambda x: x.reshape(-1), lambda x: x.reshape(1, 1, -1, 1))
+    for our, their in DELTA.items():
+        tensors.move(our, f'{ATTENTION}{their}')
 
 
 def _describe_experts(kind: Experts | None) -> dict[str, object]:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import UNITS, Decoder, LayerTensors, cut
+from lm.interop.families.decoder import UNITS, Decoder
+from lm.interop.families.exchange import Exchange, Incoming
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
@@ -24,33 +24,17 @@ class Llama(Decoder):
     def options(self, config: Hyperparameters) -> dict[str, object]:
         return {'biases': config.flag('attention_bias') or config.flag('mlp_bias')}
 
-    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found = super().attention_tensors(theirs, config, layer)
-        return found | ({'attention_out.bias': theirs.take(f'{OUT}.bias')} if theirs.has(f'{OUT}.bias') else {})
-
-    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found = super().unit_tensors(theirs, config, layer)
-        if not theirs.has(f'{UP}.bias'):
-            return found
-        return found | {'glu_in.bias': theirs.join([UP, GATE], 'bias'), 'glu_out.bias': theirs.take(f'{DOWN}.bias')}
-
-    def layer(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found = super().layer(theirs, config, layer)
-        if self.options(config)['biases']:
+    def exchange(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        super().exchange(tensors, model, layer)
+        if tensors.has('attention_out.bias', f'{OUT}.bias'):
+            tensors.move('attention_out.bias', f'{OUT}.bias')
+        if tensors.has('glu_in.bias', f'{UP}.bias'):
+            tensors.join('glu_in', [UP, GATE], part='bias')
+            tensors.move('glu_out.bias', f'{DOWN}.bias')
+        if model.biases and isinstance(tensors, Incoming):
             for name in BIASED:
-                found.setdefault(f'{name}.bias', np.zeros(found[f'{name}.weight'].shape[0], np.float32))
-        return found
+                rows = tensors.made[f'{name}.weight'].shape[0]
+                tensors.made.setdefault(f'{name}.bias', np.zeros(rows, np.float32))
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         return super().describe(model) | {'attention_bias': model.biases, 'mlp_bias': model.biases}
-
-    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        found = super().attention_back(ours, model, layer)
-        return found | ({f'{OUT}.bias': ours['attention_out.bias']} if model.biases else {})
-
-    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        found = super().unit_back(ours, model, layer)
-        if not model.biases:
-            return found
-        halves = cut(ours['glu_in.bias'], [UP, GATE], [len(ours['glu_in.bias']) // 2], 'bias')
-        return found | halves | {f'{DOWN}.bias': ours['glu_out.bias']}

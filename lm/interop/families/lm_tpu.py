@@ -20,7 +20,7 @@ class Ours(Family):
     def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         return load([self.settings(folder)], allow_imports=allow_imports).model
 
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
         ours = dict(theirs)
         theirs.clear()
         return ours

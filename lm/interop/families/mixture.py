@@ -3,15 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import UNITS, Decoder, LayerTensors, count_layers, cut_units, join_units
+from lm.interop.families.decoder import UNITS, Decoder, count_layers, join_units
+from lm.interop.families.exchange import Exchange
 from lm.interop.families.expert_tensors import (
     BALANCE,
     describe_balance,
+    exchange_experts,
     find_mixture,
     read_balance,
-    stack_experts,
-    unstack_experts,
 )
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -64,18 +63,16 @@ class ExpertDecoder(Decoder):
             balance=read_balance(found),
         )
 
-    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        kind = self.feed_forward(config, layer)
+    def exchange_units(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        kind = model.find_feed_forward(layer)
         if not isinstance(kind, Experts):
-            return super().unit_tensors(theirs, config, layer)
-        found = {
-            'experts.router.weight': theirs.take(f'{self.block}gate.weight'),
-            **stack_experts(theirs, f'{self.block}experts.', self.maps, kind.n_experts),
-        }
+            super().exchange_units(tensors, model, layer)
+            return
+        tensors.move('experts.router.weight', f'{self.block}gate.weight')
+        exchange_experts(tensors, f'{self.block}experts.', self.maps, kind.n_experts)
         if self.shared:
-            found['experts.shared_gate.weight'] = theirs.take(f'{self.block}shared_expert_gate.weight')
-            found |= join_units(theirs, f'{self.block}shared_expert.')
-        return found
+            tensors.move('experts.shared_gate.weight', f'{self.block}shared_expert_gate.weight')
+            join_units(tensors, f'{self.block}shared_expert.')
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         kinds = [model.find_feed_forward(i).settle(model.feed_forward_shape) for i in range(model.n_layers)]
@@ -87,15 +84,3 @@ class ExpertDecoder(Decoder):
         one = one or Experts(hidden_dim=8, shared_dim=8)  # which differs from the model, so the family is not chosen
         sizes = {theirs: getattr(one, ours) or 1 for ours, theirs in self.entries.items()}
         return found | sizes | {'norm_topk_prob': one.normalize}
-
-    def unit_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        if 'experts.glu_in' not in ours:
-            return super().unit_back(ours, model, layer)
-        found = {
-            f'{self.block}gate.weight': ours['experts.router.weight'],
-            **unstack_experts(ours, f'{self.block}experts.', self.maps),
-        }
-        if self.shared:
-            found[f'{self.block}shared_expert_gate.weight'] = ours['experts.shared_gate.weight']
-            found |= cut_units(ours, f'{self.block}shared_expert.')
-        return found

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, SLIDING, Decoder, LayerTensors, count_layers
+from lm.interop.families.decoder import FULL, SLIDING, Decoder, count_layers
+from lm.interop.families.exchange import Exchange
 from lm.interop.hyperparameters import Hyperparameters
+from lm.model import ModelConfig
 
 
 class Phi3(Decoder):
@@ -18,15 +19,15 @@ class Phi3(Decoder):
         kind = FULL if self.window(config) is None else SLIDING
         return [kind for _ in count_layers(config)]
 
-    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        return {
-            'qkv.weight': theirs.take('self_attn.qkv_proj.weight'),
-            'attention_out.weight': theirs.take('self_attn.o_proj.weight'),
-        }
+    def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        tensors.move('qkv.weight', 'self_attn.qkv_proj.weight')
+        tensors.move('attention_out.weight', 'self_attn.o_proj.weight')
 
-    def unit_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        gates, values = np.split(theirs.take('mlp.gate_up_proj.weight'), 2)
-        return {
-            'glu_in.weight': np.concatenate([values, gates]),
-            'glu_out.weight': theirs.take('mlp.down_proj.weight'),
-        }
+    def exchange_units(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        tensors.move('glu_in.weight', 'mlp.gate_up_proj.weight', _swap_halves, _swap_halves)
+        tensors.move('glu_out.weight', 'mlp.down_proj.weight')
+
+
+def _swap_halves(matrix: np.ndarray) -> np.ndarray:
+    first, second = np.split(matrix, 2)
+    return np.concatenate([second, first])

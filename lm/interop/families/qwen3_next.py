@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, LayerTensors, count_layers
+from lm.interop.families.decoder import FULL, QKV, count_layers
+from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
 from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.rotary_entry import RotaryEntry
@@ -84,89 +84,24 @@ class Qwen3Next(ExpertDecoder):
             }
         return dataclasses.replace(find_layer_type(kind)(), **options)
 
-    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        if self.layer_types(config)[layer] == LINEAR:
-            return self._delta_tensors(theirs, self.delta | config)
-        size = self.head_dim(config)
-        order = order_turned(size, self.rotary(config).fraction)
-        width = config.integer('hidden_size')
-        joined = theirs.take('self_attn.q_proj.weight').reshape(-1, 2, size, width)
-        keys = theirs.take('self_attn.k_proj.weight').reshape(-1, size, width)
-        q, k = (x[:, order].reshape(-1, width) for x in (joined[:, 0], keys))
-        one = np.float32(self.gain)
-        return {
-            'qkv.weight': np.concatenate([q, k, theirs.take('self_attn.v_proj.weight')]),
-            'q_norm.weight': one + theirs.take('self_attn.q_norm.weight')[order],
-            'k_norm.weight': one + theirs.take('self_attn.k_norm.weight')[order],
-            'output_gate.weight': joined[:, 1].reshape(-1, width),
-            'attention_out.weight': theirs.take('self_attn.o_proj.weight'),
-        }
-
-    def _delta_tensors(self, theirs: LayerTensors, sizes: Hyperparameters) -> Tensors:
-        """Each of their key heads has its rows of queries, keys, values and gates together."""
-        heads, size = sizes.integer('linear_num_key_heads'), sizes.integer('linear_key_head_dim')
-        values = sizes.integer('linear_num_value_heads') // heads * sizes.integer('linear_value_head_dim')
-        joined, inputs = (theirs.take(f'linear_attn.in_proj_{name}.weight') for name in ('qkvz', 'ba'))
-        width = joined.shape[1]
-        rows = np.split(joined.reshape(heads, -1, width), np.cumsum([size, size, values]), axis=1)
-        *qkv, gate = (x.reshape(-1, width) for x in rows)
-        return {
-            'qkv.weight': np.concatenate(qkv),
-            'convolution.weight': theirs.take('linear_attn.conv1d.weight')[:, 0, ::-1],
-            'mechanism_in.weight': inputs.reshape(heads, 2, -1, width).swapaxes(0, 1).reshape(-1, width),
-            'attention.gate.bias': theirs.take('linear_attn.dt_bias'),
-            'attention.gate.log_rate': theirs.take('linear_attn.A_log'),
-            'attention.out_norm.weight': theirs.take('linear_attn.norm.weight'),
-            'output_gate.weight': gate,
-            'attention_out.weight': theirs.take('linear_attn.out_proj.weight'),
-        }
+    def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        one = model.layers[layer]
+        options = model.resolve(one)
+        if one.layer_type == LINEAR:
+            _exchange_delta(tensors, options)
+        else:
+            _exchange_heads(tensors, options, np.float32(self.gain))
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         types = [LINEAR if one.layer_type == LINEAR else FULL for one in model.layers]
         found = super().describe(model) | {'layer_types': types}
         resolved = dict(zip(reversed(types), map(model.resolve, reversed(model.layers)), strict=True))
         if (full := resolved.get(FULL)) is not None:
-            found |= _describe_heads(full)
+            found |= {'num_attention_heads': full.heads.queries, 'num_key_value_heads': full.heads.keys}
+            found['head_dim'] = full.dims.head_dim
         if (linear := resolved.get(LINEAR)) is not None:
             found |= _describe_delta(linear)
         return found
-
-    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        one = model.layers[layer]
-        options = model.resolve(one)
-        if one.layer_type == LINEAR:
-            return self._delta_back(ours, options)
-        size, width = options.dims.head_dim, model.d_model
-        turned = options.rotary.fraction if options.rotary else 1.0
-        back = np.argsort(order_turned(size, turned))
-        queries, keys, _ = options.qkv_sizes
-        q, k, v = np.split(ours['qkv.weight'], [queries, queries + keys])
-        q, k = (x.reshape(-1, size, width)[:, back] for x in (q, k))
-        gate, gain = ours['output_gate.weight'].reshape(-1, size, width), np.float32(self.gain)
-        return {
-            'self_attn.q_proj.weight': np.stack([q, gate], axis=1).reshape(-1, width),
-            'self_attn.k_proj.weight': k.reshape(-1, width),
-            'self_attn.v_proj.weight': v,
-            'self_attn.q_norm.weight': ours['q_norm.weight'][back] - gain,
-            'self_attn.k_norm.weight': ours['k_norm.weight'][back] - gain,
-            'self_attn.o_proj.weight': ours['attention_out.weight'],
-        }
-
-    def _delta_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        heads, width = options.heads.keys, ours['qkv.weight'].shape[1]
-        queries, keys, _ = options.qkv_sizes
-        pieces = [*np.split(ours['qkv.weight'], [queries, queries + keys]), ours['output_gate.weight']]
-        joined = np.concatenate([x.reshape(heads, -1, width) for x in pieces], axis=1)
-        inputs = ours['mechanism_in.weight'].reshape(2, heads, -1, width).swapaxes(0, 1)
-        return {
-            'linear_attn.in_proj_qkvz.weight': joined.reshape(-1, width),
-            'linear_attn.in_proj_ba.weight': inputs.reshape(-1, width),
-            'linear_attn.conv1d.weight': ours['convolution.weight'][:, None, ::-1],
-            'linear_attn.dt_bias': ours['attention.gate.bias'],
-            'linear_attn.A_log': ours['attention.gate.log_rate'],
-            'linear_attn.norm.weight': ours['attention.out_norm.weight'],
-            'linear_attn.out_proj.weight': ours['attention_out.weight'],
-        }
 
 
 def order_turned(size: int, fraction: float) -> np.ndarray:
@@ -179,14 +114,57 @@ def order_turned(size: int, fraction: float) -> np.ndarray:
     return np.concatenate([first[: turned // 2], rest[:middle], first[turned // 2 :], rest[middle:]])
 
 
-def _describe_heads(options: ResolvedLayer) -> dict[str, object]:
-    """Returns the entries of layers with softmax."""
-    heads = options.heads
-    return {
-        'num_attention_heads': heads.queries,
-        'num_key_value_heads': heads.keys,
-        'head_dim': options.dims.head_dim,
-    }
+def _exchange_heads(tensors: Exchange, options: ResolvedLayer, gain: np.float32) -> None:
+    """Moves the tensors of softmax. Each of their heads has its rows of queries and of the gate together."""
+    size, rows = options.dims.head_dim, options.qkv_sizes
+    order = order_turned(size, options.rotary.fraction if options.rotary else 1.0)
+    back = np.argsort(order)
+
+    def to_ours(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+        width = values.shape[1]
+        joined, keys = queries.reshape(-1, 2, size, width), keys.reshape(-1, size, width)
+        q, k = (x[:, order].reshape(-1, width) for x in (joined[:, 0], keys))
+        return [np.concatenate([q, k, values]), joined[:, 1].reshape(-1, width)]
+
+    def to_theirs(qkv: np.ndarray, gate: np.ndarray) -> list[np.ndarray]:
+        width = qkv.shape[1]
+        q, k, v = np.split(qkv, [rows[0], rows[0] + rows[1]])
+        q, k = (x.reshape(-1, size, width)[:, back] for x in (q, k))
+        return [np.stack([q, gate.reshape(-1, size, width)], axis=1).reshape(-1, width), k.reshape(-1, width), v]
+
+    tensors.change(['qkv.weight', 'output_gate.weight'], [f'{name}.weight' for name in QKV], to_ours, to_theirs)
+    for name in ('q_norm.weight', 'k_norm.weight'):
+        tensors.move(name, f'self_attn.{name}', lambda x: gain + x[order], lambda x: x[back] - gain)
+    tensors.move('attention_out.weight', 'self_attn.o_proj.weight')
+
+
+def _exchange_delta(tensors: Exchange, options: ResolvedLayer) -> None:
+    """Moves the tensors of Gated DeltaNet. Each of their key heads has its rows of queries, keys, values and gates
+    together, and of the two inputs of the mechanism."""
+    heads, sizes = options.heads.keys, options.qkv_sizes
+
+    def to_ours(joined: np.ndarray) -> list[np.ndarray]:
+        width = joined.shape[1]
+        rows = np.split(joined.reshape(heads, -1, width), np.cumsum(sizes) // heads, axis=1)
+        *qkv, gate = (x.reshape(-1, width) for x in rows)
+        return [np.concatenate(qkv), gate]
+
+    def to_theirs(qkv: np.ndarray, gate: np.ndarray) -> list[np.ndarray]:
+        pieces, width = [*np.split(qkv, np.cumsum(sizes)[:2]), gate], qkv.shape[1]
+        return [np.concatenate([x.reshape(heads, -1, width) for x in pieces], axis=1).reshape(-1, width)]
+
+    def swap(inputs: np.ndarray, first: int, second: int) -> np.ndarray:
+        width = inputs.shape[1]
+        return inputs.reshape(first, second, -1, width).swapaxes(0, 1).reshape(-1, width)
+
+    tensors.change(['qkv.weight', 'output_gate.weight'], ['linear_attn.in_proj_qkvz.weight'], to_ours, to_theirs)
+    inputs = 'mechanism_in.weight', 'linear_attn.in_proj_ba.weight'
+    tensors.move(*inputs, lambda x: swap(x, heads, 2), lambda x: swap(x, 2, heads))
+    tensors.move('convolution.weight', 'linear_attn.conv1d.weight', turn_convolution, turn_back)
+    tensors.move('attention.gate.bias', 'linear_attn.dt_bias')
+    tensors.move('attention.gate.log_rate', 'linear_attn.A_log')
+    tensors.move('attention.out_norm.weight', 'linear_attn.norm.weight')
+    tensors.move('attention_out.weight', 'linear_attn.out_proj.weight')
 
 
 def _describe_delta(options: ResolvedLayer) -> dict[str, object]:

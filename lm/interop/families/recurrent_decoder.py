@@ -3,13 +3,12 @@
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
-
-import numpy as np
+from typing import ClassVar
 
 from lm.attention import Attention, find_layer_type
-from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import Decoder, LayerTensors, cut
+from lm.attention.options import LayerOptions
+from lm.interop.families.decoder import Decoder
+from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
@@ -18,16 +17,6 @@ PROJECTIONS, CONVOLUTIONS = [f'attn.{x}_proj' for x in 'qkv'], [f'attn.{x}_conv1
 """Their maps of queries, keys and values, and the convolutions of these."""
 FACTOR = 256
 """The width of the linear units is a multiple of it, where config.json does not state the width."""
-
-
-class HeadSizes(NamedTuple):
-    """The numbers of heads in a config.json, and the sizes of a key and of a value."""
-
-    queries: int
-    keys: int
-    values: int
-    key_size: int
-    value_size: int
 
 
 class RecurrentDecoder(Decoder):
@@ -58,12 +47,12 @@ class RecurrentDecoder(Decoder):
         shared = {'attn': None, 'attnres_block_size': None, 'conv_size': 4, 'norm_eps': self.epsilon}
         return {**shared, 'hidden_ratio': 4, 'intermediate_size': None, **self.defaults} | config
 
-    def sizes(self, config: Hyperparameters) -> HeadSizes:
+    def sizes(self, config: Hyperparameters) -> LayerOptions:
         """Returns the heads, from all entries of a config.json."""
         heads, width = config.integer('num_heads'), config.integer('hidden_size')
+        size, value = (round(width * config.number(name)) // heads for name in ('expand_k', 'expand_v'))
         keys = config.find_integer('num_kv_heads') or heads
-        key_size, value_size = (round(width * config.number(name)) // heads for name in ('expand_k', 'expand_v'))
-        return HeadSizes(heads, keys, keys, key_size, value_size)
+        return LayerOptions(n_heads=heads, n_kv_heads=keys, head_dim=size, value_dim=None if value == size else value)
 
     def settings_of(self, config: Hyperparameters) -> dict[str, object]:
         """Returns the fields of the mechanism, apart from its epsilon."""
@@ -84,9 +73,9 @@ class RecurrentDecoder(Decoder):
         sizes = self.sizes(found)
         width = int(found.integer('hidden_size') * (found.find_number('hidden_ratio') or 4) * 2 / 3)
         shared = {
-            'num_attention_heads': sizes.queries,
-            'num_key_value_heads': sizes.keys,
-            'head_dim': sizes.key_size,
+            'num_attention_heads': sizes.n_heads,
+            'num_key_value_heads': sizes.n_kv_heads,
+            'head_dim': sizes.head_dim,
             'rms_norm_eps': found.number('norm_eps'),
             'intermediate_size': found.find_integer('intermediate_size') or -(-width // FACTOR) * FACTOR,
         }
@@ -98,8 +87,8 @@ class RecurrentDecoder(Decoder):
         return {
             'rotary_base': None,
             'convolution': found.integer('conv_size') if found.flag('use_short_conv') else None,
-            'n_value_heads': None if sizes.values == sizes.keys else sizes.values,
-            'value_dim': None if sizes.value_size == sizes.key_size else sizes.value_size,
+            'n_value_heads': sizes.n_value_heads,
+            'value_dim': sizes.value_dim,
             **self.gate_options(found),
         }
 
@@ -108,27 +97,26 @@ class RecurrentDecoder(Decoder):
         settings = {'norm_epsilon': found.number('norm_eps'), **self.settings_of(found)}
         return dataclasses.replace(find_layer_type(self.layer_type)(), **settings)
 
-    def attention_tensors(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found = self.read(config)
-        (gains,) = {name for name in self.gain_names if theirs.has(f'attn.{name}.weight')} or {self.gain_names[0]}
-        tensors = {
-            'qkv.weight': theirs.join(PROJECTIONS),
-            'attention_out.weight': theirs.take('attn.o_proj.weight'),
-            'attention.out_norm.weight': theirs.take(f'attn.{gains}.weight'),
-        }
-        if found.flag('use_short_conv'):
-            tensors['convolution.weight'] = theirs.join(CONVOLUTIONS)[:, 0, ::-1]
-        if found.flag(self.gate_entry):
-            tensors |= self.gate_tensors(theirs)
-        return tensors | self.factor_tensors(theirs, self.sizes(found))
+    def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        options = model.resolve(model.layers[layer])
+        rows = options.qkv_sizes[:2]
+        tensors.join('qkv', PROJECTIONS, rows)
+        tensors.move('attention_out.weight', 'attn.o_proj.weight')
+        if options.convolution is not None:
+            tensors.join('convolution', CONVOLUTIONS, rows, to_ours=turn_convolution, to_theirs=turn_back)
+        our, names = 'attention.out_norm.weight', self.gain_names if options.output_gate else self.gain_names[::-1]
+        theirs = [f'attn.{name}.weight' for name in names]
+        tensors.move(our, next((their for their in theirs if tensors.has(our, their)), theirs[0]))
+        if options.output_gate:
+            self.exchange_gate(tensors)
+        self.exchange_factors(tensors, options)
 
-    def gate_tensors(self, theirs: LayerTensors) -> Tensors:
-        """Returns the tensors of the output gate under our names."""
-        return {'output_gate.weight': theirs.take('attn.g_proj.weight')}
+    def exchange_gate(self, tensors: Exchange) -> None:
+        """Moves the tensors of the output gate."""
+        tensors.move('output_gate.weight', 'attn.g_proj.weight')
 
-    def factor_tensors(self, theirs: LayerTensors, sizes: HeadSizes) -> Tensors:
-        """Returns the tensors that the recurrence has beside queries, keys and values, under our names."""
-        return {}
+    def exchange_factors(self, tensors: Exchange, options: ResolvedLayer) -> None:
+        """Moves the tensors that the recurrence has beside queries, keys and values."""
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         one = model.resolve(model.layers[0])
@@ -159,29 +147,8 @@ class RecurrentDecoder(Decoder):
             self.gate_entry: options.output_gate,
         }
 
-    def attention_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        options = model.resolve(model.layers[layer])
-        gains = self.gain_names[not options.output_gate]
-        rows = options.qkv_sizes[:2]
-        found = cut(ours['qkv.weight'], PROJECTIONS, rows) | {
-            'attn.o_proj.weight': ours['attention_out.weight'],
-            f'attn.{gains}.weight': ours['attention.out_norm.weight'],
-        }
-        if options.convolution is not None:
-            found |= cut(ours['convolution.weight'][:, None, ::-1], CONVOLUTIONS, rows)
-        if options.output_gate:
-            found |= self.gate_back(ours)
-        return found | self.factors_back(ours, options)
 
-    def gate_back(self, ours: Tensors) -> Tensors:
-        """Undoes `gate_tensors`."""
-        return {'attn.g_proj.weight': ours['output_gate.weight']}
-
-    def factors_back(self, ours: Tensors, options: ResolvedLayer) -> Tensors:
-        """Undoes `factor_tensors`."""
-        return {}
-
-
-def cut_rows(whole: np.ndarray, names: list[str], rows: int) -> Tensors:
-    """Returns name → matrix of two maps of the layer's input, the first of which has `rows` rows."""
-    return cut(whole, [f'attn.{name}' for name in names], [rows])
+def move_bias(tensors: Exchange, their: str, options: ResolvedLayer) -> None:
+    """Moves the biases of the gate of each key channel, which their files have in one row."""
+    shape = options.dims.n_kv_heads, options.dims.head_dim
+    tensors.move('attention.gate.logits.bias', their, lambda x: x.reshape(shape), lambda x: x.reshape(-1))

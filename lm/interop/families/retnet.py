@@ -31,7 +31,7 @@ class RetNet(RecurrentDecoder):
     def differences(self, config: Hyperparameters) -> list[str]:
         found = self.read(config)
         sizes = self.sizes(found)
-        fewer = ['fewer keys than queries'] if sizes.keys != sizes.queries else []  # their factors are of queries
+        fewer = ['fewer keys than queries'] if sizes.n_kv_heads != sizes.n_heads else []  # their factors are of queries
         return super().differences(config) + fewer
 
     def options(self, config: Hyperparameters) -> dict[str, object]:

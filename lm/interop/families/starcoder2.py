@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, QKV, SLIDING, Decoder, LayerTensors, count_layers, cut
+from lm.interop.families.decoder import FULL, QKV, SLIDING, Decoder, count_layers
+from lm.interop.families.exchange import Exchange
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
@@ -33,14 +34,16 @@ class Starcoder2(Decoder):
         kind = FULL if self.window(config) is None else SLIDING
         return [kind for _ in count_layers(config)]
 
-    def tensors(self, theirs: Tensors, config: Hyperparameters) -> Tensors:
+    def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
         bias = theirs.pop('model.norm.bias')
-        return super().tensors(theirs, config) | {'final_norm.bias': bias}
+        return super().tensors(theirs, config, model) | {'final_norm.bias': bias}
 
-    def layer(self, theirs: LayerTensors, config: Hyperparameters, layer: int) -> Tensors:
-        found = {f'qkv.{part}': theirs.join(QKV, part) for part in PARTS}
-        maps = {**MAPS, **self.norms}.items()
-        return found | {f'{our}.{part}': theirs.take(f'{their}.{part}') for our, their in maps for part in PARTS}
+    def exchange(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
+        rows = model.resolve(model.layers[layer]).qkv_sizes[:2]
+        for part in PARTS:
+            tensors.join('qkv', QKV, rows, part)
+            for our, their in {**MAPS, **self.norms}.items():
+                tensors.move(f'{our}.{part}', f'{their}.{part}')
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
         described = super().describe(model) | {'norm_epsilon': model.norm_epsilon}
@@ -49,11 +52,3 @@ class Starcoder2(Decoder):
 
     def back(self, ours: Tensors, model: ModelConfig) -> Tensors:
         return super().back(ours, model) | {'model.norm.bias': ours['final_norm.bias']}
-
-    def layer_back(self, ours: Tensors, model: ModelConfig, layer: int) -> Tensors:
-        queries, keys, _ = model.resolve(model.layers[layer]).qkv_sizes
-        found: Tensors = {}
-        for part in PARTS:
-            found |= cut(ours[f'qkv.{part}'], QKV, [queries, keys], part)
-            found |= {f'{their}.{part}': ours[f'{our}.{part}'] for our, their in {**MAPS, **self.norms}.items()}
-        return found

@@ -7,7 +7,7 @@ Each has a dense part, linear units that all tokens pass, or a routed part, or b
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ class FeedForward(Configurable, abc.ABC):
         """Returns the layer with all sizes stated, and without what only training reads."""
         return self
 
-    def portable(self, shape: FeedForwardShape) -> dict[str, Any]:
+    def portable(self, shape: FeedForwardShape) -> dict[str, object]:
         """Returns its fields as plain values, and `dense_dim`, for programs that do not read gin."""
         return {**dataclasses.asdict(self.settle(shape)), 'dense_dim': self.dense_dim(shape)}
 

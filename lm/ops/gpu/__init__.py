@@ -37,7 +37,7 @@ def accumulator(rows: int, columns: int) -> Any:
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]: JAX documents it
 
 
-def regroup(refs: Sequence[Any], *operands: Any) -> list[Any]:
+def regroup(refs: Sequence[object], *operands: object) -> list[Any]:
     """Returns the refs of a kernel in the structure of `operands`, trees of the arrays it reads, and all other refs."""
     leaves, structure = jax.tree.flatten(operands)
     return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]

@@ -12,7 +12,7 @@ C tokens of a chunk, E channels, both TILE.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.dots import in_parts
 from lm.ops.gpu import TILE, load_matrix, matrix, number_entries, product, release, sum_products, widen
+
+Carry = TypeVar('Carry')
 
 LEVELS = TILE.bit_length() - 1
 """The number of levels: m = 1, 2, 4, … of a chunk."""
@@ -45,7 +47,7 @@ def _differ(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + b - 2 * (a & b)
 
 
-def loop_over_levels(step: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+def loop_over_levels(step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Calls carry = step(m, carry) for each level.
 
     It is a loop of the program: the compiler would keep the selections of unrolled levels for their next use, in

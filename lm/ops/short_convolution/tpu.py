@@ -110,7 +110,7 @@ def _run_backward(read: _Read[jax.Array], dy: jax.Array):
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _call(function: Callable[..., None], name: str, read: _Read[jax.Array], like: Any) -> Any:
+def _call(function: Callable[..., None], name: str, read: _Read[jax.Array], like: object) -> Any:
     """Runs a kernel whose results are `like` these arrays. If it reads gradients it starts with the last token."""
     batch, channels, length = read.x_BxNxL.shape
     rows, block = block_sizes(channels, length)

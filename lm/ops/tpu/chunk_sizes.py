@@ -60,7 +60,7 @@ class ChunkSizes:
         return blocks + states + pairs * 4 * CHUNK**2 + levels
 
 
-def cut(kind: type[Plan], sizes: ChunkSizes, bytes_of_head: int, pack: bool, **options: Any) -> Plan:
+def cut(kind: type[Plan], sizes: ChunkSizes, bytes_of_head: int, pack: bool, **options: object) -> Plan:
     """Plans the kernels of a call: as many heads per step as fit and divide the heads of the call.
 
     Args:

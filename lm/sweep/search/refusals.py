@@ -31,7 +31,7 @@ def describe_refusals(space: SearchSpace, study: Study) -> list[str]:
     return lines
 
 
-def find_fields_at_fault(draws: Sequence[Mapping[str, Any]], refused: set[int]) -> tuple[str, ...]:
+def find_fields_at_fault(draws: Sequence[Mapping[str, object]], refused: set[int]) -> tuple[str, ...]:
     """Returns the pair of fields, or the one field, whose values tell most about which draws were refused.
 
     The measure is the mutual information of the values and the refusal. A pair counts only if it tells clearly more
@@ -56,7 +56,7 @@ def _try(space: SearchSpace, number: int, values: Mapping[str, Any]) -> str:
     return ''
 
 
-def _split(key: str, draws: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _split(key: str, draws: Sequence[Mapping[str, object]]) -> list[object]:
     """Returns the value of a field in each draw; of many numbers, the part of their range."""
     values = [draw.get(key) for draw in draws]
     numbers = [value for value in values if isinstance(value, int | float)]

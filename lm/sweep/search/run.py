@@ -18,6 +18,7 @@ from lm.sweep.run import validate_point
 from lm.sweep.runner import Runner, RunningPoint
 from lm.sweep.search.refusals import describe_refusals
 from lm.sweep.search.search import Search
+from lm.sweep.search.study import find_pruned_step
 from lm.text import format_count
 
 MOST_REFUSED = 20
@@ -102,10 +103,10 @@ class SearchRunner(Runner):
         self._written = len(self.sweep.points)
         self._note_refused()
         for job in self.running:
-            verdict = self.search.judge(job.point)
-            if verdict and verdict.pruned_at is not None and job.point.name not in self._pruned:
+            ended = self.search.judge(job.point)
+            if ended and (step := find_pruned_step(ended)) is not None and job.point.name not in self._pruned:
                 self._pruned.add(job.point.name)
-                self.say(f'{job.point.name}: pruned at step {verdict.pruned_at:,}')
+                self.say(f'{job.point.name}: pruned at step {step:,}')
                 self.end_early(job)
 
     def _note_refused(self) -> None:
@@ -120,11 +121,11 @@ class SearchRunner(Runner):
         super().launch(point, held)
 
     def end(self, job: RunningPoint) -> None:
-        verdict = self.search.judge(job.point)
+        ended = self.search.judge(job.point)
         self.search.note_facts()
-        if verdict and verdict.pruned_at is not None and job.process.returncode != 0:
+        if ended and (step := find_pruned_step(ended)) is not None and job.process.returncode != 0:
             self.free(job)
-            self.sweep.record_pruned(job.point, verdict.pruned_at)
+            self.sweep.record_pruned(job.point, step)
             self.sweep.write_results()
         else:
             super().end(job)

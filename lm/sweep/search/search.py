@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from etils import epath
 
@@ -14,8 +15,11 @@ from lm.sweep.options import SearchOptions
 from lm.sweep.points import Point
 from lm.sweep.search.distributions import Drawn
 from lm.sweep.search.space import SearchSpace, name_trial
-from lm.sweep.search.study import Study, TrialResult, Verdict
+from lm.sweep.search.study import Study, TrialResult, find_pruned_step
 from lm.sweep.sweep import Sweep
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 
 class TrialFolder(Sweep):
@@ -103,10 +107,10 @@ class Search:
                     break
                 self.sweep.points.append(self._make_point(number, values))
             point = self.sweep.points[number]
-            if (verdict := self.study.judge(number)) is None:
+            if (ended := self.study.judge(number)) is None:
                 due.append(point)
-            elif verdict.pruned_at is not None and self.sweep.result(point)['status'] == 'interrupted':
-                self.sweep.record_pruned(point, verdict.pruned_at)
+            elif (step := find_pruned_step(ended)) is not None and self.sweep.result(point)['status'] == 'interrupted':
+                self.sweep.record_pruned(point, step)
         return due
 
     def refuse(self, point: Point, error: ConfigError) -> None:
@@ -117,8 +121,8 @@ class Search:
         """Tells whether every trial has ended."""
         return all(self.study.judge(number) for number in range(self.options.trials))
 
-    def judge(self, point: Point) -> Verdict | None:
-        """Returns the end of a trial; None: it has not ended."""
+    def judge(self, point: Point) -> 'FrozenTrial | None':
+        """Returns a trial that has ended; None: it has not ended."""
         return self.study.judge(point.index)
 
     def forgive(self, point: Point) -> None:

@@ -46,16 +46,9 @@ class TrialResult(NamedTuple):
     failed_with: int | None = None
 
 
-class Verdict(NamedTuple):
-    """The end of a trial for the study.
-
-    Attributes:
-        frozen: Optuna's record.
-        pruned_at: the step at which it was pruned; None: it was not.
-    """
-
-    frozen: 'FrozenTrial'
-    pruned_at: int | None
+def find_pruned_step(trial: 'FrozenTrial') -> int | None:
+    """Returns the step at which a trial was pruned; None: it was not."""
+    return trial.last_step if trial.state.name == 'PRUNED' else None
 
 
 def check_optuna() -> None:
@@ -88,7 +81,7 @@ class Study:
         warnings.filterwarnings('ignore', category=optuna.exceptions.ExperimentalWarning)
         self.distributions = {key: d.to_optuna() for key, d in distributions.items()}
         self.options, self.read, self.steps, self.every = options, read, steps, every or steps
-        self._ended: dict[int, Verdict] = {}
+        self._ended: dict[int, FrozenTrial] = {}
         self._drawn: dict[int, dict[str, Drawn]] = {}
 
     def draw(self, number: int) -> dict[str, Drawn] | None:
@@ -107,10 +100,10 @@ class Study:
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(self.options.seed))
         return [study.ask(self.distributions).params for _ in range(count)]
 
-    def judge(self, number: int) -> Verdict | None:
-        """Returns the end of a trial; None: it has not ended."""
-        if number not in self._ended and (verdict := self._judge(number)):
-            self._ended[number] = verdict
+    def judge(self, number: int) -> 'FrozenTrial | None':
+        """Returns a trial that has ended; None: it has not ended."""
+        if number not in self._ended and (ended := self._judge(number)):
+            self._ended[number] = ended
         return self._ended.get(number)
 
     def rate(self) -> dict[str, float]:
@@ -119,10 +112,10 @@ class Study:
         import optuna
 
         study = self._make_empty()
-        for verdict in map(self.judge, range(self.options.trials)):
-            loss = verdict.frozen.value if verdict and verdict.frozen.state.name == 'COMPLETE' else None
-            if verdict and loss is not None and math.isfinite(loss):
-                study.add_trial(verdict.frozen)
+        for trial in map(self.judge, range(self.options.trials)):
+            loss = trial.value if trial and trial.state.name == 'COMPLETE' else None
+            if trial and loss is not None and math.isfinite(loss):
+                study.add_trial(trial)
         if len(study.trials) < 4:
             return {}
         try:
@@ -133,7 +126,7 @@ class Study:
             return {}
         return {key: float(share) for key, share in found.items() if math.isfinite(share)}
 
-    def _judge(self, number: int) -> Verdict | None:
+    def _judge(self, number: int) -> 'FrozenTrial | None':
         from optuna.trial import TrialState, create_trial
 
         if (result := self.read(number)) is None:
@@ -144,7 +137,7 @@ class Study:
             # The loss of a trial that diverged or was refused is the worst: the sampler keeps away from its values.
             state = TrialState.COMPLETE if values else TrialState.FAIL
             worst = math.inf if values else None
-            return Verdict(create_trial(state=state, params=values, distributions=known, value=worst), None)
+            return create_trial(state=state, params=values, distributions=known, value=worst)
         pruned_at, rungs = None, {}
         if self.options.prune:
             if (followed := self._follow(number, result, values, known)) is None:
@@ -153,7 +146,7 @@ class Study:
         if pruned_at is None and not result.is_finished:
             return None
         loss = result.losses[-1][1] if result.losses else math.inf
-        ended = create_trial(
+        return create_trial(
             state=TrialState.COMPLETE if pruned_at is None else TrialState.PRUNED,
             params=values,
             distributions=known,
@@ -161,7 +154,6 @@ class Study:
             intermediate_values={s: x for s, x in result.losses if pruned_at is None or s <= pruned_at},
             system_attrs=rungs,
         )
-        return Verdict(ended, pruned_at)
 
     def _follow(
         self, number: int, result: TrialResult, values: dict[str, Drawn], known: dict[str, 'BaseDistribution']
@@ -195,9 +187,9 @@ class Study:
         study = self._make_empty(number)
         for i in range(number):
             if i <= number - self.options.parallel:
-                if (verdict := self.judge(i)) is None:
+                if (ended := self.judge(i)) is None:
                     return None
-                study.add_trial(verdict.frozen)
+                study.add_trial(ended)
             elif (values := self.draw(i)) is None:
                 return None
             else:

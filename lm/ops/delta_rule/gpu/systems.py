@@ -46,31 +46,32 @@ FIRST = 8
 def solve(k_NxTxCxE, beta_NxTxC, t_NxTxC, v_NxTxCxD) -> list[jax.Array]:
     """Computes X diag(β) V and -X diag(β exp(t)) K, bfloat16 [N, T, C, D] and [N, T, C, E]; β and t are float32."""
 
-    def pair(x, *, k_CxE, factors, beta_C, t_C, **_):
-        beta = load_columns(beta_C)
-        scales = beta, -beta * jnp.exp(load_columns(t_C))
-        values, keys = (in_parts(x * repeat_per_column(scale, TILE), 2) for scale in scales)
-        return [(values, factors[0]), (keys, k_CxE)]
+    def pair(x, *, keys, factors, scalars, **_):
+        beta_C, t_C = map(load_columns, scalars)
+        scales = beta_C, -beta_C * jnp.exp(t_C)
+        of_values, of_keys = (in_parts(x * repeat_per_column(scale, TILE), 2) for scale in scales)
+        return [(of_values, factors[0]), (of_keys, keys)]
 
-    return _call('solutions', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [v_NxTxCxD])
+    tokens = k_NxTxCxE, [beta_NxTxC, t_NxTxC], [v_NxTxCxD]
+    return solve_systems('delta_rule_solutions', *tokens, _locate, _make_system, pair)
 
 
 def solve_transposed(k_NxTxCxE, beta_NxTxC, t_NxTxC, dnew_NxTxCxD, dseen_NxTxCxE) -> list[jax.Array]:
     """Computes Xᵀ times the gradients of both solutions, in their shapes; arguments as in `solve`."""
-
-    def pair(x, *, factors, high, low, **_):
-        inverse = turn(x, high, low)
-        return [(inverse, d) for d in factors]
-
-    return _call('gradients', pair, k_NxTxCxE, beta_NxTxC, t_NxTxC, [dnew_NxTxCxD, dseen_NxTxCxE])
+    tokens = k_NxTxCxE, [beta_NxTxC, t_NxTxC], [dnew_NxTxCxD, dseen_NxTxCxE]
+    return solve_systems('delta_rule_gradients', *tokens, _locate, _make_system, pair_turned)
 
 
-def turn(x: jax.Array, high: Ref, low: Ref) -> list[Ref]:
-    """Places the two bfloat16 numbers of X in shared memory, and returns Xᵀ."""
+def _locate(head: jax.Array, chunk: jax.Array) -> tuple:
+    return head, chunk, slice(None)
+
+
+def pair_turned(x: jax.Array, *, factors, high: Ref, low: Ref, **_) -> list[tuple[Sequence[Ref], list[Ref]]]:
+    """Places the two bfloat16 numbers of X in shared memory, and pairs Xᵀ with each of the factors."""
     release()
     high[...], low[...] = in_parts(x, 2)
     plgpu.commit_smem()
-    return [part.transpose((1, 0)) for part in (high, low)]
+    return [([part.transpose((1, 0)) for part in (high, low)], d) for d in factors]
 
 
 def send_products(
@@ -94,52 +95,73 @@ def send_products(
             send(value, staging[number], out[number].at[:, slice_tile(part)])
 
 
-def _call(name: str, pair: Callable, k, beta, t, factors: list[jax.Array]) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and what is in shared memory, and returns what `send_products` takes.
+def solve_systems(
+    name: str,
+    keys: Any,
+    scalars: list[jax.Array],
+    factors: list[jax.Array],
+    locate: Callable[[jax.Array, jax.Array], tuple],
+    make_system: Callable[..., jax.Array],
+    pair: Callable,
+    extra: Sequence[Ref] = (),
+) -> list[jax.Array]:
+    """Runs a kernel that inverts the system of each chunk, and applies the inverse X.
 
-    There are the parts of keys `k_CxE` and of each of the other `factors`, which arrive at `ready`; and `beta_C` and
-    `t_C`, float32, which arrive at `tokens_ready`. `high` and `low` are for the two bfloat16 parts of an operand.
+    Args:
+        name: of the kernel.
+        keys: the keys [N, …, E], bfloat16, alone or followed by what belongs to them.
+        scalars: numbers of the tokens, float32.
+        factors: arrays like keys, of which the first is like the first result.
+        locate: (head, chunk) → the place of a chunk in an array.
+        make_system: (parts of keys, scalars, scratch of `multiply`, *extra) → A.
+        pair: takes X and, by name, what is in shared memory: the parts of `keys` and of each of the `factors`, the
+            `scalars`, `register`, and `high` and `low` for two bfloat16 numbers. It returns what `send_products` takes.
+        extra: further shared memory.
     """
-    n, chunks = k.shape[:2]
+    k = jax.tree.leaves(keys)[0]
+    n, key_size = k.shape[0], k.shape[-1]
     interpreted = platform.target_platform() != 'gpu'
 
-    def body(k, beta, t, factors, out, /, *, ready, tokens_ready, staging, register, **tokens):
-        chunk, head = lax.axis_index('chunk'), lax.axis_index('head')
-        for source, parts in zip((k, *factors), (tokens['k_CxE'], *tokens['factors']), strict=True):
-            for part, to in enumerate(parts):
-                plgpu.copy_gmem_to_smem(source.at[head, chunk, :, slice_tile(part)], to, ready)
-        for source, to in ((beta, tokens['beta_C']), (t, tokens['t_C'])):
-            plgpu.copy_gmem_to_smem(source.at[head, chunk], to, tokens_ready)
+    def body(keys, scalars, factors, out, /, *, ready, scalars_ready, staging, extra, **chunk):
+        head = lax.axis_index('head')
+        at = locate(head, lax.axis_index('chunk'))
+        for source, parts in zip((keys, *factors), (chunk['keys'], *chunk['factors']), strict=True):
+            for part, place in enumerate(parts):
+                for x, to in zip(jax.tree.leaves(source), jax.tree.leaves(place), strict=True):
+                    plgpu.copy_gmem_to_smem(x.at[(*at, slice_tile(part))], to, ready)
+        for source, to in zip(scalars, chunk['scalars'], strict=True):
+            plgpu.copy_gmem_to_smem(source.at[at], to, scalars_ready)
         plgpu.barrier_wait(ready)
-        plgpu.barrier_wait(tokens_ready)
-
-        a = _make_system(tokens['k_CxE'], tokens['beta_C'], tokens['t_C'])
-        x = invert(a, functools.partial(multiply_split, tokens['high'], tokens['low'], register))
-        send_products(pair(x, **tokens), staging, [to.at[head, chunk] for to in out], register)
+        plgpu.barrier_wait(scalars_ready)
+        register = chunk['register']
+        a = make_system(chunk['keys'], chunk['scalars'], register, *extra)
+        x = invert(a, functools.partial(multiply_split, chunk['high'], chunk['low'], register))
+        send_products(pair(x, **chunk), staging, [to.at[at] for to in out], register)
         plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = f'delta_rule_{name}'
-    tile, tokens = matrix(TILE, TILE), plgpu.SMEM((TILE,), jnp.float32)
-    parts = [[tile] * (array.shape[3] // TILE) for array in (k, *factors)]
+    body.__name__ = name
+    tile = matrix(TILE, TILE)
+    parts = [jax.tree.map(lambda _: tile, keys)] * (key_size // TILE)
+    of_factors = [[tile] * (factor.shape[-1] // TILE) for factor in factors]
     (results,) = plgpu.kernel(
         body,
         out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], k)],),
-        grid=(chunks, n),
+        grid=(k.size // (n * key_size * TILE), n),
         grid_names=('chunk', 'head'),
         compiler_params=FAST,
         scratch_types={
-            'k_CxE': parts[0],
-            'factors': parts[1:],
-            'ready': plgpu.Barrier(num_arrivals=sum(map(len, parts))),
-            'beta_C': tokens,
-            't_C': tokens,
-            'tokens_ready': plgpu.Barrier(num_arrivals=2),
+            'keys': parts,
+            'factors': of_factors,
+            'ready': plgpu.Barrier(num_arrivals=len(jax.tree.leaves((parts, of_factors)))),
+            'scalars': [plgpu.SMEM((TILE,), jnp.float32) for _ in scalars],
+            'scalars_ready': plgpu.Barrier(num_arrivals=len(scalars)),
             'high': tile,
             'low': tile,
             'staging': [tile, tile],
             'register': [tile] if interpreted else [],
+            'extra': list(extra),
         },
-    )(k, beta, t, factors)
+    )(keys, scalars, factors)
     return results
 
 
@@ -152,10 +174,11 @@ def multiply_split(high: Ref, low: Ref, register: list[Ref], a: jax.Array, b: ja
     return sum_products([(a_high, high), (a_high, low), (a_low, high)], scratch=register)[0]
 
 
-def _make_system(k_CxE: list[Ref], beta_C: Ref, t_C: Ref) -> jax.Array:
+def _make_system(keys: list[Ref], scalars: list[Ref], _: list[Ref]) -> jax.Array:
     """Makes A, float32 in registers."""
+    beta_C, t_C = scalars
     t_rows = repeat_per_row(load_rows(t_C), TILE)
-    (products,) = sum_products([(k, k.transpose((1, 0))) for k in k_CxE])
+    (products,) = sum_products([(k, k.transpose((1, 0))) for k in keys])
     products *= repeat_per_row(load_rows(beta_C), TILE)
     later = t_rows - repeat_per_column(load_columns(t_C), TILE)
     row, column = number_entries()

@@ -58,7 +58,7 @@ def kept_shapes(plan: NodePlan, n_inputs: int, size: int, hidden: int, r: int, d
     def some(count, rows, dtype=jnp.float32):
         return tuple(pltpu.VMEM((rows, plan.tile), dtype) for _ in range(count))
 
-    large: Any = ByLevel(*(tuple(packed(hidden, plan.tile, dtype) for _ in range(2)) for _ in range(2)))
+    large: object = ByLevel(*(tuple(packed(hidden, plan.tile, dtype) for _ in range(2)) for _ in range(2)))
     shapes = (some(n_inputs, size), some(n_inputs, 1), some(2, r), some(2, 1), large, large, some(2, r, dtype))
     return Kept(*cast(Any, shapes))
 

@@ -92,7 +92,7 @@ def _solve(plan: ChannelPlan, tokens: Tokens, beta_NxL: jax.Array) -> WalkSides:
     # Mosaic GPU takes half a second to import: only runs that use it wait for it.
     from lm.ops.delta_rule.gpu.channels.systems import solve
 
-    new, seen = solve(split_logs(tokens), beta_NxL, tokens.v, plan.interpreted)
+    new, seen = solve(split_logs(tokens), beta_NxL, tokens.v)
     log_NxTxCxE = _cut(tokens.logs)
     later = jnp.pad(log_NxTxCxE[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
     until = jnp.exp(jax.lax.cumsum(later, axis=2, reverse=True))
@@ -201,7 +201,7 @@ def _differentiate_systems(
     system, dtype = split_logs(tokens), tokens.k.dtype
     k, wide_beta = tokens.k.astype(jnp.float32), beta[..., None]
     # X (…) = U: the gradient of (…) is Xᵀ dU, and the gradient of A is -Xᵀ dU Uᵀ.
-    dvalues, dkeys = solve_transposed(system, beta, dnew_NxLxD, dseen.reshape(k.shape), plan.interpreted)
+    dvalues, dkeys = solve_transposed(system, beta, dnew_NxLxD, dseen.reshape(k.shape))
     dsystem = dot('ntid,ntjd->ntij', _cut(dvalues), sides.c_NxTxCxD)
     dsystem += dot('ntie,ntje->ntij', _cut(dkeys), sides.a_NxTxCxE)
     dsystem = (-dsystem).astype(dtype).reshape(*k.shape[:2], CHUNK)

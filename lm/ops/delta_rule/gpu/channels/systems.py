@@ -7,15 +7,12 @@ of all sequences, L tokens in chunks of C, E key size, D value size. C is TILE, 
 numbers.
 """
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.delta_rule.gpu.systems import Ref, invert, multiply_split, send_products, turn
+from lm.ops.delta_rule.gpu.systems import Ref, pair_turned, solve_systems
 from lm.ops.dots import in_parts
 from lm.ops.gpu import (
     FAST,
@@ -43,103 +40,45 @@ from lm.ops.gpu.channel_pairs import (
 from lm.ops.linear_attention.gpu.channels.plan import KernelTokens
 
 
-def solve(
-    system: KernelTokens[jax.Array], beta_NxL: jax.Array, v_NxLxD: jax.Array, interpreted: bool
-) -> list[jax.Array]:
+def solve(system: KernelTokens[jax.Array], beta_NxL: jax.Array, v_NxLxD: jax.Array) -> list[jax.Array]:
     """Computes X diag(β) V and -X diag(β) (K exp(G)), bfloat16 [N, L, D] and [N, L, E].
 
     A is made of the keys and the logs of `system`, and of β, float32.
     """
 
-    def pair(x: jax.Array, *, keys, factors, beta, pairs: PairMemory, **_):
+    def pair(x: jax.Array, *, keys, factors, scalars, register, **_):
         for k, logs in keys:
-            since = make_factors(Selections().since(), logs, pairs.register)
+            since = make_factors(Selections().since(), logs, register)
             release()
             k[...] = fade(k, since)
         plgpu.commit_smem()
-        scale = load_columns(beta)
+        scale = load_columns(scalars[0])
         values, of_keys = (in_parts(x * repeat_per_column(factor, TILE), 2) for factor in (scale, -scale))
         return [(values, factors[0]), (of_keys, [k for k, _ in keys])]
 
-    return _call('solutions', pair, system, beta_NxL, [v_NxLxD], interpreted)
+    tokens = (system.k, system.logs), [beta_NxL], [v_NxLxD]
+    return solve_systems('channel_delta_solutions', *tokens, _locate, _make_system, pair, [matrix(TILE, TILE)])
 
 
 def solve_transposed(
-    system: KernelTokens[jax.Array],
-    beta_NxL: jax.Array,
-    dnew_NxLxD: jax.Array,
-    dseen_NxLxE: jax.Array,
-    interpreted: bool,
+    system: KernelTokens[jax.Array], beta_NxL: jax.Array, dnew_NxLxD: jax.Array, dseen_NxLxE: jax.Array
 ) -> list[jax.Array]:
     """Computes Xᵀ times the gradients of both solutions, in their shapes."""
-
-    def pair(x: jax.Array, *, factors, high, low, **_):
-        inverse = turn(x, high, low)
-        return [(inverse, d) for d in factors]
-
-    return _call('gradients', pair, system, beta_NxL, [dnew_NxLxD, dseen_NxLxE], interpreted)
+    tokens = (system.k, system.logs), [beta_NxL], [dnew_NxLxD, dseen_NxLxE]
+    return solve_systems('channel_delta_gradients', *tokens, _locate, _make_system, pair_turned, [matrix(TILE, TILE)])
 
 
-def _call(
-    name: str,
-    pair: Callable,
-    system: KernelTokens[jax.Array],
-    beta: jax.Array,
-    factors: list[jax.Array],
-    interpreted: bool,
-) -> list[jax.Array]:
-    """Runs the kernel: `pair` takes the inverse and what is in shared memory, and returns what `send_products` takes.
-
-    There are the parts of `keys` with their logs and of each of the other `factors`, which arrive at `ready`; and
-    `beta`, float32, which arrives at `beta_ready`. `pairs` is memory of the products, and `high` and `low` are for the
-    two bfloat16 parts of an operand.
-    """
-    n, length, key_size = system.k.shape
-
-    def body(k, logs, beta, factors, out, /, *, ready, beta_ready, staging, **chunk):
-        head, rows = lax.axis_index('head'), slice_tile(lax.axis_index('chunk'))
-        for source, parts in (((k, logs), chunk['keys']), *zip(factors, chunk['factors'], strict=True)):
-            for part, place in enumerate(parts):
-                for x, to in zip(jax.tree.leaves(source), jax.tree.leaves(place), strict=True):
-                    plgpu.copy_gmem_to_smem(x.at[head, rows, slice_tile(part)], to, ready)
-        plgpu.copy_gmem_to_smem(beta.at[head, rows], chunk['beta'], beta_ready)
-        plgpu.barrier_wait(ready)
-        plgpu.barrier_wait(beta_ready)
-        register = chunk['pairs'].register
-        a = _make_system(chunk['keys'], chunk['beta'], chunk['pairs'])
-        x = invert(a, functools.partial(multiply_split, chunk['high'], chunk['low'], register))
-        send_products(pair(x, **chunk), staging, [to.at[head, rows] for to in out], register)
-        plgpu.wait_smem_to_gmem(0)
-
-    body.__name__ = f'channel_delta_{name}'
-    tile = matrix(TILE, TILE)
-    keys = [(tile, [tile, tile])] * (key_size // TILE)
-    parts = [[tile] * (factor.shape[2] // TILE) for factor in factors]
-    (results,) = plgpu.kernel(
-        body,
-        out_type=([jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (factors[0], system.k)],),
-        grid=(length // TILE, n),
-        grid_names=('chunk', 'head'),
-        compiler_params=FAST,
-        scratch_types={
-            'keys': keys,
-            'factors': parts,
-            'ready': plgpu.Barrier(num_arrivals=len(jax.tree.leaves((keys, parts)))),
-            'beta': plgpu.SMEM((TILE,), jnp.float32),
-            'beta_ready': plgpu.Barrier(num_arrivals=1),
-            'pairs': PairMemory(tile, [tile] if interpreted else []),
-            'high': tile,
-            'low': tile,
-            'staging': [tile, tile],
-        },
-    )(system.k, system.logs, beta, factors)
-    return results
+def _locate(head: jax.Array, chunk: jax.Array) -> tuple:
+    return head, slice_tile(chunk)
 
 
-def _make_system(keys: list[tuple[Ref, list[Ref]]], beta: Ref, memory: PairMemory) -> jax.Array:
+def _make_system(
+    keys: list[tuple[Ref, list[Ref]]], scalars: list[Ref], register: list[Ref], faded_CxE: Ref
+) -> jax.Array:
     """Makes A, float32 in registers."""
+    memory = PairMemory(faded_CxE, register)
     parts = [weigh_earlier(k, k, logs, memory, zeros(TILE, TILE)) for k, logs in keys]
-    return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(beta), TILE)
+    return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(scalars[0]), TILE)
 
 
 def differentiate_systems(
