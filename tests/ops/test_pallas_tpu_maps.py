@@ -265,6 +265,7 @@ def refusals():
         'multiples of 16': (*performer(40)[:2], {}),
         'VMEM': (*wide, {}),
         'causal': (performer_map, performer_parameters, {'causal': False}),
+        'normalised': (performer_map, performer_parameters, {'normalize': False}),
     }
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from interpreter import interpret_kernels
 from test_pallas_tpu import errors, example, make_call, quick
-from test_pallas_tpu_maps import performer
 
 from lm.ops import linear_attention as operation
 from lm.ops.linear_attention import PLAIN, SQUARE, reference
@@ -24,20 +23,18 @@ PLAIN_CASES = {
     'heads of 128, rounded': ({'length': 259, 'features': 128, 'head_dim': 128}, 'bfloat16'),
 }
 OTHER_CASES = {
-    'self products': (Options(SQUARE, normalize=False), (None, None)),
-    'exact blocks': (Options(SQUARE, local=PolynomialKernel(4), block=128, normalize=False), (None, None)),
-    'a map': (Options(PLAIN, feature_map=performer()[0], normalize=False), performer()[1]),
+    'self products': Options(SQUARE, normalize=False),
+    'exact blocks': Options(SQUARE, local=PolynomialKernel(4), block=128, normalize=False),
 }
 
 
-def run(implementation, options, arrays, parameters=(None, None)):
+def run(implementation, options, arrays):
     """Returns outputs and gradients."""
     *inputs, do = arrays
-    named = dict(zip(('q_parameters', 'k_parameters'), parameters, strict=True))
 
     def both(inputs, do):
         def function(*inputs):
-            return implementation.linear_attention(make_call(options, *inputs, **named)).o_BxLxHxD
+            return implementation.linear_attention(make_call(options, *inputs)).o_BxLxHxD
 
         o, pull = jax.vjp(function, *inputs)
         return [o, *pull(do)]
@@ -69,12 +66,12 @@ def test_plain_sums(case):
 
 @pytest.mark.parametrize('case', OTHER_CASES)
 def test_other_weights(case):
-    options, parameters = OTHER_CASES[case]
+    options = OTHER_CASES[case]
     *arrays, do = example(300)
     arrays = arrays if options.local else arrays[:3]
-    expected = run(reference, options, (*arrays, do), parameters)
+    expected = run(reference, options, (*arrays, do))
     with interpret_kernels():
-        got = run(pallas_tpu, options, (*arrays, do), parameters)
+        got = run(pallas_tpu, options, (*arrays, do))
     found = errors(got, expected, ('o', 'dq', 'dk', 'dv', 'dq_local', 'dk_local')[: len(got)])
     assert all(error <= 1e-5 for error in found.values()), found
 

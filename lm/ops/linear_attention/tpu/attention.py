@@ -79,6 +79,8 @@ def refuse(call: LinearCall, part: bool) -> str | None:
         return channels.refuse(call)
     if not options.causal:
         return 'is causal only'
+    if not options.normalize and options.feature_map is not None:
+        return 'is normalised with a feature map'
     if call.log_decay_BxLxK is not None and options.feature_map is not None:
         return 'has no decay with a feature map'
     if call.initial_state is not None or call.with_state:
