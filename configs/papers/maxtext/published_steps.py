@@ -58,7 +58,7 @@ QWEN_NEXT = {
     'softmax.qk_norm': True,
     'softmax.output_gate': 'sigmoid',
 }
-"""Three layers of the gated delta rule before each of softmax. The authors name heads of the former, tokens, and about 8B
+"""Three layers of the gated delta rule before each of softmax. The authors name heads of the former, tokens, and 8B
 parameters. We assume layers, widths, vocabulary and heads of softmax: Qwen3.5-9B has them. It has 7.9B parameters
 without its output matrix."""
 BEFORE_GATES = {'model.gated': False, 'model.activation': 'gelu', 'model.head_dim': 256}
