@@ -145,9 +145,10 @@ def print_prediction(model: StepTime, predicted: Speed) -> None:
     again = ''
     if model.recomputed_seconds:
         again = f', {milliseconds(model.recomputed_seconds)} of it the forward pass again'
-    row('prediction of a step', f'{milliseconds(predicted.seconds_per_step)}{again}')
+    least, most = predicted.seconds_per_step, max(model.upper_seconds, predicted.seconds_per_step)
+    row('prediction of a step', f"{milliseconds(least)}; {milliseconds(most)} with XLA's estimates{again}")
     for part in model.parts:
-        row(f'  {part.part}', milliseconds(part.seconds))
+        row(f'  {part.part}', f'{milliseconds(part.seconds)} to {milliseconds(part.upper_seconds)}')
     if model.unknown_kernels:
         row('note', f'without the schedules of {", ".join(model.unknown_kernels)}: the prediction is too short')
 

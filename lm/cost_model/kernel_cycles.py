@@ -1,5 +1,6 @@
 """The time of the kernels of a compiled program: bundles of their schedules times steps of their grids."""
 
+import collections
 import math
 import re
 
@@ -43,10 +44,11 @@ def grid_steps(kernel: Instruction, cores: int = 1) -> float | None:
     steps = float(grid.steps_of_a_core(cores))
     if any(name in kernel.name for name in ALL_PAIRS):
         heads, length, _ = kernel.arrays[-1].shape[-3:]
-        pairs = list(grid.steps)
-        pairs.remove(heads)  # it is not always the first axis
-        queries, keys = (block[-2] for block in grid.blocks[:2])
+        pairs = [length // block[-2] for block in grid.blocks[:2]]
+        # The grid has an axis for query heads too. Gradients of keys have as many heads, or fewer that queries share.
         # The grid of a sliding window is already narrowed to the pairs that count.
-        if math.prod(pairs[-2:]) * queries * keys == length**2:
-            steps *= causal_share(*pairs[-2:])
+        others = collections.Counter(grid.steps) - collections.Counter(pairs)
+        query_heads = math.prod(others.elements())
+        if math.prod(grid.steps) == math.prod(pairs) * query_heads and query_heads % heads == 0:
+            steps *= causal_share(*pairs)
     return steps

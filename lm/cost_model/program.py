@@ -77,6 +77,12 @@ class Instruction:
     def operands(self) -> list[str]:
         return re.findall(r'%([\w.\-#]+)', self.arguments)
 
+    @functools.cached_property
+    def estimated_cycles(self) -> float:
+        """The cycles that XLA expects of one run, as its scheduler uses them; 0 where it states none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return float(found[1]) if found else 0.0
+
     @property
     def is_kernel(self) -> bool:
         """True for a hand-written kernel."""

@@ -5,8 +5,10 @@ kernel takes the cycles of its static schedule, where they are known and more. O
 to on-chip memory counts with the instruction that reads it. A collective beside other work costs only the time that the
 work does not hide. The same holds for transfers to other slices, where the speed of that network is known.
 
-The model leaves out vector units outside of kernels, products narrower than the matrix unit, latency and waits. Scopes
-(`jax.named_scope`) that the model puts around its parts tell the parts apart.
+The model leaves out vector units outside of kernels, products narrower than the matrix unit, latency and waits. XLA's
+own estimate of an instruction has the first two. The larger of both, summed, is an upper figure beside the prediction.
+
+Scopes (`jax.named_scope`) that the model puts around its parts tell the parts apart.
 """
 
 import collections
@@ -55,6 +57,7 @@ class Cost:
         part: a value of `PARTS`.
         recomputed: whether it belongs to a forward pass that the backward pass repeats.
         seconds: the largest of its limits; for a collective, the time that other work does not hide.
+        upper_seconds: the same, or XLA's estimate where that is more; a kernel has no estimate.
         bytes: of HBM.
         flops: of matrix products.
         is_kernel: whether it is written by hand.
@@ -66,6 +69,7 @@ class Cost:
     recomputed: bool
     times: int
     seconds: float
+    upper_seconds: float
     bytes: float
     flops: float
     is_kernel: bool
@@ -78,6 +82,7 @@ class PartTime:
 
     part: str
     seconds: float
+    upper_seconds: float
     recomputed_seconds: float
     hbm_gigabytes: float
     hbm_seconds: float
@@ -102,6 +107,11 @@ class StepTime:
         return sum(part.seconds for part in self.parts)
 
     @property
+    def upper_seconds(self) -> float:
+        """The seconds with XLA's estimates of instructions, where these are longer."""
+        return sum(part.upper_seconds for part in self.parts)
+
+    @property
     def hbm_gigabytes(self) -> float:
         return sum(part.hbm_gigabytes for part in self.parts)
 
@@ -112,10 +122,11 @@ class StepTime:
 
 def step_time(program: HloProgram, topology: Topology, cycles: KernelCycles | None) -> StepTime:
     """Models one run of `program` on one device of `topology`; `cycles` has the cycles of its kernels."""
-    chip, totals, unknown = topology.chip, collections.defaultdict(lambda: [0.0] * 6), set()
+    chip, totals, unknown = topology.chip, collections.defaultdict(lambda: [0.0] * 7), set()
     for cost in costs(program, topology, cycles):
         hbm, products = cost.bytes / chip.hbm_bytes * chip.devices, cost.flops / chip.flops * chip.devices
-        numbers = (cost.seconds, cost.seconds * cost.recomputed, cost.bytes / 1e9, hbm, products, cost.kernel or 0.0)
+        again = cost.seconds * cost.recomputed
+        numbers = (cost.seconds, cost.upper_seconds, again, cost.bytes / 1e9, hbm, products, cost.kernel or 0.0)
         totals[cost.part] = [a + b for a, b in zip(totals[cost.part], numbers, strict=True)]
         if cost.is_kernel and cost.kernel is None:
             unknown.add(cost.name.partition('.')[0])
@@ -174,7 +185,7 @@ class _Computation:
                 waits = max(0.0, arrives.get(rendezvous(self.names[i.operands[0]]), 0.0) - clock)
             cost = self._cost(i, moved.get(i.name, 0.0), waits)
             clock += cost.seconds / self.times
-            if cost.seconds:
+            if cost.upper_seconds:
                 yield cost
 
     def _cost(self, i: Instruction, size: float, waits: float) -> Cost:
@@ -190,6 +201,7 @@ class _Computation:
             recomputed='rematted_computation' in path,
             times=n,
             seconds=n * seconds,
+            upper_seconds=n * max(seconds, 0.0 if i.is_kernel else i.estimated_cycles / chip.clock),
             bytes=n * size,
             flops=n * flops,
             is_kernel=i.is_kernel,

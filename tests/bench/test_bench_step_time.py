@@ -107,7 +107,7 @@ def test_the_fastest_remat_level_that_fits_is_taken(monkeypatch, tmp_path):
     seconds = {'dense': 3.0, 'attention': 2.0, 'full': 4.0}
 
     def forecast_level(experiment, remat, topology):
-        part = PartTime('attention core', seconds.get(remat, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
+        part = PartTime('attention core', *[seconds.get(remat, 0.0)] * 2, *[0.0] * 5)
         return forecast.Forecast(remat, 1.0, StepTime((part,), ()), mfu=0.5) if remat in seconds else None
 
     monkeypatch.setattr(forecast, '_forecast_level', forecast_level)

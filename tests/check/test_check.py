@@ -494,6 +494,7 @@ def check_tables_print(found, capsys):
         'GiB of 15.75 GiB of HBM: fits',
         'nothing is faster',
         'prediction of a step',
+        " with XLA's estimates",
         '  attention core',
         '  collectives',
         'all-reduce',

@@ -134,6 +134,22 @@ def test_steps_of_jax_splash_kernels(length, window, pairs):
     assert {kernel_cycles.grid_steps(kernel) / 4 for kernel in kernels} == {pairs}
 
 
+@pytest.mark.parametrize(
+    ('steps', 'heads', 'working'),
+    [
+        ((8, 16, 8), 4, 16 * 36),  # gradients of 4 key heads, which 16 query heads share
+        ((16, 8, 8), 16, 16 * 36),
+        ((8, 8, 2), 8, 8 * 16),  # a window: the grid has the pairs that count
+    ],
+)
+def test_heads_of_jax_splash_kernels_may_share_keys(steps, heads, working, monkeypatch):
+    blocks = ((1, 1024, 64), (1, 1024, 64))
+    monkeypatch.setattr(kernel_cycles, 'read_grid', lambda body: Grid(steps, (True,) * 3, blocks))
+    text = PROGRAM.replace('%a.1 = f32[4]{0}', f'%splash_mha_dkv.1 = bf16[{heads},8192,64]{{2,1,0}}')
+    (kernel,) = (i for i in HloProgram(text).computations['main'] if i.name == 'splash_mha_dkv.1')
+    assert kernel_cycles.grid_steps(kernel) == working
+
+
 @needs_libtpu
 def test_a_kernel_that_cannot_be_compiled_has_no_cycles():
     lone_kernels._known.cache_clear()

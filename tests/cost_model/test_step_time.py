@@ -144,6 +144,26 @@ def test_a_kernel_without_schedule_costs_its_traffic():
     assert kernel.seconds == pytest.approx(4 * MIB / 819e9)
 
 
+def test_upper_figures_take_the_estimates_of_xla_where_these_are_longer():
+    config = ', backend_config={"estimated_cycles":"%s","other":"1"}'
+    given = {'%z =': 3e6, '%y =': 1, '%kernel.7 =': 9e6, '%ahead =': 2e6}
+    lines = [
+        line + ''.join(config % f'{cycles:.0f}' for name, cycles in given.items() if name in line)
+        for line in PROGRAM.splitlines()
+    ]
+    program = HloProgram('\n'.join(lines))
+    found = {c.name: c for c in costs(program, V5E, Cycles())}
+    assert found['z'].upper_seconds == pytest.approx(3e6 / V5E.chip.clock)
+    assert found['z'].upper_seconds > found['z'].seconds
+    for name in ('y', 'kernel.7', 'sum', 'out'):  # a short estimate, a kernel, a collective, none
+        assert found[name].upper_seconds == found[name].seconds
+    model = step_time(program, V5E, Cycles())
+    assert model.upper_seconds - model.seconds == pytest.approx(
+        found['z'].upper_seconds - found['z'].seconds + 2e6 / V5E.chip.clock
+    )
+    assert found['ahead'].seconds == 0.0
+
+
 def test_scopes_are_read_through_transformations():
     assert scopes('jit(train)/transpose(jvp(embedding))/mul') == ['embedding']
     assert scopes('jit(train)/jvp()/while/body/closed_call/attention/sketches/add') == ['attention', 'sketches']

@@ -264,6 +264,7 @@ def refusals():
         'affine=True': (dataclasses.replace(llops_map, affine=True), llops_parameters, {}),
         'multiples of 16': (*performer(40)[:2], {}),
         'VMEM': (*wide, {}),
+        'causal': (performer_map, performer_parameters, {'causal': False}),
         'normalised': (performer_map, performer_parameters, {'normalize': False}),
     }
 

@@ -23,6 +23,7 @@ CASES = {
     'odd parts': (2, 300, Options(SQUARE), False),
     'series, odd parts, decay': (2, 300, Options(SERIES, denominator_bias=0.1), True),
     'features': (2, 300, Options(PLAIN, denominator_bias=4.0), False),
+    'features, sums alone': (2, 300, Options(PLAIN, normalize=False), False),
     'features, sums alone, decay': (4, 260, Options(PLAIN, normalize=False), True),
     'a learned map, odd parts': (2, 300, Options(PLAIN, feature_map=llops()[0]), False),
 }

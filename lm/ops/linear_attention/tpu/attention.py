@@ -77,8 +77,10 @@ def refuse(call: LinearCall, part: bool) -> str | None:
         return 'needs a TPU'
     if call.channel_log_decay_BxLxKxE is not None:
         return channels.refuse(call)
-    if not options.causal or not (options.normalize or call.log_decay_BxLxK is not None):
-        return 'is causal and normalised only'
+    if not options.causal:
+        return 'is causal only'
+    if not options.normalize and options.feature_map is not None:
+        return 'is normalised with a feature map'
     if call.log_decay_BxLxK is not None and options.feature_map is not None:
         return 'has no decay with a feature map'
     if call.initial_state is not None or call.with_state:

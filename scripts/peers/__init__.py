@@ -1,0 +1,1 @@
+"""TPU kernels of other projects compiled beside ours, without a TPU (`scripts.peers.compare`)."""
