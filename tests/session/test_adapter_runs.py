@@ -134,6 +134,20 @@ def test_a_run_may_start_from_one_with_adapters(adapted_run, tiny_flags, tmp_pat
     assert np.isfinite(lm.load(str(again)).score('some text').nats).all()
 
 
+def test_an_export_holds_the_merged_weights_and_comes_back_equal(adapted_run, tmp_path):
+    run, folder, back = adapted_run[0], tmp_path / 'out', tmp_path / 'back'
+    for command in (
+        ['export', '--run_dir', str(run), '--out', str(folder), '--format', 'safetensors'],
+        ['import', str(folder), '--run_dir', str(back)],
+    ):
+        done = tiny.lm(*command)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = flatten(lm.load(str(run)).weights), flatten(lm.load(str(back)).weights)
+    assert ours.keys() == theirs.keys()
+    for name, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[name])
+
+
 def test_devices_share_the_base_and_the_adapters(adapted_run, tiny_flags, reference_run, tmp_path):
     """Shards and microbatches change nothing but rounding; one device evaluates what four have trained."""
     run = tmp_path / 'run'
@@ -165,9 +179,10 @@ def test_a_student_learns_by_adapters_and_keeps_its_base(reference_run, tmp_path
     assert not [name for name in record['leaves'] if 'kernel' in name or 'embedding' in name]
     student, aligned = lm.load(str(tmp_path / 'distill')), lm.load(str(tmp_path / 'align'))
     ours, theirs = student.weights['params']['blocks'], aligned.weights['params']['blocks']
-    np.testing.assert_array_equal(
-        ours[0]['attention']['maps']['kernel'][0], theirs[0]['attention']['maps']['kernel'][0]
-    )
+    maps, taught = flatten(ours[0]['attention']), flatten(theirs[0]['attention'])
+    assert maps.keys() == taught.keys()
+    for name, leaf in maps.items():
+        np.testing.assert_array_equal(leaf[0], taught[name][0])
     shutil.copytree(tmp_path / 'distill', tmp_path / 'again')
     shutil.rmtree(tmp_path / 'again' / 'checkpoints' / '8')
     done = tiny.lm(*command[:-1], str(tmp_path / 'again'), *more, *tiny.params(options | bindings))
