@@ -106,8 +106,10 @@ def shared_axis(shape: Sequence[int], devices: int, names: Sequence[str] = ()) -
     return full[0] if full else max(axes, key=lambda i: shape[i], default=None)
 
 
-def declarations(model: nnx.Module) -> dict[str, object]:
+def declarations(model: nnx.Module, kind: type[nnx.Param] = nnx.Param) -> dict[str, object]:
     """Returns the declarations of all parameters of a model, which may be abstract: a nested dict like the parameters.
+
+    `kind`: the class of the parameters that count.
 
     Raises ValueError for a parameter that is not declared, or whose axes do not match its declaration.
     """
@@ -119,7 +121,7 @@ def declarations(model: nnx.Module) -> dict[str, object]:
             raise ValueError(f'{name}: of shape {variable.shape}, is declared as {found}; see lm.parameters.declare')
         return found
 
-    state = nnx.state(model, nnx.Param)
+    state = nnx.state(model, kind)
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     found = jax.tree_util.tree_map_with_path(read, state, is_leaf=is_variable)
     return nnx.to_pure_dict(found)

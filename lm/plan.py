@@ -10,8 +10,12 @@ directory is checked later, by the session.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from lm.config.text import dump
 from lm.data.batches import BatchWindows
@@ -27,12 +31,15 @@ from lm.evaluation.plan import (
 )
 from lm.experiment import Experiment, check_experiment, load, load_of_run, read_begin_id
 from lm.hardware import Target
+from lm.model.adapters import AdaptedFunctions, adapt, find_base
 from lm.model.functions import ModelFunctions
 from lm.model.layers import find_misfits
 from lm.pod.mesh import MeshShape
 from lm.runs.initial import InitialParameters, describe_misfit
 from lm.runs.weights import SavedWeights
 from lm.text import format_count, format_si
+from lm.training.config import TrainConfig
+from lm.training.first_weights import BASE, AdaptedWeights, FirstWeights
 from lm.training.inputs import (
     check_training,
     check_vocabulary,
@@ -76,8 +83,8 @@ class StepPlan:
 
     @property
     def parameters(self) -> int:
-        """The number of trainable parameters."""
-        return sum(self.functions.count_parameters().values())
+        """The number of parameters of the model, without adapters."""
+        return sum(find_base(self.functions).count_parameters().values())
 
     def describe(self, epochs: str = '') -> dict[str, str]:
         """Describes the run by name; `epochs` is a text on how often it will see its data."""
@@ -92,6 +99,7 @@ class StepPlan:
         active = f'; {self.parameters - model.idle_parameters:,} of them per token' if model.idle_parameters else ''
         return {
             'parameters': f'{self.parameters:,} ({layers}, {mechanisms}){active}',
+            **self._describe_trained(),
             **self._describe_teacher(),
             **self._describe_begin(),
             'tokens per step': f'{train.tokens_per_step:,} ({windows}, {parts})',
@@ -111,6 +119,20 @@ class StepPlan:
         begin = self.experiment.data.begin_id
         return {} if begin is None else {'texts begin with': f'token {begin} (data.begin_id)'}
 
+    @property
+    def trained(self) -> int:
+        """The number of parameters that learn: without frozen parts; under adapters, of these alone."""
+        pairs = zip(*map(jax.tree.leaves, (self.functions.abstract['params'], self.program.step.frozen)), strict=True)
+        return sum(leaf.size for leaf, is_frozen in pairs if not is_frozen)
+
+    def _describe_trained(self) -> dict[str, str]:
+        if self.trained == self.parameters:
+            return {}
+        text, functions = f'{self.trained:,}, {self.trained / self.parameters:.2%} of the number', self.functions
+        if isinstance(functions, AdaptedFunctions):
+            text += f': adapters of rank {functions.lora.rank} beside {", ".join(functions.lora.targets)}'
+        return {'trained': text}
+
     def _describe_teacher(self) -> dict[str, str]:
         teaching = self.program.step.teaching
         if teaching is None:
@@ -122,10 +144,12 @@ class StepPlan:
     @property
     def flops_per_token(self) -> float:
         """Floating-point operations of a training step per token (`ModelConfig.flops_per_token`), with a teacher's."""
-        model, length = self.experiment.model, self.experiment.train.context_length
-        if teaching := self.program.step.teaching:
-            return teaching.objective.flops_per_token(model, teaching.functions.config, length)
-        return model.flops_per_token(length)
+        model, length, step = self.experiment.model, self.experiment.train.context_length, self.program.step
+        # Weights under adapters have no gradient.
+        less = 2 * model.count_products() - 6 * step.adapted.count_adapters() if step.adapted else 0
+        if step.teaching:
+            return step.teaching.objective.flops_per_token(model, step.teaching.functions.config, length) - less
+        return model.flops_per_token(length) - less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,17 +160,13 @@ class RunPlan(StepPlan):
         store: the data.
         windows: the windows that each step sees.
         evaluation: what its evaluations score.
-        initial: the run whose weights a new run starts from; None: weights are drawn, or taken from the teacher.
-        source: the functions of the model of that run, if its layers lie in other stacks; None: names say enough.
-        teacher: the weights of the teacher; None: there is none.
+        first: what the weights of a new run are taken from; under adapters, of every session.
     """
 
     store: Store
     windows: BatchWindows
     evaluation: EvaluationPlan
-    initial: InitialParameters | None
-    source: ModelFunctions | None
-    teacher: SavedWeights | None
+    first: FirstWeights
 
     @property
     def split(self) -> str:
@@ -156,7 +176,7 @@ class RunPlan(StepPlan):
     @property
     def origins(self) -> list[str]:
         """The directories of the runs whose weights a new run starts from, or learns from."""
-        return [one.run_dir for one in (self.initial, self.teacher) if one]
+        return self.first.origins
 
     @functools.cached_property
     def text(self) -> str:
@@ -165,15 +185,19 @@ class RunPlan(StepPlan):
 
     def check_initial(self) -> None:
         """Raises AbsentError or MismatchError if the weights for a new run are absent or do not fit."""
-        if self.initial:
-            self.initial.check((self.source or self.functions).abstract['params'])
-            if self.source and (misfits := find_misfits(self.source, self.functions)):
-                self.initial.refuse([describe_misfit(*one) for one in misfits])
+        initial, source, functions = self.first.initial, self.first.source, self.first.functions
+        if initial and not (source and isinstance(self.first.given, AdaptedWeights)):
+            initial.check((source or functions).abstract['params'])
+        if initial and source and (misfits := find_misfits(source, functions)):
+            initial.refuse([describe_misfit(*one) for one in misfits])
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprints that a checkpoint of the run depends on: of data, tokenizer, and a teacher's weights."""
-        return {**self.store.fingerprints, **({'teacher': self.teacher.fingerprint()} if self.teacher else {})}
+        """The fingerprints that a checkpoint of the run depends on: of data, tokenizer, a teacher's weights, and those
+        under adapters."""
+        teacher = {'teacher': self.first.teacher.fingerprint()} if self.first.teacher else {}
+        base = {BASE: self.first.fingerprint()} if self.program.step.adapted else {}
+        return {**self.store.fingerprints, **teacher, **base}
 
 
 class PlanCache:
@@ -210,6 +234,7 @@ def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache
     functions = cache.get(('model', model, dtype), lambda: ModelFunctions(model, dtype))
     unpack, documents = choose_unpacking(data, train, model, None), data.documents(None)
     teaching = plan_teaching(train.objective, functions, cache)
+    functions = plan_adapters(train, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
     check_arrays(program)
@@ -251,6 +276,7 @@ def make_plan(
     windows = make_windows(data, train, store)
     unpack = choose_unpacking(data, train, model, store)
     teaching = plan_teaching(train.objective, functions, cache)
+    functions = plan_adapters(train, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     program = StepProgram(step, train.batch_shape, dtype)
     check_room(experiment, program, mesh, settings, target.memory)
@@ -263,9 +289,7 @@ def make_plan(
         store=store,
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
-        initial=InitialParameters(train.init_from, store.fingerprints, store.path) if train.init_from else None,
-        source=plan_source(train.init_from, functions, teaching is not None, cache),
-        teacher=find_teacher(train.objective, store),
+        first=plan_first(train, find_base(functions), teaching, store.fingerprints, store.path, cache),
     )
 
 
@@ -321,6 +345,100 @@ def plan_teaching(objective: Objective, student: ModelFunctions, cache: PlanCach
     return Teaching(objective, teacher)
 
 
+def plan_adapters(train: TrainConfig, functions: ModelFunctions, cache: PlanCache) -> ModelFunctions:
+    """Returns the functions of the model with the adapters that are trained, if there are any.
+
+    Raises ConfigError if they would stand beside nothing that is trained already, or learn nothing.
+    """
+    if train.adapters is None:
+        return functions
+    objective, setting = train.objective, f'train.adapters = @{train.adapters.gin_name}()'
+    if isinstance(objective, Distillation) and not objective.trains_adapters:
+        raise ConfigError(
+            f'{setting}: @{objective.gin_name}() trains attention itself, whose new parameters adapters do not have; '
+            'take adapters for the stage distill'
+        )
+    if train.init_from is None and not isinstance(objective, Distillation):
+        raise ConfigError(f'{setting}: the weights beside them stay as they are; name a run in train.init_from')
+    return cache.get(('adapters', functions, train.adapters), lambda: adapt(functions, train.adapters))
+
+
+def plan_first(
+    train: TrainConfig,
+    functions: ModelFunctions,
+    teaching: Teaching | None,
+    fingerprints: Mapping[str, str],
+    data: str,
+    cache: PlanCache,
+) -> FirstWeights:
+    """Returns what the weights of a new run are taken from.
+
+    Args:
+        train: names the run that it starts from, and the teacher.
+        functions: of its model, without adapters.
+        teaching: the comparison with the teacher.
+        fingerprints: of its data.
+        data: where they lie.
+        cache: keeps what is read.
+    """
+    objective, initial, given, teacher = train.objective, None, None, None
+    if train.init_from:
+        initial = InitialParameters(train.init_from, fingerprints, data)
+        given = plan_weights('train.init_from', train.init_from, None, fingerprints, functions, cache)
+    if isinstance(objective, Distillation) and teaching:
+        setting = f'{objective.gin_name}.teacher'
+        named = objective.teacher, objective.teacher_step
+        teacher = plan_weights(setting, *named, fingerprints, teaching.functions, cache)
+    source = plan_source(train.init_from, functions, teaching is not None, cache)
+    if isinstance(given, AdaptedWeights) and source is None:
+        source = find_base(given.functions)
+    return FirstWeights(functions, train.seed, initial, given, source, teaching, teacher)
+
+
+def plan_weights(
+    setting: str,
+    run_dir: str,
+    step: int | None,
+    fingerprints: Mapping[str, str],
+    like: ModelFunctions,
+    cache: PlanCache,
+) -> SavedWeights | AdaptedWeights:
+    """Returns the weights of another run; adapters that it has trained are merged into its model.
+
+    Args:
+        setting, run_dir, step, fingerprints: as in `SavedWeights`.
+        like: computes in the type of its products.
+        cache: keeps what is read.
+    """
+    saved = SavedWeights(setting, run_dir, step, fingerprints)
+    try:
+        experiment = cache.get(('source', run_dir), lambda: load_of_run(run_dir))
+    except ConfigError:  # reading the weights tells what is wrong
+        return saved
+    return plan_adapted(experiment, saved, like.dtype, cache) if experiment.train.adapters else saved
+
+
+def plan_adapted(
+    experiment: Experiment, saved: SavedWeights, dtype: DTypeLike, cache: PlanCache | None = None
+) -> AdaptedWeights:
+    """Returns the weights of a run that trains adapters, merged into its model.
+
+    Args:
+        experiment: its configuration, with `train.adapters`.
+        saved: the checkpoint.
+        dtype: of the products of the model.
+        cache: keeps what is read.
+    """
+    train, model, cache = experiment.train, experiment.model, PlanCache() if cache is None else cache
+    functions = cache.get(('model', model, jnp.dtype(dtype)), lambda: ModelFunctions(model, dtype))
+    teaching = plan_teaching(train.objective, functions, cache)
+    first = plan_first(train, functions, teaching, saved.fingerprints, saved.run_dir, cache)
+    adapted = plan_adapters(train, functions, cache)
+    assert isinstance(adapted, AdaptedFunctions), 'the configuration has adapters'
+    own = dataclasses.replace(saved, fingerprints={**saved.fingerprints, BASE: first.fingerprint()})
+    return AdaptedWeights(own, adapted, first)
+
+
 def plan_source(
     init_from: str | None, functions: ModelFunctions, is_taught: bool, cache: PlanCache
 ) -> ModelFunctions | None:
@@ -351,14 +469,6 @@ def read_teacher(objective: Distillation) -> Experiment:
         return load([objective.teacher]) if objective.teacher.endswith('.gin') else load_of_run(objective.teacher)
     except ConfigError as error:
         raise ConfigError(f'{objective.gin_name}.teacher = {objective.teacher!r}: {error}') from error
-
-
-def find_teacher(objective: Objective, store: Store) -> SavedWeights | None:
-    """Returns the weights of the teacher that the objective names; None without a teacher."""
-    if not isinstance(objective, Distillation):
-        return None
-    setting = f'{objective.gin_name}.teacher'
-    return SavedWeights(setting, objective.teacher, objective.teacher_step, store.fingerprints)
 
 
 def validate(

@@ -34,7 +34,7 @@ def test_a_plan_says_what_a_run_will_do(experiment):
     assert (plan.split, plan.windows.batch_size) == ('train', 8)
     assert isinstance(plan.evaluation, TextPlan)
     assert (plan.evaluation.parts[''].split, plan.evaluation.parts[''].windows.context_length) == ('validation', 32)
-    assert plan.initial is None
+    assert plan.first.initial is None
     assert make_plan(experiment).functions.dtype == 'float32'  # the plan does not know the devices
 
 

@@ -116,8 +116,8 @@ def make_step_check(experiment: Experiment) -> Callable[[int], str]:
     plan = plan_step(experiment, Target.of_devices(jax.devices()))
     mesh, program = plan.mesh.arrange(jax.devices()), plan.program
     with jax.set_mesh(mesh):
-        teacher = program.draw_teacher(mesh, experiment.train.seed)
-        replay, others = Replay(program, mesh, teacher), () if teacher is None else (teacher,)
+        fixed = program.draw_fixed(mesh, experiment.train.seed)
+        replay, others = Replay(program, mesh, fixed), () if fixed is None else (fixed,)
         state = program.init_state(program.place_state(mesh), experiment.train.seed)
         advance = lower_step(program, mesh).compile()
 

@@ -136,9 +136,9 @@ class TimedStep:
         return self._init() if state is None else state
 
     def _draw_given(self) -> tuple[Any, ...]:
-        """Returns the tokens of a step, and the weights of the teacher if there is one."""
-        teacher = self.plan.program.draw_teacher(self.mesh, self.plan.experiment.train.seed)
-        return (self._draw(),) if teacher is None else (self._draw(), teacher)
+        """Returns the tokens of a step, and the arrays that it never changes, if there are any."""
+        fixed = self.plan.program.draw_fixed(self.mesh, self.plan.experiment.train.seed)
+        return (self._draw(),) if fixed is None else (self._draw(), fixed)
 
     def host_seconds(self, steps: int = 200) -> float:
         """Measures the host's work per step (`StepRow.host_milliseconds`), the median of `steps`; needs a

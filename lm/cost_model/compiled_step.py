@@ -20,6 +20,7 @@ from lm.cost_model.roofline import Roofline, roofline
 from lm.cost_model.step_time import StepTime, step_time
 from lm.experiment import Experiment
 from lm.hardware import Target, Topology, describe_devices, parse
+from lm.model.adapters import find_base
 from lm.plan import StepPlan, plan_step
 from lm.training.program import StepTooLarge, compile_described
 from lm.training.replay import lower_replay
@@ -34,12 +35,14 @@ class Budget:
     """Figures that follow from the configuration alone.
 
     Attributes:
-        parameters: trainable parameters by part of the model.
+        parameters: of the model, by its parts, without adapters.
+        parameters_trained: those that learn: without frozen parts; under adapters, of these alone.
         flops_per_token: FLOPs of the MFU: forward and backward, no recomputation.
     """
 
     parameters: dict[str, int]
     parameters_total: int
+    parameters_trained: int
     windows_per_step: int
     tokens_per_window: int
     tokens_per_step: int
@@ -122,8 +125,9 @@ def compute_budget(plan: StepPlan) -> Budget:
     config, flops = plan.experiment.train, plan.flops_per_token
     total = config.steps * config.tokens_per_step
     return Budget(
-        parameters=plan.functions.count_parameters(),
+        parameters=find_base(plan.functions).count_parameters(),
         parameters_total=plan.parameters,
+        parameters_trained=plan.trained,
         windows_per_step=config.batch_size,
         tokens_per_window=config.context_length,
         tokens_per_step=config.tokens_per_step,

@@ -28,9 +28,11 @@ from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
 from lm.parameters import AVERAGE
+from lm.plan import plan_adapted
 from lm.pod.mesh import place
 from lm.runs.config_diff import compare_texts
 from lm.runs.run_dir import RunDir
+from lm.runs.weights import SavedWeights
 
 OPENED = "such as lm.load('runs/mine') gives"
 """The sources of a `LoadedRun`, for error messages."""
@@ -148,6 +150,12 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
     abstract = {name: abstract['params'], 'buffers': abstract['buffers']}
     # The data may differ from the run's, but their tokenizer must be the same.
     fingerprints = choose_fingerprints(store, directory)
+    if experiment.train.adapters:
+        chosen = SavedWeights('--run_dir', run_dir, step, fingerprints)
+        weights = plan_adapted(experiment, chosen, functions.dtype).read(
+            place(functions.abstract, mesh, functions.declared)
+        )
+        return LoadedRun(experiment, directory, store, mesh, functions, weights, chosen.chosen)
     with Checkpointer(directory.checkpoints, experiment.checkpoint, fingerprints) as saved:
         restored = saved.restore(abstract, step=step)
     if restored is None:

@@ -47,7 +47,7 @@ TENSORS_HELD, BESIDE_TENSORS = 3, 1e9
 """An import holds the largest tensor at most so often, and needs so many bytes beside it."""
 SHAPE = 'model.gin'
 """The model of an import without its mechanism, for runs that continue with another mechanism."""
-LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', *OF_THE_JOB)
+LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', 'train.adapters', *OF_THE_JOB)
 """Bindings of an exported run that describe the training job and not the model."""
 
 

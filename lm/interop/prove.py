@@ -3,9 +3,9 @@
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from lm.checkpoint.checkpointer import Checkpointer
 from lm.errors import writing
 from lm.experiment import Experiment, load_of_run
 from lm.files import local_path
@@ -16,6 +16,8 @@ from lm.interop.import_run import choose_family, describe_model, import_run, rea
 from lm.interop.proof import FILE, Proof, compute_proof, read_proof
 from lm.interop.tensors import WeightFiles
 from lm.model.functions import ModelFunctions
+from lm.plan import PlanCache, plan_weights
+from lm.pod.mesh import MeshConfig, make_mesh, place
 from lm.runs.run_dir import RunDir
 
 
@@ -56,10 +58,9 @@ def export_and_prove(
 def prove_run(run: RunDir, step: int) -> Proof:
     """Computes the proof of the weights of a run at a step."""
     model = load_of_run(str(run.path)).model
-    with Checkpointer(run.checkpoints) as saved:
-        restored = saved.restore(ModelFunctions(model, jnp.float32).abstract, step=step)
-    assert restored is not None, 'it has just been written, or read'
-    return compute_proof(model, restored[0])
+    functions, mesh = ModelFunctions(model, jnp.float32), make_mesh(MeshConfig(), jax.local_devices()[:1])
+    weights = plan_weights('--run_dir', str(run.path), step, {}, functions, PlanCache())
+    return compute_proof(model, weights.read(place(functions.abstract, mesh, functions.declared)))
 
 
 def prove_folder(folder: pathlib.Path) -> Proof:

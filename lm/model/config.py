@@ -269,6 +269,12 @@ class ModelConfig(Configurable):
         reasons = (one.why_part(length // parts) for one in self.pattern if parts > 1 and length % parts == 0)
         return next(filter(None, reasons), None)
 
+    def count_products(self) -> int:
+        """Returns the sizes of the matrices of the model that a token is multiplied with, together."""
+        dense = self.d_model * self.vocab_size + self.feed_forward_products
+        layers = ((self.resolve(mechanism), self.count_layers(i)) for i, mechanism in enumerate(self.stacks))
+        return dense + sum(count * layer.count_products(self.d_model) for layer, count in layers)
+
     def flops_per_token(self, length: int) -> float:
         """Returns the floating-point operations per token of a training step at context `length`: three times the
         forward pass.
@@ -276,12 +282,11 @@ class ModelConfig(Configurable):
         Multiply-adds count 2; causal attention counts half its square; rematerialisation, norms and look-ups do not
         count. This is the numerator of the model FLOP utilisation (MFU).
         """
-        dense, attention = self.d_model * self.vocab_size + self.feed_forward_products, 0.0
-        for stack, mechanism in enumerate(self.stacks):
-            options, layers = self.resolve(mechanism), self.count_layers(stack)
-            dense += layers * options.count_products(self.d_model)
-            attention += layers * mechanism.flops_per_token(options.dims, length)
-        return 3 * (2 * dense + attention)
+        attention = sum(
+            self.count_layers(i) * mechanism.flops_per_token(self.resolve(mechanism).dims, length)
+            for i, mechanism in enumerate(self.stacks)
+        )
+        return 3 * (2 * self.count_products() + attention)
 
 
 def _list(choice: object) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """The functions of a model: pure functions of its weights, for training, evaluation, generation and export.
 
-Weights are a dict of two nested dicts of arrays: `params` (float32, trained) and `buffers` (random projections).
+Weights are a dict of two nested dicts of arrays: `params` (float32, trained) and `buffers` (random projections). Where
+adapters are trained (`lm.model.adapters`), there is also `base`.
 
 B batch, L length of a window, V vocabulary, D model width.
 """
@@ -62,7 +63,11 @@ class ModelFunctions:
 
     def merge(self, weights: Mapping[str, object]) -> Transformer:
         """Returns the model with these weights."""
-        return nnx.merge(self.graph, weights['params'], weights['buffers'])
+        return nnx.merge(self.graph, *self.list_arrays(weights))
+
+    def list_arrays(self, weights: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the arrays of the weights in the order in which `graph` takes them."""
+        return weights['params'], weights['buffers']
 
     def count_parameters(self) -> dict[str, int]:
         """Counts the trainable parameters by part of the model (`lm.parameters.PARTS`)."""
@@ -145,7 +150,7 @@ def over_windows(
     if documents is not None:
         positions, starts_BxL = documents.of(arrays_BxL[0])
     axes = (None, *[1] * len(arrays_BxL), positions.ndim - 1, None if starts_BxL is None else 1)
-    weights = [(each['params'], each['buffers']) for _, each in models]
+    weights = [functions.list_arrays(each) for functions, each in models]
     return over_tokens(on_part, axes)(weights, *arrays_BxL, positions, starts_BxL)
 
 

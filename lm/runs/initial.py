@@ -33,7 +33,7 @@ class InitialParameters:
         with self._open() as other:
             self._check(other, params)
 
-    def take(self, weights: dict, abstract: dict) -> tuple[dict, str]:
+    def take(self, weights: dict, abstract: dict) -> tuple[dict, str, list[str]]:
         """Reads the weights, in place of the initial ones. Projections of another shape keep their initial values.
 
         Args:
@@ -41,7 +41,7 @@ class InitialParameters:
             abstract: the same as jax.ShapeDtypeStructs with the shardings of the result.
 
         Returns:
-            the weights, and one line that names the ones that were not taken.
+            the weights, one line that names the ones that were not taken, and the parameters among these.
 
         Raises:
             AbsentError: the other run has no checkpoint.
@@ -60,10 +60,12 @@ class InitialParameters:
         )
         refuse_not_finite(taken, f'{self._setting}, step {restored.step}', 'name another run')
         names = flatten(taken)
-        left = [name.removeprefix('params.') for name in flatten(weights) if name not in names]
+        missing = [name for name in flatten(weights) if name not in names]
+        left = [name.removeprefix('params.') for name in missing]
         mean = '' if part == 'params' else ', the mean of its last weights'
         line = f'{len(names)} of {len(names) + len(left)} arrays taken from {self.run_dir} at step {step}{mean}'
-        return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line
+        lost = [name.removeprefix('params.') for name in missing if name.startswith('params.')]
+        return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line, lost
 
     def _open(self) -> Checkpointer:
         return Checkpointer(RunDir(self.run_dir, found=True).checkpoints)

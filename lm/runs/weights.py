@@ -13,6 +13,9 @@ from lm.files import JsonObject
 from lm.parameters import AVERAGE
 from lm.runs.run_dir import RunDir
 
+CHECKED = ('tokenizer', 'base')
+"""The fingerprints that a reader and a checkpoint must share."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedWeights:
@@ -22,7 +25,7 @@ class SavedWeights:
         setting: the gin name that names the run, for messages.
         run_dir: the run.
         step: the checkpoint; None: the newest.
-        fingerprints: of the data of the run that reads it; only the tokenizer counts here.
+        fingerprints: of the run that reads it; those in `CHECKED` count here.
     """
 
     setting: str
@@ -44,14 +47,14 @@ class SavedWeights:
         """
         name = find_weights(self._record['leaves'])
         with self._open() as saved:
-            restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, self._chosen)
+            restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, self.chosen)
         assert restored is not None, 'there is a record of this step'
         weights = {'params': restored[0][name], 'buffers': restored[0]['buffers']}
         refuse_not_finite(weights, f'{self.setting} = {self.run_dir!r}, step {restored.step}', 'name another run')
         return weights
 
     @functools.cached_property
-    def _chosen(self) -> int:
+    def chosen(self) -> int:
         """The step of the checkpoint, found once: a run that still trains saves newer ones."""
         with self._open() as saved:
             step = saved.latest_step() if self.step is None else self.step
@@ -64,11 +67,11 @@ class SavedWeights:
     @functools.cached_property
     def _record(self) -> JsonObject:
         with self._open() as saved:
-            return saved.read_record(self._chosen)
+            return saved.read_record(self.chosen)
 
     def _open(self) -> Checkpointer:
-        tokenizer = {name: value for name, value in self.fingerprints.items() if name == 'tokenizer'}
-        return Checkpointer(RunDir(self.run_dir, found=True).checkpoints, fingerprints=tokenizer)
+        known = {name: value for name, value in self.fingerprints.items() if name in CHECKED}
+        return Checkpointer(RunDir(self.run_dir, found=True).checkpoints, fingerprints=known)
 
 
 def find_weights(leaves: Iterable[str]) -> str:

@@ -1,8 +1,7 @@
 """The start of a session: its checkpoint or initial weights, and the record of both."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,28 +9,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.checkpoint.snapshot import flatten
 from lm.data.batches import BatchWindows
 from lm.data.tokenizers.companions import take_over
 from lm.experiment import Experiment, check_experiment
 from lm.files import open_path
 from lm.hardware import describe_libtpu_fault
-from lm.model.functions import ModelFunctions, Weights, select_weights
-from lm.model.layers import copy_layers, find_copied
+from lm.model.functions import Weights, select_weights
 from lm.parameters import AVERAGE
 from lm.plan import RunPlan, settle_begin
-from lm.pod.mesh import describe_mesh, place
+from lm.pod.mesh import describe_mesh
 from lm.runs.branch import Branch, find_branch
 from lm.runs.config_diff import parse_bindings
 from lm.runs.goodput import Goodput
 from lm.runs.paths import read_text
 from lm.runs.process_zero import check_same
 from lm.runs.run_dir import RunDir
-from lm.runs.weights import SavedWeights
 from lm.tasks import TaskStore
-from lm.training.program import get_shardings
 from lm.training.progress import print_rows
-from lm.training.step import State
+from lm.training.step import Fixed, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,23 +104,25 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> tuple[Branch | 
     return branch, rewind_to
 
 
-def read_teacher(plan: RunPlan, mesh: Mesh) -> Weights | None:
-    """Reads the weights of the teacher, in float32; None without a teacher."""
-    teaching = plan.program.step.teaching
-    if teaching is None or plan.teacher is None:
-        return None
-    return plan.teacher.read(place(teaching.functions.abstract, mesh, teaching.functions.declared))
+def read_fixed(plan: RunPlan, mesh: Mesh) -> dict[str, Weights]:
+    """Reads the weights that the step never changes, in float32: of the teacher, and those under adapters."""
+    teacher = plan.first.read_teacher(mesh)
+    found = {} if teacher is None else {'teacher': teacher}
+    if plan.program.step.adapted:
+        found['base'], line = plan.first.make_base(mesh, teacher)
+        if jax.process_index() == 0:
+            print(f'under adapters: {line}', flush=True)
+    return found
 
 
-def cast_teacher(plan: RunPlan, teacher: Weights | None) -> Weights | None:
-    """Returns the teacher's weights as the step takes them; None without a teacher."""
-    teaching = plan.program.step.teaching
-    return None if teaching is None or teacher is None else jax.jit(teaching.cast)(teacher)
+def cast_fixed(plan: RunPlan, weights: dict[str, Weights]) -> Fixed | None:
+    """Returns weights of `read_fixed` as the step takes them; None: it takes none."""
+    return plan.program.step.cast_fixed(lambda cast, one: jax.jit(cast)(one), weights) or None
 
 
-def give_teacher(compiled: jax.stages.Compiled, weights: Weights | None) -> Callable[..., Any]:
-    """Returns the compiled step as a function of state and batch; `weights` come from `cast_teacher`."""
-    return compiled if weights is None else lambda state, batch: compiled(state, batch, weights)
+def give_fixed(compiled: jax.stages.Compiled, fixed: Fixed | None) -> Callable[..., Any]:
+    """Returns the compiled step as a function of state and batch; `fixed` comes from `cast_fixed`."""
+    return compiled if fixed is None else lambda state, batch: compiled(state, batch, fixed)
 
 
 def restore_or_init(
@@ -134,7 +131,7 @@ def restore_or_init(
     source: Checkpointer,
     at: int | None,
     goodput: Goodput,
-    teacher: Weights | None = None,
+    fixed: Mapping[str, Weights],
 ) -> Start:
     """Restores the run or its branching point, else starts from weights of another run, else from the seed.
 
@@ -144,7 +141,8 @@ def restore_or_init(
         source: the checkpoints to restore from.
         at: the step of the checkpoint to go on from; None: the newest.
         goodput: takes the seconds.
-        teacher: the weights of the teacher: a new student starts from them unless `train.init_from` names others.
+        fixed: the weights of `read_fixed`: a new student starts from its teacher's unless `train.init_from` names
+            others. Adapters begin beside the base, with its buffers.
     """
     is_new = source.latest_step() is None
     with goodput.charge('initialize' if is_new else 'restore'):
@@ -155,13 +153,13 @@ def restore_or_init(
             start = Start(state, step, windows, saved, source.stored)
         else:
             start = Start(plan.program.init_state(abstract, plan.experiment.train.seed), 0, plan.windows, None)
-            found = None
-            if plan.initial and plan.source is None:
-                found = plan.initial.take(select_weights(start.state), select_weights(abstract))
-            elif plan.initial or teacher is not None:
-                found = take_layers(plan, start.state, abstract, teacher)
+            drawn, found = select_weights(start.state), None
+            if 'base' in fixed:
+                start.state['buffers'] = jax.tree.map(jnp.copy, fixed['base']['buffers'])
+            else:
+                found = plan.first.take(drawn, select_weights(abstract), fixed.get('teacher'))
             if found:
-                weights, line = found
+                weights, line, _ = found
                 start.state.update(weights)
                 if AVERAGE in start.state:
                     start.state[AVERAGE] = jax.tree.map(jnp.copy, weights['params'])
@@ -171,43 +169,11 @@ def restore_or_init(
     return start
 
 
-def take_layers(plan: RunPlan, state: State, abstract: State, teacher: Weights | None) -> tuple[Weights, str]:
-    """Returns the weights of a new run whose layers come from the teacher, and from the run of `train.init_from`.
-
-    The latter gives a student those layers whose mechanism is the same in both. Returns the weights with one line that
-    names the arrays that keep their initial values.
-    """
-    student, made, taken = plan.functions, select_weights(state), {}
-
-    def take(source: ModelFunctions, weights: Weights, same_mechanism: bool) -> None:
-        for kind in made:
-            copy = jax.jit(
-                functools.partial(copy_layers, source, student, same_mechanism=same_mechanism, kind=kind),
-                out_shardings=get_shardings(abstract[kind]),
-            )
-            made[kind] = copy(weights[kind], made[kind])
-            copied = flatten(find_copied(source, student, same_mechanism, kind))
-            taken.update({name: taken.get(name, False) or is_copied for name, is_copied in copied.items()})
-
-    teaching = plan.program.step.teaching
-    if teaching and teacher is not None:
-        source = teaching.objective.find_source(teaching.functions)
-        make_source = functools.partial(teaching.objective.make_source, teaching.functions)
-        take(source, jax.jit(make_source)(teacher), False)
-    if plan.initial and plan.source:
-        saved = SavedWeights('train.init_from', plan.initial.run_dir, None, plan.store.fingerprints)
-        mesh = jax.sharding.get_mesh()
-        weights = saved.read(place(plan.source.abstract, mesh, plan.source.declared))
-        take(plan.source, weights, teacher is not None)
-    left = [name for name, is_taken in taken.items() if not is_taken]
-    line = f'{len(taken) - len(left)} of {len(taken)} arrays taken from '
-    line += ' and '.join(filter(None, ['the teacher' if teacher else '', plan.initial.run_dir if plan.initial else '']))
-    return made, f'{line}; these not: {", ".join(left)}' if left else line
-
-
 def write_start(run: RunDir, plan: RunPlan, branch: Branch | None, start: Start, rewinds: bool) -> None:
     """Writes config.gin and run.json; for a branch, also the metrics of its parent up to the step."""
     facts: dict[str, Any] = {'parameters': plan.parameters, **plan.fingerprints}
+    if plan.trained != plan.parameters:
+        facts['trained_parameters'] = plan.trained
     if branch:
         facts['branch'] = branch.record(plan.text)
     if start.is_from_memory:

@@ -36,11 +36,11 @@ from lm.runs.run_dir import RunDir
 from lm.session.start import (
     Request,
     Start,
-    cast_teacher,
+    cast_fixed,
     find_origin,
-    give_teacher,
+    give_fixed,
     print_plan,
-    read_teacher,
+    read_fixed,
     restore_or_init,
     settle_texts,
     write_start,
@@ -52,7 +52,7 @@ from lm.training.profiler import Profiler
 from lm.training.program import compile_in_background, get_shardings
 from lm.training.progress import Progress, Throughput
 from lm.training.replay import Replay
-from lm.training.step import State
+from lm.training.step import State, complete
 
 
 def train_in_job(
@@ -128,14 +128,14 @@ def open_session(
         abstract = plan.program.place_state(mesh)
         compilation = compile_in_background(plan.program, mesh)
         with goodput.charge('restore'):
-            teacher = read_teacher(plan, mesh)
-        start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, teacher)
+            fixed = read_fixed(plan, mesh)
+        start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, fixed)
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
         with goodput.charge('compile'):
-            given = cast_teacher(plan, teacher)
-            advance = give_teacher(compilation.compiled.result(), given)
-            del teacher
+            given = cast_fixed(plan, fixed)
+            advance = give_fixed(compilation.compiled.result(), given)
+            del fixed
         copies = compare_copies if experiment.checkpoint.compare_copies else None
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
@@ -157,7 +157,9 @@ def open_session(
         stack.callback(watchdog.begin, 'end')
         yield Trainer(
             config=experiment.train,
-            computation=Computation(plan.program.step, batches, advance, redraw, evaluator, replay, copies),
+            computation=Computation(
+                plan.program.step, batches, advance, redraw, evaluator, replay, copies, complete(given)
+            ),
             checkpointer=checkpointer,
             records=records,
             services=Services(lock, preemption, profiler, watchdog, goodput, programs),

@@ -46,6 +46,7 @@ class Computation:
         redraw: (weights, which mechanisms, seed, steps done) → new buffers.
         replay: compares what the chips compute, before each `train.replay_every`-th step; None: never.
         compare_copies: compares the copies of a state that devices hold, before each save; None: never.
+        others: the arrays of the weights that no state has: the base under adapters.
     """
 
     step: TrainStep
@@ -55,6 +56,7 @@ class Computation:
     evaluator: AnyEvaluator
     replay: Replay | None = None
     compare_copies: Callable[[State], Difference | None] | None = None
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -147,7 +149,7 @@ class Trainer:
                 self.stop(step - 1)
             services.profiler.begin_step(step)
             if which := computation.step.functions.choose_redrawn(step - 1):
-                weights = select_weights(self.state)
+                weights = select_weights(self.state) | computation.others
                 self.state['buffers'] = computation.redraw(weights, which, config.seed, step - 1)
             if computation.replay and config.replay_every and step % config.replay_every == 0:
                 self.replay(computation.replay, step, batch)
@@ -260,7 +262,7 @@ class Trainer:
 
         try:
             with records.throughput.pause(), self.pause('evaluation'):
-                result = evaluator(select_final(self.state), step, should_stop)
+                result = evaluator(select_final(self.state) | self.computation.others, step, should_stop)
         except Exception:
             if jax.process_count() == 1 and not self.bad_steps:  # other processes may have no error, and would not save
                 with contextlib.suppress(LmError):  # the first error is the one to report

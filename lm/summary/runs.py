@@ -45,6 +45,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
         'last_eval': run.last_evaluation,
         'evaluations': len(run.evaluations),
         'parameters': parameters(run, allow_imports),
+        'trained_parameters': run.info.get('trained_parameters'),
         'idle_parameters': idle_parameters(run, allow_imports),
         'checkpoints': checkpoints,
         'set_aside': others,

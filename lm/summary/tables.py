@@ -31,7 +31,8 @@ def print_run(found: Mapping[str, Any], console: Console) -> None:
         'parameters': f'{sum(found["parameters"].values()):,} ('
         + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
         + ')'
-        + _active(found),
+        + _active(found)
+        + _trained(found),
         'training': f'{get("train.tokens_per_step")} tokens per step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
         'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
@@ -127,6 +128,12 @@ def _counted(number: Any, noun: str, plural: str | None = None) -> str:
 
 def _short(digest: str | None) -> str:
     return digest[:16] if digest else '–'
+
+
+def _trained(found: Mapping[str, Any]) -> str:
+    """Says how many parameters learn, if not all do."""
+    count = found['trained_parameters']
+    return f'; {count:,} trained' if isinstance(count, int) else ''
 
 
 def _active(found: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
+from lm.model.adapters import Lora
 from lm.trackers import Tracker
 from lm.training.objectives import Objective
 from lm.training.objectives.next_token import NextToken
@@ -74,6 +75,12 @@ class TrainConfig(Configurable):
         default=(), resume=True, inherit=False, help='half-open ranges of batches to leave out'
     )
     init_from: str | None = field(default=None, inherit=False, help='run directory whose weights this run starts from')
+    adapters: Lora | None = field(
+        default=None,
+        inherit=False,
+        omit_default=True,
+        help='small matrices that learn in place of the weights, which stay: @lora(); None: the weights learn',
+    )
     profile: tuple[int, int] | None = field(
         default=None,
         resume=True,

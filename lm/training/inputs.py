@@ -29,7 +29,7 @@ def check_training(
     check_objective(config.objective, data, model)
     model.check_parts(mesh.sequence, config.context_length)
     model.check_length(config.context_length)
-    if config.objective.trains_feed_forward and ROUTERS not in optimizer.frozen:
+    if config.objective.trains_feed_forward and config.adapters is None and ROUTERS not in optimizer.frozen:
         reasons = (kind.why_untrained() for kind in model.feed_forwards)
         if reason := next(filter(None, reasons), None):
             raise ConfigError(reason)

@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
-from lm.model.functions import Weights
 from lm.pod.mesh import batch_sharding, place, replicated
-from lm.training.step import State, TrainStep
+from lm.training.step import Fixed, State, TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +35,23 @@ class StepProgram:
         """Returns the training state as jax.ShapeDtypeStructs with the sharding of each array."""
         return place(self.step.abstract, mesh, self.step.functions.declared)
 
-    def place_teacher(self, mesh: Mesh) -> Weights | None:
-        """Returns the teacher's weights as `place_state` returns the state; None without a teacher."""
-        teaching = self.step.teaching
-        return teaching and place(teaching.abstract, mesh, teaching.functions.declared)
+    def place_fixed(self, mesh: Mesh) -> Fixed | None:
+        """Returns the fixed arrays of the step as `place_state` returns the state; None if there are none."""
+        models = self.step.find_fixed()
+        return {name: place(self.step.fixed[name], mesh, one.declared) for name, one in models.items()} or None
 
-    def draw_teacher(self, mesh: Mesh, seed: int) -> Weights | None:
-        """Makes untrained weights in place of the teacher's, where only the work of a step counts; None without one."""
-        abstract, teaching = self.place_teacher(mesh), self.step.teaching
-        if teaching is None:
+    def draw_fixed(self, mesh: Mesh, seed: int) -> Fixed | None:
+        """Makes untrained weights in place of the fixed ones, where only the work of a step counts; None: there are
+        none."""
+        abstract, models = self.place_fixed(mesh), self.step.find_fixed()
+        if abstract is None:
             return None
-        return jax.jit(lambda: teaching.cast(teaching.functions.init(seed)), out_shardings=get_shardings(abstract))()
+
+        def draw() -> Fixed:
+            weights = {name: one.init(seed) for name, one in models.items()}
+            return self.step.cast_fixed(lambda cast, one: cast(one), weights)
+
+        return jax.jit(draw, out_shardings=get_shardings(abstract))()
 
     def init_state(self, abstract: State, seed: int) -> State:
         """Makes the state before the first step, with the shardings in `abstract` (from `place_state`)."""
@@ -61,15 +66,15 @@ def get_shardings(abstract: object) -> Any:
 def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
     """Traces the step, whose state and batch are split over all devices. Compile the result under the mesh.
 
-    The step donates its state: the old state is gone after the call. A teacher's weights stay.
+    The step donates its state: the old state is gone after the call. The fixed arrays stay.
     """
-    abstract, teacher = program.place_state(mesh), program.place_teacher(mesh)
+    abstract, fixed = program.place_state(mesh), program.place_fixed(mesh)
     sharding = batch_sharding(mesh, axis=1)
     batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
     results = get_shardings(abstract), replicated(mesh)
     with jax.set_mesh(mesh):
         jitted = jax.jit(program.step.train, donate_argnums=0, out_shardings=results)
-        return jitted.lower(abstract, batch) if teacher is None else jitted.lower(abstract, batch, teacher)
+        return jitted.lower(abstract, batch) if fixed is None else jitted.lower(abstract, batch, fixed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lm.model.functions import Weights
 from lm.pod.mesh import batch_sharding, group_devices, replicated
 from lm.pod.votes import Difference, compare_rows
 from lm.training.program import StepProgram
-from lm.training.step import State
+from lm.training.step import Fixed, State
 
 
 class Replay:
@@ -28,11 +27,11 @@ class Replay:
     Args:
         program: the step.
         mesh: the devices, with the axes of `lm.pod.mesh`.
-        teacher: the teacher's weights as the step takes them; None: there is no teacher.
+        fixed: the arrays that the step never changes; None: there are none.
     """
 
-    def __init__(self, program: StepProgram, mesh: Mesh, teacher: Weights | None = None):
-        self.program, self.mesh, self.teacher = program, mesh, teacher
+    def __init__(self, program: StepProgram, mesh: Mesh, fixed: Fixed | None = None):
+        self.program, self.mesh, self.fixed = program, mesh, fixed
         self.groups = group_devices(mesh)
         self._jitted = jax.jit(program.step.replay, out_shardings=replicated(mesh))
 
@@ -43,12 +42,12 @@ class Replay:
         batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
         turn = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self.mesh))
         with jax.set_mesh(self.mesh):
-            return self._jitted.lower(program.place_state(self.mesh), batch, turn, program.place_teacher(self.mesh))
+            return self._jitted.lower(program.place_state(self.mesh), batch, turn, program.place_fixed(self.mesh))
 
     def compute(self, state: State, batch: jax.Array, turn: int) -> np.ndarray:
         """Returns the checksums [groups, arrays] of one replay (`TrainStep.replay`)."""
         with jax.set_mesh(self.mesh):
-            return np.asarray(jax.device_get(self._jitted(state, batch, np.int32(turn), self.teacher)))
+            return np.asarray(jax.device_get(self._jitted(state, batch, np.int32(turn), self.fixed)))
 
     def check(self, state: State, batch: jax.Array, turn: int) -> Difference | None:
         """Compares the groups; a single group is compared with itself. All processes call it together.

@@ -8,6 +8,10 @@ A state is a dict of arrays:
       step        int32, batches consumed
       skipped     int32, updates skipped because loss, gradient or learning rate were not finite
       in_a_row    int32, bad steps since the last good one: skipped, or without a finite update of some array
+
+Beside it a step may read arrays that it never changes (`TrainStep.fixed`):
+      teacher     the weights of the teacher
+      base        the parameters under adapters
 """
 
 import dataclasses
@@ -25,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from lm.checkpoint.checksum import checksum
 from lm.model import routers
+from lm.model.adapters import AdaptedFunctions, find_base
 from lm.model.functions import ModelFunctions, Weights
 from lm.ops.documents import Documents
 from lm.ops.platform import DATA_AXES, SHARED_AXIS, batch_axes
@@ -34,6 +39,7 @@ from lm.training.objectives.next_token import next_token
 from lm.training.optimizer import OptimizerConfig
 
 State = dict[str, Any]
+Fixed = dict[str, Any]
 GRADIENT, UPDATE = 'gradient of ', 'update of '
 """How the names begin of what is not finite in a bad step; an array's path follows."""
 
@@ -70,6 +76,7 @@ class TrainStep:
             `window_targets`, their number per window.
         documents: the documents of a window do not see each other; None: a window is one document.
         teaching: the teacher; None: the tokens alone say what is right.
+        adapted: the functions, if they are of a model with adapters.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class TrainStep:
     ):
         """`unpack` None: every token predicts the next one (`Task.unpack` and `Objective.unpack` give others)."""
         self.functions = functions
+        self.adapted = functions if isinstance(functions, AdaptedFunctions) else None
         self.unpack: Unpack = unpack or next_token
         self.by_window, self.documents, self.teaching = by_window, documents, teaching
         self.optimizer, self.schedule, self.z_loss = optimizer, optimizer.build_schedule(steps), optimizer.z_loss
@@ -103,6 +111,26 @@ class TrainStep:
         """The state as jax.ShapeDtypeStructs; quick, since the model is not built again."""
         return jax.eval_shape(self._extend, self.functions.abstract)
 
+    @functools.cached_property
+    def fixed(self) -> Fixed:
+        """The arrays that a step reads and never changes, as jax.ShapeDtypeStructs."""
+        return self.cast_fixed(jax.eval_shape, {name: one.abstract for name, one in self.find_fixed().items()})
+
+    def find_fixed(self) -> dict[str, ModelFunctions]:
+        """Returns the functions of the models that the fixed arrays belong to, by the names of the arrays."""
+        teacher = {'teacher': self.teaching.functions} if self.teaching else {}
+        return teacher | ({'base': find_base(self.functions)} if self.adapted else {})
+
+    def cast_fixed(self, call: Callable[..., Any], weights: Mapping[str, Weights]) -> Fixed:
+        """Returns the fixed arrays in the types of a step.
+
+        Args:
+            call: calls a function with arguments, as jax.eval_shape does.
+            weights: of the models of `find_fixed`.
+        """
+        found = {'teacher': call(self.teaching.cast, weights['teacher'])} if self.teaching else {}
+        return found | ({'base': call(self.adapted.cast, weights['base']['params'])} if self.adapted else {})
+
     def _extend(self, weights: Weights) -> State:
         zero = jnp.zeros((), jnp.int32)
         average = {AVERAGE: jax.tree.map(jnp.copy, weights['params'])} if self.optimizer.average_steps else {}
@@ -116,11 +144,11 @@ class TrainStep:
         }
 
     def train(
-        self, state: State, batch_AxBxL: jax.Array, teacher: Weights | None = None
+        self, state: State, batch_AxBxL: jax.Array, fixed: Fixed | None = None
     ) -> tuple[State, dict[str, jax.Array]]:
         """Takes one optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
 
-        `teacher` has the teacher's weights (`Teaching.abstract`), if the step has a teacher.
+        `fixed` has the arrays that the step never changes, if there are any (`TrainStep.fixed`).
 
         An update is made only if loss, gradient (its norm too) and learning rate are finite. Otherwise the state keeps
         its values, `skipped` and `in_a_row` grow, and the next batch follows. If an update would make a number infinite
@@ -136,7 +164,7 @@ class TrainStep:
                 experts add the measures of their routers (`lm.model.routers`).
         """
         windows = self._number_windows(state['step'], batch_AxBxL)
-        loss, gradients, others = self._gradients(state['params'], state['buffers'], *windows, teacher=teacher)
+        loss, gradients, others = self._gradients(state['params'], state['buffers'], *windows, fixed=fixed)
         squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
         norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
@@ -196,9 +224,7 @@ class TrainStep:
         checked = list(_checked(None, self.functions.abstract['params'], None, None))
         return [*checked, *(UPDATE + name.removeprefix(GRADIENT) for name in checked[1:-2])][first_bad]
 
-    def replay(
-        self, state: State, batch_AxBxL: jax.Array, turn: jax.Array, teacher: Weights | None = None
-    ) -> jax.Array:
+    def replay(self, state: State, batch_AxBxL: jax.Array, turn: jax.Array, fixed: Fixed | None = None) -> jax.Array:
         """Has every group of devices compute the gradients of the same windows, one group's part of a microbatch.
 
         A group is the devices with one position on the axis `data`: together they have one copy of the parameters.
@@ -236,7 +262,7 @@ class TrainStep:
             out_specs=PartitionSpec(axis),
             axis_names=names,
             check_vma=False,
-        )(_Given(state['params'], state['buffers'], teacher), turn, *windows)
+        )(_Given(state['params'], state['buffers'], fixed or {}), turn, *windows)
 
     def name_replayed(self) -> list[str]:
         """Lists the arrays whose checksums `replay` returns."""
@@ -260,11 +286,10 @@ class TrainStep:
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns (the loss to minimize, the nats of each target, further measures): of routers, or with a teacher of
         the comparison with it."""
-        weights = {'params': given.params, 'buffers': given.buffers}
+        weights = {'params': given.params, 'buffers': given.buffers, **complete(given.fixed)}
         if self.teaching is None:
             return self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL)
-        assert given.teacher is not None, 'a step with a teacher needs its weights'
-        pair = Pair(self.functions, weights, self.teaching.functions, given.teacher)
+        pair = Pair(self.functions, weights, self.teaching.functions, given.fixed['teacher'])
         found = self.teaching.objective.compare(pair, self.documents, tokens_BxL, targets_BxL)
         nats_BxL, others = jax.lax.stop_gradient(found)
         measures = {name: jnp.tensordot(share_BxL, array, 2) for name, array in others.items()}
@@ -302,13 +327,13 @@ class TrainStep:
         return objective
 
     def _gradients(
-        self, params: object, buffers: object, *windows: jax.Array, teacher: Weights | None = None
+        self, params: object, buffers: object, *windows: jax.Array, fixed: Fixed | None = None
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """Returns (loss in nats without z-loss, gradients with it, other metrics).
 
         The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
         """
-        microbatches, given = windows[0].shape[0], _Given(params, buffers, teacher)
+        microbatches, given = windows[0].shape[0], _Given(params, buffers, fixed or {})
         counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
         count = None  # the mean number of targets per microbatch, over all devices
         if counted_AxBxL is not None:
@@ -353,7 +378,12 @@ class _Given(NamedTuple):
 
     params: Any
     buffers: Any
-    teacher: Weights | None
+    fixed: Fixed
+
+
+def complete(fixed: Fixed | None) -> Weights:
+    """Returns what the weights of a state lack: the base under adapters, if there are any."""
+    return {name: arrays for name, arrays in (fixed or {}).items() if name == 'base'}
 
 
 def _stop_gradients(x: jax.Array, frozen: bool) -> jax.Array:

@@ -65,7 +65,7 @@ def poison(*numbers: str) -> None:
 
     import lm.session.train
 
-    prepared, plain = lm.session.train.make_plan, lm.session.train.give_teacher
+    prepared, plain = lm.session.train.make_plan, lm.session.train.give_fixed
     bad = []
 
     def make_plan(*arguments, **options):
@@ -78,7 +78,7 @@ def poison(*numbers: str) -> None:
     def is_poisoned(batch):
         return (batch[:, :, None] == jnp.asarray(bad[0])).all(-1).any()
 
-    def give_teacher(*arguments):
+    def give_fixed(*arguments):
         advance = plain(*arguments)
 
         def poisoned(state, batch):
@@ -93,7 +93,7 @@ def poison(*numbers: str) -> None:
 
         return poisoned
 
-    lm.session.train.make_plan, lm.session.train.give_teacher = make_plan, give_teacher
+    lm.session.train.make_plan, lm.session.train.give_fixed = make_plan, give_fixed
 
 
 def miscompute(number: str) -> None:

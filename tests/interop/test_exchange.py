@@ -286,7 +286,7 @@ def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
     assert experiment.model.norm == 'rms'
     assert experiment.model.pattern[0].gin_name == 'hybrid'
     abstract = shapes.abstract_weights(experiment)
-    taken, line = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
+    taken, line, _ = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
     assert line == f'9 of 9 arrays taken from {run} at step 0'
     taken = taken['params']
     np.testing.assert_array_equal(taken['head'], theirs['lm_head.weight'])

@@ -50,7 +50,7 @@ def test_random_projections_come_with_the_parameters(tmp_path, n_features):
     there, here = weights(0, 4), weights(1, n_features)
     with Checkpointer(RunDir(tmp_path).checkpoints) as checkpointer:
         checkpointer.save(7, there)
-    taken, line = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
+    taken, line, _ = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
     is_alike = n_features == 4
     jax.tree.map(np.testing.assert_array_equal, taken, there if is_alike else there | {'buffers': here['buffers']})
     rest = '' if is_alike else '; these not: buffers.blocks.0.projection'
@@ -63,7 +63,7 @@ def test_the_mean_of_the_last_weights_is_taken_where_there_is_one(tmp_path):
     here = {'params': part, 'buffers': {}}
     with Checkpointer(RunDir(tmp_path).checkpoints) as checkpointer:
         checkpointer.save(7, here | {'average': {'out': np.full(3, 2, np.float32)}})
-    taken, line = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
+    taken, line, _ = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
     np.testing.assert_array_equal(taken['params']['out'], 2)
     assert line == f'1 of 1 arrays taken from {tmp_path} at step 7, the mean of its last weights'
 

@@ -32,6 +32,7 @@ class Align(Distillation):
     """Trains attention to give the outputs of the teacher's attention, on the teacher's inputs."""
 
     trains_feed_forward = False
+    trains_adapters = False
 
     trains: str = field(
         default='attention',

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -49,6 +49,9 @@ class Distillation(Objective):
     clone_key_heads: bool = field(
         default=False, help="the student has a key head per query head: copies of those that the teacher's heads share"
     )
+
+    trains_adapters: ClassVar[bool] = True
+    """False if it trains parameters that adapters do not stand beside."""
 
     looks_ahead = False
     remedy = '{}, and a student is compared with its teacher from left to right; set that to True'
