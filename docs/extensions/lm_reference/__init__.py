@@ -17,9 +17,12 @@ PATH = re.compile(r'`((?:docs|data|configs)/[\w/]*\.md)(#[\w-]+)?`')
 INCLUDED = {
     'data/README.md': '/how_to/data.md',
     'configs/README.md': '/reference/configurations.md',
-    'configs/papers/README.md': '/how_to/papers.md',
+    'configs/papers/README.md': '/lab/experiments.md',
 }
 """File of the checkout → the page that includes it."""
+
+UNSEARCHED = 'lab/'
+"""The folder of pages that the search leaves out: evidence, which no user needs to find."""
 
 
 def fill(text: str) -> str:
@@ -45,5 +48,10 @@ def setup(app: Any) -> dict[str, bool]:
     def read(app: Any, name: str, source: list[str]) -> None:
         source[0] = fill(source[0])
 
+    def hide(app: Any, doctree: Any) -> None:
+        if app.env.docname.startswith(UNSEARCHED):
+            app.env.metadata[app.env.docname]['nosearch'] = True  # Sphinx then leaves the page out of its index
+
     app.connect('source-read', read)
+    app.connect('doctree-read', hide)
     return {'parallel_read_safe': True, 'parallel_write_safe': True}
