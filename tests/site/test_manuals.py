@@ -16,6 +16,7 @@ sys.path.append(str(tiny.ROOT / 'docs' / 'extensions'))
 
 import lm_reference
 from lm_reference.claims import anchor
+from lm_reference.topics import TOPICS, add_entries
 
 DOCS = tiny.ROOT / 'docs'
 MOST_WORDS, MOST_WORDS_OF_A_PAGE = 30_000, 4_000
@@ -59,7 +60,7 @@ def test_each_experiment_has_a_row_of_the_table_of_results():
 
 @pytest.mark.parametrize('name', ['results.md', 'benchmarks.md'])
 def test_figures_of_a_table_stand_in_the_lab_notebook(name):
-    """A figure with a decimal point is that of the section that its row links to, else of any page of the lab."""
+    """A figure with a decimal point stands in the section that its row links to, else on any page of the lab."""
     whole = '\n'.join(page.read_text() for page in LAB)
     for line in (DOCS / name).read_text().splitlines():
         link = re.search(r'\(lab/(\w+\.md)#([\w-]+)\)', line) if line.startswith('|') else None
@@ -80,3 +81,43 @@ def test_the_site_leaves_the_lab_notebook_out_of_its_search():
     for env.docname in ('lab/text', 'check'):
         handlers['doctree-read'](app, None)
     assert env.metadata == {'lab/text': {'nosearch': True}, 'check': {}}
+
+
+@pytest.fixture(scope='module')
+def index_entries():
+    """Page → entries of its index."""
+    texts = {page: (DOCS / page).read_text() for page in ['reference/gin.md', *TOPICS]}
+    filled = {page: lm_reference.fill(add_entries(page, text)) for page, text in texts.items()}
+    return {
+        page: [
+            entry
+            for line in re.findall(r'^```{index} (.+)$', text, re.MULTILINE)
+            for entry in re.split(r', |; ', line.replace('! ', '').lower())
+        ]
+        for page, text in filled.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ('words', 'page'),
+    [
+        ('learning rate', 'reference/gin.md'),
+        ('resume', 'how_to/train.md'),
+        ('memory', 'how_to/train.md'),
+        ('sketch size', 'reference/gin.md'),
+        ('polysketch.sketch_size', 'reference/gin.md'),
+        ('perplexity', 'how_to/evaluate.md'),
+    ],
+)
+def test_the_best_entry_of_the_index_is_on_the_right_page(words, page, index_entries):
+    """Sphinx's search ranks main entries of the index first, by the share of the entry that the words are."""
+    shares = {
+        name: max((len(words) / len(entry) for entry in entries if words in entry), default=0)
+        for name, entries in index_entries.items()
+    }
+    assert max(shares, key=shares.get) == page
+    assert shares[page] >= 0.5, 'Sphinx leaves out entries of which the words are less than a half'
+
+
+def test_the_index_has_no_words_of_pages_that_are_gone():
+    assert {str(path.relative_to(DOCS)) for path in MANUALS} >= set(TOPICS)

@@ -11,6 +11,8 @@ import importlib
 import re
 from typing import Any
 
+from lm_reference.topics import add_entries
+
 LINE = re.compile(r'^% generated: (.+)$', re.MULTILINE)
 
 PATH = re.compile(r'`((?:docs|data|configs)/[\w/]*\.md)(#[\w-]+)?`')
@@ -46,7 +48,7 @@ def setup(app: Any) -> dict[str, bool]:
     """Registers the extension with Sphinx."""
 
     def read(app: Any, name: str, source: list[str]) -> None:
-        source[0] = fill(source[0])
+        source[0] = fill(add_entries(f'{name}.md', source[0]))
 
     def hide(app: Any, doctree: Any) -> None:
         if app.env.docname.startswith(UNSEARCHED):
