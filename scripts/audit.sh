@@ -6,7 +6,7 @@
 #   loss and optimizer             PyTorch, optax
 #   what a run writes              Orbax, safetensors, SentencePiece, lm-evaluation-harness
 #
-# Prints a table. Exits with 1 where a difference is above its tolerance. Takes some minutes. docs/audit.md has the table.
+# Prints a table. Exits with 1 where a difference is above its tolerance. Takes some minutes. docs/lab/audit.md has the table.
 #
 #   scripts/audit.sh [--markdown] [--only WORD]
 #   PYTHON=python3.12 scripts/audit.sh

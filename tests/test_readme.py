@@ -21,7 +21,7 @@ COMMANDS = sorted(
         if path.name != 'add_a_mechanism.md'  # tests/site/test_add_a_mechanism.py executes its commands
         for block in re.findall(r'```bash\n(.*?)```', page, re.DOTALL)
         for line in block.splitlines()
-        # tests/scripts/test_scripts_tpu.py executes the commands of docs/tpu.md.
+        # tests/scripts/test_scripts_tpu.py executes the commands of docs/tutorials/pod.md.
         if line.strip() and (page == README or not line.startswith('scripts/tpu/'))
     }
 )

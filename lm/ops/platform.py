@@ -5,7 +5,7 @@ is also set when a step is compiled on a laptop for a TPU topology. Without a me
 `jax.default_backend()`.
 
 On GPUs an automatic choice takes only kernels that a GPU has shown to be right. `gpu/shown.json` lists them;
-`scripts/gpu/day.sh --merge` makes the list from the results of GPUs. Other kernels run when they are requested by name.
+`scripts/measure.sh --merge` makes the list from the results of GPUs. Other kernels run when they are requested by name.
 """
 
 import contextlib

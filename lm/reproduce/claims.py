@@ -32,7 +32,7 @@ class Claim:
         tables: the tables of `lm reproduce` that it is about.
         size, tokens, seeds, device, command: of our runs.
         ours: our figure.
-        section: the heading of docs/results.md that has it.
+        section: the heading in docs/lab that has it.
         tests: the file of tests that has it.
         note: what else a reader should know.
     """
@@ -61,7 +61,7 @@ class Claim:
         if self.verdict in TRIED and missing:
             raise ConfigError(f'{where}: {self.verdict} without {", ".join(missing)}')
         if self.ours and not (self.section or self.tests):
-            raise ConfigError(f'{where}: name the section of docs/results.md, or the tests, with this figure')
+            raise ConfigError(f'{where}: name the section of docs/lab, or the tests, with this figure')
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from lm.text import format_count, format_digits, format_si
 NAME = 'price.json'
 BYTES_PER_TOKEN_IN_STORE = 2
 SECONDS_PER_GIGABYTE = 190.7
-"""Processor time of `lm prepare` for 1 GB of text with 32,000 pieces (docs/how_to/prepare.md)."""
+"""Processor time of `lm prepare` for 1 GB of text with 32,000 pieces (docs/lab/data.md)."""
 
 
 class RunPrice(NamedTuple):

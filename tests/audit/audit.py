@@ -64,7 +64,7 @@ def print_table(rows: list[dict], markdown: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--markdown', action='store_true', help='the table as in docs/audit.md')
+    parser.add_argument('--markdown', action='store_true', help='the table as in docs/lab/audit.md')
     parser.add_argument('--only', default='', help='comparisons that have this in their names')
     parser.add_argument('--bits', type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

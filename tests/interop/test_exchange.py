@@ -536,7 +536,7 @@ def test_the_documented_code_computes_the_logits(heads, tmp_path):
     config = shapes.experiment(Softmax(), n_kv_heads=heads)
     weights = shapes.random_weights(config)
     FORMATS['huggingface'].write(shapes.run_of(config, weights), tmp_path)
-    page = (tiny.ROOT / 'docs' / 'exchange.md').read_text()
+    page = (tiny.ROOT / 'docs' / 'reference' / 'weights.md').read_text()
     (code,) = [block for block in re.findall(r'```python\n(.*?)```', page, re.DOTALL) if 'def logits' in block]
     names: dict = {}
     exec(code.replace('exports/quickstart', str(tmp_path)), names)

@@ -16,13 +16,13 @@ sys.path.append(str(tiny.ROOT / 'docs' / 'extensions'))
 
 import lm_reference
 
-RESULTS = (tiny.ROOT / 'docs' / 'results.md').read_text()
+RESULTS = '\n'.join(page.read_text() for page in sorted((tiny.ROOT / 'docs' / 'lab').glob('*.md')))
 NUMBER = re.compile(r'\d[\d,]*\.\d+')
 IDS = [f'{claim.paper}: {claim.place}' for claim in load_claims()]
 
 
 def find_section(heading: str) -> str:
-    """Returns the text below a heading of the results, up to the next heading of its level."""
+    """Returns the text below a heading of the lab notebook, up to the next heading of its level."""
     return RESULTS.partition(f'\n## {heading}\n')[2].partition('\n## ')[0]
 
 
@@ -41,7 +41,7 @@ def test_every_table_has_a_claim_and_every_claim_a_table_that_exists():
 def test_figures_stand_in_the_results(claim):
     if claim.section:
         text = find_section(claim.section)
-        assert text, f'docs/results.md has no section {claim.section!r}'
+        assert text, f'docs/lab has no section {claim.section!r}'
         assert NUMBER.findall(claim.ours) or claim.ours
         for number in NUMBER.findall(claim.ours):
             assert number in text, number
@@ -92,11 +92,12 @@ def test_the_page_has_every_claim_and_the_readme_leads_to_it():
 def test_links_of_the_page_lead_to_headings():
     from lm_reference.claims import anchor
 
-    headings = {anchor(heading) for heading in re.findall(r'^## (.+)$', RESULTS, re.MULTILINE)}
     page = lm_reference.fill((tiny.ROOT / 'docs' / 'papers.md').read_text())
-    found = set(re.findall(r'results\.md#([\w-]+)', page))
+    found = re.findall(r'\((lab/\w+\.md)#([\w-]+)\)', page)
     assert found
-    assert found <= headings
+    for name, heading in found:
+        text = (tiny.ROOT / 'docs' / name).read_text()
+        assert heading in map(anchor, re.findall(r'^## (.+)$', text, re.MULTILINE))
 
 
 def test_the_list_shows_every_table_with_its_verdicts(capsys):

@@ -664,9 +664,9 @@ def test_shellcheck_is_clean():
 @pytest.mark.parametrize('name', ['prepare_data', 'create', 'setup', 'run'])
 def test_the_page_explains_each_step_of_a_dry_run(name):
     """Its rows are the lines that the script prints, in this order."""
-    page = (tiny.ROOT / 'docs' / 'tpu.md').read_text()
+    page = (tiny.ROOT / 'docs' / 'tutorials' / 'pod.md').read_text()
     if name == 'prepare_data':
-        part = page.partition('## 2. Prepare the data')[2].partition('## 3.')[0]
+        part = page.partition('## 4. Prepare the data')[2].partition('## 5.')[0]
         rows = re.findall(r'^\| `([^`]+)` \| [^|]+ \|$', part, re.MULTILINE)
     else:
         rows = re.findall(rf'^\| `{name}\.sh` \| `([^`]+)` \| ', page, re.MULTILINE)

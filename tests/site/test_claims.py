@@ -13,7 +13,7 @@ from lm.experiment import load
 
 README = (tiny.ROOT / 'README.md').read_text()
 GUIDE = (tiny.ROOT / 'docs' / 'explanation' / 'which_attention.md').read_text()
-BENCHMARKS = (tiny.ROOT / 'docs' / 'benchmarks.md').read_text()
+GPUS = (tiny.ROOT / 'docs' / 'lab' / 'gpu.md').read_text()
 
 
 def find_row(page: str, place: str) -> str:
@@ -45,7 +45,7 @@ def find_gap(name: str) -> float:
 def test_the_quickstart_has_the_perplexity_of_its_row():
     (row,) = read_table('The quickstart at its processor time', 'recipe')['configs/recipes/best.gin']
     seeds = [float(cell[0]) for cell in row[:3]]
-    assert f'[{seeds[0]:.2f}](docs/results.md#the-quickstart-at-its-processor-time)' in README
+    assert f'[{seeds[0]:.2f}](docs/lab/recipes.md#the-quickstart-at-its-processor-time)' in README
     low, high = map(int, re.search(r'per token of (\d+) to (\d+)\*\*', README).groups())
     assert low <= min(seeds) <= max(seeds) <= high
     assert read_panels('quickstart')[0]['end']['validation'] == [1000, 3.09]
@@ -60,7 +60,7 @@ def test_the_quickstart_is_the_recipe_of_the_row():
 def test_the_cost_of_polysketch_is_that_of_the_study():
     row = find_row(README, 'quality close to softmax')
     assert f'{find_gap("polysketch, learned"):.0%}'.replace('%', ' %') + ' more perplexity' in row
-    assert 'docs/results.md#past-the-plateau-10m-tokens-of-source-code' in row
+    assert 'docs/lab/text.md#past-the-plateau-10m-tokens-of-source-code' in row
     assert f'{find_speed(32_768):.1f} times as fast at 32k, {find_speed(131_072):.1f} times at 128k' in row
     assert f'Learned sketches are {find_gap("polysketch, learned"):.0%}'.replace('%', ' %') in GUIDE
     assert f'({find_gap("polynomial, degree 4"):.0%} behind'.replace('%', ' %') in GUIDE
@@ -76,7 +76,7 @@ def test_predicted_shares_are_those_of_the_picture():
 
 
 def test_steps_per_second_are_those_of_the_table():
-    rows = re.findall(r'^\| `?([\w/.]+)`? \| ([\d.]+) \| [\d.]+ \|$', BENCHMARKS, re.MULTILINE)
+    rows = re.findall(r'^\| `?([\w/.]+)`? \| ([\d.]+) \| [\d.]+ \|$', GPUS, re.MULTILINE)
     gated, softmax = (dict(rows)[name] for name in ('configs/attention/gated_linear.gin', 'softmax'))
     assert f"{gated} steps per second at 8k beside softmax's {softmax} in [one" in README
 
@@ -98,16 +98,16 @@ def test_lengths_beyond_training_are_those_of_the_table():
 
 
 def test_no_configuration_had_a_wrong_gradient():
-    lines = (tiny.ROOT / 'scripts' / 'gpu' / 'results.jsonl').read_text().splitlines()
+    lines = (tiny.ROOT / 'scripts' / 'measurements.jsonl').read_text().splitlines()
     results = [r for r in map(json.loads, lines) if r['row'].startswith('precision_') and r.get('result')]
     newest = {row['mechanism']: row for result in results for row in result['result']['rows']}
     right, largest = sum(row['right'] for row in newest.values()), max(row['gradients'] for row in newest.values())
-    words = f'[{right} of {len(newest)} configurations](docs/benchmarks.md#gpu) are right, within {largest:.1%}'
+    words = f'[{right} of {len(newest)} configurations](docs/lab/gpu.md#gpu) are right, within {largest:.1%}'
     assert words.replace('%', ' %') in README
     worst = max(newest.values(), key=lambda row: row['worst_error'])
     errors = worst['worst_error'], worst['portable_error']
     words = 'of `{}`: {:.1%} with kernels, and {:.1%} in XLA'.format(worst['mechanism'], *errors)
-    assert words.replace('%', ' %') in BENCHMARKS
+    assert words.replace('%', ' %') in GPUS
     assert not newest['softmax']['repeats'], 'exit code 1 says that two runs differ in bits, as with cuDNN'
 
 

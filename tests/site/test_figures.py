@@ -11,7 +11,7 @@ import tiny
 FIGURES = tiny.ROOT / 'docs' / 'figures'
 sys.path.append(str(FIGURES))
 NAMES = sorted(path.stem for path in FIGURES.glob('*.json'))
-RESULTS = (tiny.ROOT / 'docs' / 'results.md').read_text()
+RESULTS = '\n'.join(page.read_text() for page in sorted((tiny.ROOT / 'docs' / 'lab').glob('*.md')))
 
 
 def read_panels(name):
@@ -48,6 +48,7 @@ def test_each_picture_can_be_drawn_and_is_shown(name, tmp_path):
         tiny.ROOT / 'README.md',
         *(tiny.ROOT / 'docs').glob('*.md'),
         *(tiny.ROOT / 'docs' / 'explanation').glob('*.md'),
+        *(tiny.ROOT / 'docs' / 'lab').glob('*.md'),
     ]
     assert any(f'figures/{name}.svg' in page.read_text() for page in pages)
 

@@ -61,9 +61,9 @@ def test_the_notebooks_run(names, tmp_path, monkeypatch):
     if 'train_32k_on_a_tpu' in names:
         lines = [json.loads(line) for line in (tmp_path / 'tpu_result.jsonl').read_text().splitlines()]
         assert [line['row'] for line in lines] == ['tpu_precision', 'tpu_step', 'tpu_train']
-        day = load_script('gpu/day')
-        assert all(map(day.is_whole, lines))
-        assert not day.is_whole(lines[0] | {'device': 'another'})
+        measure = load_script('measure')
+        assert all(map(measure.is_whole, lines))
+        assert not measure.is_whole(lines[0] | {'device': 'another'})
 
 
 @pytest.mark.slow  # each compiles a whole step for a TPU: minutes

@@ -149,7 +149,7 @@ def test_calls_on_the_pages_need_only_lm_imported(path):
 
 def test_names_of_pages_become_links():
     assert lm_reference.fill('see `docs/check.md`') == 'see [`docs/check.md`](/check.md)'
-    assert lm_reference.fill('`docs/benchmarks.md#gpu`') == '[`docs/benchmarks.md#gpu`](/benchmarks.md#gpu)'
+    assert lm_reference.fill('`docs/lab/gpu.md#gpu`') == '[`docs/lab/gpu.md#gpu`](/lab/gpu.md#gpu)'
     for name, page in lm_reference.INCLUDED.items():
         assert lm_reference.fill(f'`{name}`') == f'[`{name}`]({page})'
         assert f'../../{name}' in (tiny.ROOT / f'docs{page}').read_text()

@@ -4,7 +4,7 @@
     python configs/papers/maxtext/published_steps.py [NAME …] [--list]
 
 Compiles each step for the slice that the row names. This takes minutes and needs no TPU: `pip install -e '.[tpu]'`.
-Prints the Markdown table of docs/check.md.
+Prints the Markdown table of docs/lab/tpu_steps.md.
 """
 
 import argparse

@@ -11,15 +11,20 @@ import importlib
 import re
 from typing import Any
 
+from lm_reference.topics import add_entries
+
 LINE = re.compile(r'^% generated: (.+)$', re.MULTILINE)
 
 PATH = re.compile(r'`((?:docs|data|configs)/[\w/]*\.md)(#[\w-]+)?`')
 INCLUDED = {
     'data/README.md': '/how_to/data.md',
     'configs/README.md': '/reference/configurations.md',
-    'configs/papers/README.md': '/how_to/papers.md',
+    'configs/papers/README.md': '/lab/experiments.md',
 }
 """File of the checkout → the page that includes it."""
+
+UNSEARCHED = 'lab/'
+"""The folder of pages that the search leaves out: evidence, which no user needs to find."""
 
 
 def fill(text: str) -> str:
@@ -43,7 +48,12 @@ def setup(app: Any) -> dict[str, bool]:
     """Registers the extension with Sphinx."""
 
     def read(app: Any, name: str, source: list[str]) -> None:
-        source[0] = fill(source[0])
+        source[0] = fill(add_entries(f'{name}.md', source[0]))
+
+    def hide(app: Any, doctree: Any) -> None:
+        if app.env.docname.startswith(UNSEARCHED):
+            app.env.metadata[app.env.docname]['nosearch'] = True  # Sphinx then leaves the page out of its index
 
     app.connect('source-read', read)
+    app.connect('doctree-read', hide)
     return {'parallel_read_safe': True, 'parallel_write_safe': True}

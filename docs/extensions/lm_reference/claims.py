@@ -1,11 +1,14 @@
 """The page on what of the papers holds: the claims of configs/papers/claims.toml, and the tables of `lm reproduce`."""
 
+import functools
+import pathlib
 import re
 
 from lm.reproduce.claims import Claim, count_verdicts, describe_verdict, load_claims, load_papers, sort_by_paper
 from lm_reference.markdown import code, prose, sentence, table
 
 HEADS = ('claim', 'verdict', 'ours')
+LAB = pathlib.Path(__file__).resolve().parents[2] / 'lab'
 
 
 def page() -> str:
@@ -34,9 +37,16 @@ def _evidence(claim: Claim) -> list[str]:
     parts = [sentence(prose(claim.ours))] if claim.ours else []
     parts += [f'{name.capitalize()}: {prose(text)}.' for name, text in facts.items() if text]
     parts += [f'Command: {code(claim.command)}.'] if claim.command else []
-    parts += [f'See [{prose(claim.section)}](results.md#{anchor(claim.section)}).'] if claim.section else []
+    parts += [f'See {link(claim.section)}.'] if claim.section else []
     parts += [f'See {code(claim.tests)}.'] if claim.tests else []
     return [*parts, *([sentence(prose(claim.note))] if claim.note else [])]
+
+
+@functools.cache
+def link(heading: str) -> str:
+    """A link from docs/papers.md to the page of the lab notebook that has a heading."""
+    (page,) = [path for path in LAB.glob('*.md') if f'\n## {heading}\n' in path.read_text()]
+    return f'[{prose(heading)}](lab/{page.name}#{anchor(heading)})'
 
 
 def anchor(heading: str) -> str:

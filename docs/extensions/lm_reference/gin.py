@@ -10,6 +10,7 @@ from lm.config.configurable import REGISTRY, find_classes, list_annotations, lis
 from lm.config.text import Reference, format_value, replace_nodes
 from lm.experiment import Experiment
 from lm_reference.markdown import code, docstring, prose, sentence, table
+from lm_reference.topics import index
 
 HEADS = ('name', 'value', 'default', 'meaning')
 WORDS = {int: 'integer', float: 'float', str: 'string', bool: '`True` or `False`', type(None): '`None`'}
@@ -45,9 +46,10 @@ def page() -> str:
 
 def _configurable(name: str, cls: type) -> str:
     title = name if name in sections() else f'@{name}()'
-    parts = [f'(gin-{name})=\n### {code(title)}', docstring(cls.__doc__)]
     shared = {field.name for field in shared_fields(_base(cls))} if name not in sections() else ()
     fields = [field for field in list_fields(cls).values() if field.name not in shared]
+    entries = (name, *(f'{field.name.replace("_", " ")}; {name}.{field.name}' for field in fields))
+    parts = [f'(gin-{name})=\n### {code(title)}', index(entries), docstring(cls.__doc__)]
     parts.append(table(HEADS, (_row(name, cls, field) for field in fields)) if fields else 'It has no fields.')
     return '\n\n'.join(parts)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Runs the queue of measurements for one day with a GPU, `scripts/gpu/rows/*.toml`; `scripts/gpu/day.sh` starts it.
+"""Runs the queue of measurements on a GPU, `scripts/gpu/rows/*.toml`, and takes results. `scripts/measure.sh` calls it.
 
 A row runs by bash in the repository's root and ends at the first command that fails. RESULT is a file that it writes:
 JSON, or a JSON object per line. CACHE is a folder that all rows share, with JAX's and Triton's compiled programs. PACK
@@ -38,9 +38,9 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-GPU = ROOT / 'scripts' / 'gpu'
-ROWS, RESULTS, WHEELS, PAGE = GPU / 'rows', GPU / 'results.jsonl', GPU / 'wheels.txt', ROOT / 'docs' / 'hardware.md'
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROWS, WHEELS = (ROOT / 'scripts' / 'gpu' / name for name in ('rows', 'wheels.txt'))
+RESULTS, PAGE = ROOT / 'scripts' / 'measurements.jsonl', ROOT / 'docs' / 'lab' / 'hardware.md'
 SHOWN = ROOT / 'lm' / 'ops' / 'gpu' / 'shown.json'
 PACK = '.gpu_pack'
 DATA = {
@@ -109,7 +109,7 @@ def read_rows(folder: pathlib.Path) -> list[Row]:
             try:
                 rows[name] = Row(name, **fields)
             except TypeError as error:
-                raise SystemExit(f'{path.name}: [{name}]: {error}; scripts/gpu/day.py lists the fields') from None
+                raise SystemExit(f'{path.name}: [{name}]: {error}; scripts/measure.py lists the fields') from None
     return list(rows.values())
 
 
