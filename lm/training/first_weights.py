@@ -30,7 +30,7 @@ BASE = 'base'
 
 @dataclasses.dataclass(frozen=True)
 class FirstWeights:
-    """What the first weights of a run are taken from.
+    """The sources of the first weights of a run.
 
     Attributes:
         functions: of the model, without adapters.
