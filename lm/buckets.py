@@ -1,7 +1,7 @@
 """File systems of buckets and of the Hugging Face Hub that say what they wait for, and end if a server never answers.
 
-fsspec makes them once `lm.files` has met an address of gs://, s3:// or hf://. The parents of the first two repeat for a
-quarter of an hour, or wait for ever where a server accepts a connection and then says nothing.
+fsspec makes them once `lm.files` has met an address of gs://, s3:// or hf://. The parents of the first two wait for
+ever for a silent server, or repeat for a quarter of an hour.
 """
 
 import asyncio

@@ -139,8 +139,7 @@ def open_session(
         copies = compare_copies if experiment.checkpoint.compare_copies else None
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
-        sharding = batch_sharding(mesh, axis=1)
-        reader = choose_reader(experiment.train, plan.store)
+        reader, sharding = choose_reader(experiment.train, plan.store), batch_sharding(mesh, axis=1)
         batches = Batches(reader, plan.split, start.windows, experiment.train.microbatches, sharding)
 
         if rewind_to is not None:
