@@ -183,6 +183,8 @@ def draw_lines(
         second.spines['right'].set_linewidth(0.6)
         if y_scale == 'log':
             _format_log_axis(second.yaxis)
+        else:
+            second.yaxis.set_major_formatter(lambda value, _: shorten(value))
     if direct:
         figure.draw_without_rendering()
         _label_ends(axes, curves)

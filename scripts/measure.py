@@ -473,7 +473,7 @@ def make_queue(rows: Sequence[Row], results: Sequence[dict]) -> str:
         last = next((one for one in reversed(ran) if is_good(one)), ran[-1] if ran else None)
         when = f'{last["date"][:10]}, {last["device"]}: {describe(last)}' if last else 'never'
         alone = 'yes' if row.alone else 'no'
-        lines.append(f'| {row.name} | {row.part} | {row.purpose} | {row.minutes:g} | {alone} | {when} |')
+        lines.append(f'| `{row.name}` | {row.part} | {row.purpose} | {row.minutes:g} | {alone} | {when} |')
     return '\n'.join(lines)
 
 

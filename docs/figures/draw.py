@@ -60,7 +60,7 @@ def draw_lines(panel: dict, ax) -> None:
     for name, values in panel['curves'].items():
         scaled = [panel.get('factor', 1) * value for value in values]
         ax.plot(panel['x'][: len(scaled)], scaled, label=name, linestyle=dashes, **style_of(name))
-    ax.set(xscale='log', yscale='log')
+    ax.set(xscale=panel.get('xscale', 'log'), yscale='log')
     names = [f'{n >> 20}M' if n >= 1 << 20 else f'{n >> 10}k' if n >= 1 << 10 else str(n) for n in panel['x']]
     ax.set_xticks(panel['x'], names)
     ax.set_ylim(bottom=panel.get('bottom'))

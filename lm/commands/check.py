@@ -45,7 +45,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         'name those that are wrong or zero; takes up to a minute, and no device',
     )
     parser.add_argument(
-        '--price_per_chip_hour', type=float, metavar='X', help='multiplies chip-hours of --topology; in any currency'
+        '--price_per_chip_hour',
+        type=float,
+        metavar='X',
+        help='the price of a chip-hour, in any currency: print the price of the run',
     )
     parser.add_argument(
         '--if_possible',

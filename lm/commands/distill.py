@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--rank_by',
         choices=('recall_per_loss', 'recall'),
-        help='of --choose: what decides; default: recall_per_loss, for what plain text loses (HALO)',
+        help='with --choose: the rank of a layer; default: recall_per_loss, loss of recall per loss of text (HALO)',
     )
     parser.add_argument(
         '--run_dir', required=True, metavar='DIR', help='the run of this stage: a new folder, or one to resume'
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '--init_from', metavar='RUN', help='the run of the stage before; default: the weights of the teacher'
     )
     parser.add_argument(
-        '--compile_cache', metavar='DIR', help="where compiled programs stay; 'none': nowhere; default: in the run"
+        '--compile_cache', metavar='DIR', help="the folder of compiled programs; 'none' keeps none; default: in the run"
     )
     parser.add_argument('--rewind_to', type=int, metavar='STEP', help='go on from this checkpoint')
     add_gin_flags(parser)

@@ -105,7 +105,13 @@ def _number(text: str) -> float:
 def add_gin_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every verb with a configuration."""
     group = parser.add_argument_group('configuration')
-    group.add_argument('--gin_file', action='append', default=[], metavar='FILE', help='a gin file; later ones win')
+    group.add_argument(
+        '--gin_file',
+        action='append',
+        default=[],
+        metavar='FILE',
+        help='read a gin file; later files win over earlier ones',
+    )
     add_binding_flags(group)
     add_imports_flag(group)
 
@@ -113,7 +119,7 @@ def add_gin_flags(parser: argparse.ArgumentParser) -> None:
 def add_binding_flags(parser: argparse._ActionsContainer) -> None:
     """Adds the flags that set single bindings."""
     parser.add_argument(
-        '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='one binding; wins over files'
+        '--gin_param', action='append', default=[], metavar="'X.Y = 1'", help='set one field; it wins over files'
     )
     parser.add_argument(
         '--set',
@@ -149,9 +155,9 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         'several processes', 'all three or none; Cloud TPU pods are detected without them'
     )
-    group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
-    group.add_argument('--process_count', type=int, metavar='N')
-    group.add_argument('--process_id', type=int, metavar='I', help='from 0')
+    group.add_argument('--coordinator_address', metavar='HOST:PORT', help='the address at which process 0 listens')
+    group.add_argument('--process_count', type=int, metavar='N', help='the number of processes')
+    group.add_argument('--process_id', type=int, metavar='I', help='the number of this process, from 0')
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,9 @@ from lm.errors import ConfigError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser)
     parser.add_argument(
-        '--prompt', action='append', help='the beginning of the text; default: none; several share a batch'
+        '--prompt', action='append', help='the beginning of a text; several may be given; default: none'
     )
-    parser.add_argument('--prompt_file', metavar='FILE', help='one prompt a line')
+    parser.add_argument('--prompt_file', metavar='FILE', help='a file with one prompt per line')
     parser.add_argument('--text_file', metavar='FILE', help='the beginning of the text, of any length: a whole file')
     parser.add_argument(
         '--max_tokens',
@@ -32,10 +32,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar='N',
         help='tokens to add, behind the end of a document too, where the name of its token is shown; default: 256',
     )
-    parser.add_argument('--temperature', type=float, default=1.0, metavar='T', help='0 takes the most probable token')
-    parser.add_argument('--top_k', type=int, metavar='K', help='only the K most probable tokens')
-    parser.add_argument('--top_p', type=float, metavar='P', help='only the most probable tokens that make up P')
-    parser.add_argument('--seed', type=int, default=0, help='default: 0')
+    parser.add_argument(
+        '--temperature',
+        type=float,
+        default=1.0,
+        metavar='T',
+        help='how random the tokens are; 0 takes the most probable token',
+    )
+    parser.add_argument('--top_k', type=int, metavar='K', help='draw from the K most probable tokens alone')
+    parser.add_argument(
+        '--top_p', type=float, metavar='P', help='draw from the most probable tokens alone that make up P'
+    )
+    parser.add_argument('--seed', type=int, default=0, help='the seed of the draws; default: 0')
     parser.add_argument(
         '--stop',
         action='append',
@@ -105,7 +113,7 @@ def read_prompts(
     if name == 'text_file':
         return [text]
     if not text:
-        raise ConfigError(f'--prompt_file {path}: is empty; write one prompt a line')
+        raise ConfigError(f'--prompt_file {path}: is empty; write one prompt per line')
     return [line.removesuffix('\r') for line in text.removesuffix('\n').split('\n')]
 
 

@@ -8,7 +8,10 @@ from lm.commands.verb import Call, Verb
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        'words', nargs='*', metavar='NAME', help='a section, field, value or folder of gin files, or words to look for'
+        'words',
+        nargs='*',
+        metavar='NAME',
+        help='the name of a section, field, value or folder of gin files, or words to look for',
     )
 
 

@@ -15,9 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='model.safetensors and config.json, an export of lm, or a .gguf file; left out: --tokenizer completes RUN',
     )
-    parser.add_argument(
-        '--run_dir', required=True, metavar='RUN', help='a new folder, for train.init_from, and for lm.load in Python'
-    )
+    parser.add_argument('--run_dir', required=True, metavar='RUN', help='the run that is made: a new folder')
     parser.add_argument(
         '--tokenizer', metavar='FILE', help='the tokenizer of the checkpoint; default: the one that it has'
     )

@@ -25,11 +25,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f'of a run: draw what each head weighs for this text; without one: {SENTENCE!r}',
     )
     parser.add_argument(
-        '--heads', type=read_heads, metavar='LAYER-HEAD,…', help='of --attention: draw only these, counted from 0'
+        '--heads',
+        type=read_heads,
+        metavar='LAYER-HEAD,…',
+        help='with --attention: draw only these heads, counted from 0',
     )
-    parser.add_argument('--tokens', type=int, metavar='N', help='of --attention: draw only the first N tokens')
-    parser.add_argument('--step', type=int, metavar='N', help='of --attention: the checkpoint; default: the newest')
-    parser.add_argument('--out', metavar='PATH', help='of --attention: the picture without .png; default: attention')
+    parser.add_argument('--tokens', type=int, metavar='N', help='with --attention: draw only the first N tokens')
+    parser.add_argument(
+        '--step', type=int, metavar='N', help='with --attention: the checkpoint of this step; default: the newest'
+    )
+    parser.add_argument(
+        '--out', metavar='PATH', help='with --attention: the name of the picture, without .png; default: attention'
+    )
     add_gin_flags(parser)
 
 

@@ -17,22 +17,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='names of special tokens in the text become these tokens',
     )
     parser.add_argument('--processes', type=int, metavar='N', help='worker processes; default: one per CPU core')
-    parser.add_argument('--shard', metavar='I/N', help='do the share I, from 0, of the work of N machines')
+    parser.add_argument('--shard', metavar='I/N', help='do share I, counted from 0, of the work that N machines divide')
     parser.add_argument(
-        '--assemble', action='store_true', help='join what all --shard have made; with --shard, a share of this work'
+        '--assemble',
+        action='store_true',
+        help='join what the machines of --shard have made; with --shard, a share of it',
     )
     parser.add_argument(
         '--prove',
         type=float,
         metavar='SHARE',
-        help='of a finished store: read so much of the source again, such as 0.01, and compare it with the tokens',
+        help='check a finished store: read this share of its source again, such as 0.01, and compare the tokens',
     )
-    parser.add_argument('--engine', choices=('beam',), help='what shares the work out; default: --processes')
+    parser.add_argument('--engine', choices=('beam',), help='what divides the work; default: processes of this machine')
     parser.add_argument(
         '--beam_options',
         default='',
         metavar="'--X=Y …'",
-        help='of --engine beam: options of the runner',
+        help='with --engine beam: options for its runner',
     )
     add_gin_flags(parser)
 

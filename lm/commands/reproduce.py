@@ -18,11 +18,13 @@ ON = ('tpu', 'jobset', 'slurm', 'skypilot')
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('table', nargs='?', metavar='PAPER/TABLE', help='as --list names it')
+    parser.add_argument('table', nargs='?', metavar='PAPER/TABLE', help='the table, as --list names it')
     parser.add_argument('--list', action='store_true', help='print every table and figure with its verdict and stop')
     parser.add_argument('--scale', help="paper, or a smaller scale with the paper's proportions; default: paper")
-    parser.add_argument('--rows', metavar='LIST', help='numbers from 1, ranges, parts of labels: 1-4,learned')
-    parser.add_argument('--columns', metavar='LIST', help='numbers from 1, or values: 1,8k')
+    parser.add_argument(
+        '--rows', metavar='LIST', help='rows by number from 1, range, or part of the label: 1-4,learned'
+    )
+    parser.add_argument('--columns', metavar='LIST', help='columns by number from 1, or by value: 1,8k')
     parser.add_argument('--seeds', type=int, metavar='N', help='runs per cell, from seed 0; default: 1')
     parser.add_argument(
         '--text', metavar='DIR', help='text files of smaller scales, in train/ and validation/; default: Python sources'
@@ -33,9 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--price', action='store_true', help='print memory, hours, chip-hours, stores and preparation, and stop'
     )
-    parser.add_argument('--price_per_chip_hour', type=float, metavar='X', help='of --price; in any currency')
+    parser.add_argument(
+        '--price_per_chip_hour', type=float, metavar='X', help='with --price: the price of a chip-hour, in any currency'
+    )
     parser.add_argument('--on', choices=ON, help='hand the runs to this launcher in place of this machine')
-    parser.add_argument('--manifests', metavar='DIR', help='of --on jobset, slurm, skypilot: the folder for manifests')
+    parser.add_argument(
+        '--manifests', metavar='DIR', help='with --on jobset, slurm or skypilot: the folder for manifests'
+    )
     add_option_flags(parser, SweepOptions)
     machines = parser.add_argument_group(
         'the machines of each run (--price, --on)', 'a format refuses what it does not use'

@@ -15,7 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='the run: a new folder, or one to resume; its name names the run',
     )
     parser.add_argument(
-        '--compile_cache', metavar='DIR', help="where compiled programs stay; 'none': nowhere; default: in the run"
+        '--compile_cache', metavar='DIR', help="the folder of compiled programs; 'none' keeps none; default: in the run"
     )
     parser.add_argument(
         '--rewind_to',

@@ -81,6 +81,7 @@ class Pictures:
     Attributes:
         drawn: the runs that have come far enough.
         made: every picture for which there are data.
+        courses: perplexity and speed of several runs during training, which the page alone shows.
     """
 
     def __init__(self, runs: Sequence[Run], measures: Measures, ladder: Ladder | None = None):
@@ -91,6 +92,7 @@ class Pictures:
         splits = sorted({split for run in self.drawn if (split := measures.find_newest(run).get('split'))})
         self.split = ' and '.join(splits)
         self.made: list[Picture] = []
+        self.courses: list[Picture] = []
         self._make()
         if ladder:
             self._make_ladder(ladder)
@@ -108,8 +110,7 @@ class Pictures:
                 f'{self.split} accuracy (%)',
                 y_limits=(-3, 103),
             )
-        if len(self.drawn) == 1:
-            self._make_course(self.series[0], self.contexts[0])
+            self._make_courses(context, suffix, where)
         self._make_against_context('perplexity', self.measures.perplexity, f'{self.split} perplexity per token')
         self._make_against_context('accuracy', self.measures.accuracy, f'{self.split} accuracy (%)')
         note = f', measured on {self._name_devices()}; bands of single runs: quartiles of the logged intervals'
@@ -165,21 +166,25 @@ class Pictures:
             ticks=_thin([2**i for i in range(context.bit_length()) if 2**i >= first]),
         )
 
-    def _make_course(self, series: Series, context: int) -> None:
-        """Makes the curves of a single run in place of pictures with a single dot."""
-        for name, label, curve in (
-            (
-                'perplexity_steps',
-                f'{self.split} perplexity per token',
-                make_evaluation_curve(series, context, 'perplexity'),
-            ),
-            ('speed_steps', 'training time per token (µs)', make_speed_curve(series, context)),
-        ):
-            if curve and len(curve.x) > 1 and not (name == 'perplexity_steps' and self._has_accuracy()):
-                where = f', measured on {self._name_devices()}' if name == 'speed_steps' else ''
-                options = {'right': SPEED['right']} if name == 'speed_steps' else {'markers': True}
-                caption = f'{label[0].upper()}{label[1:]} during training{where}.'
-                self._add_lines(name, [curve], caption, 'training steps', label, **options)
+    def _make_courses(self, context: int, suffix: str, where: str) -> None:
+        """Makes perplexity and speed against steps. Of a single run they are drawn too, in place of single dots."""
+        made = {
+            'perplexity_steps': [make_evaluation_curve(s, context, 'perplexity') for s in self.series],
+            'speed_steps': [make_speed_curve(s, context) for s in self.series],
+        }
+        if self._has_accuracy():
+            made.pop('perplexity_steps')
+        for name, found in made.items():
+            curves = [curve for curve in found if curve and len(curve.x) > 1]
+            if not curves:
+                continue
+            is_speed = name == 'speed_steps'
+            label = 'training time per token (µs)' if is_speed else f'{self.split} perplexity per token'
+            measured = f', measured on {self._name_devices()}' if is_speed else ''
+            caption = f'{label[0].upper()}{label[1:]} during training{where}{measured}.'
+            options = {'right': SPEED['right']} if is_speed else {'markers': True}
+            picture = Picture(f'{name}{suffix}', caption, curves, 'training steps', label, options)
+            (self.made if len(self.drawn) == 1 else self.courses).append(picture)
 
     def _has_accuracy(self) -> bool:
         return any(self.measures.accuracy(run) is not None for run in self.drawn)

@@ -41,6 +41,11 @@ PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
 """How figures of the named sets of an evaluation begin."""
 
 
+def format_entry(value: float | str) -> str:
+    """Formats an entry of a file of figures for the page: five digits of a float, and all else as it is."""
+    return f'{value:.5g}' if isinstance(value, float) else str(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column of the table of runs.
@@ -130,7 +135,7 @@ class Report:
         text += ['## Runs', '', *lines, '']
         write_atomically(self.out / TEXT, '\n'.join(text))
         notes = [note] if note else []
-        page = format_page(self.make_tables(), made.made, notes, self.written, refresh)
+        page = format_page(self.make_tables(), [*made.made, *made.courses], notes, self.written, refresh)
         write_atomically(self.out / PAGE, page)
         self.written.insert(0, PAGE)
 
@@ -144,7 +149,7 @@ class Report:
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
-            cells = [list(map(make_cell, row.values())) for row in compared]
+            cells = [[make_cell(value, format_entry) for value in row.values()] for row in compared]
             tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
         cells = [
             [TableCell(run.name, run.name, link_run(run, self.out)), make_cell(self.describe_provenance(run))]

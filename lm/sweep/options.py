@@ -29,8 +29,8 @@ class SearchOptions:
 
     sampler: str = 'tpe'
     """tpe (tree-structured Parzen estimator, Bergstra et al. 2011) or random."""
-    trials: int = option('how many; default: 20', 'N', 20)
-    seed: int = option('of the draws; default: 0', 'N', 0, least=0)
+    trials: int = option('how many trials are drawn; default: 20', 'N', 20)
+    seed: int = option('the seed of the draws; default: 0', 'N', 0, least=0)
     parallel: int = option('trials at a time on all machines together; default: --jobs', 'N', 1)
     prune: bool = option('end trials early that Hyperband does not promote', default=False)
 
@@ -44,15 +44,15 @@ class ClusterOptions:
     gpus: str | None = option('GPUs, on all machines together', '[KIND:]N')
     nodes: int | None = option('machines without TPUs; default: 1', 'N')
     queue: str | None = option('the local queue of Kueue, or the partition of Slurm', 'NAME')
-    namespace: str | None = option('of Kubernetes', 'NAME')
-    service_account: str | None = option('of Kubernetes: its identity opens the bucket', 'NAME')
-    secret: str | None = option('of Kubernetes: the Secret whose variables the pods get, such as WANDB_API_KEY', 'NAME')
-    claim: str | None = option('of Kubernetes: the volume that pods mount at ROOT', 'NAME')
+    namespace: str | None = option('the namespace of Kubernetes', 'NAME')
+    service_account: str | None = option('the service account of Kubernetes, whose identity opens the bucket', 'NAME')
+    secret: str | None = option('the Secret of Kubernetes whose variables the pods get, such as WANDB_API_KEY', 'NAME')
+    claim: str | None = option('the volume of Kubernetes that pods mount at ROOT', 'NAME')
     spot: bool = option('machines that may be taken away at any time', default=False)
     failures: int | None = option('tries again after exit codes without a rule; default: 3', 'N', least=0)
     setup: Sequence[str] = option('a line of shell before the command', 'LINE', (), action='append')
     scheduler_options: Sequence[str] = option(
-        'a further option of Slurm: --scheduler_option=--account=mine',
+        'one more option for Slurm: --scheduler_option=--account=mine',
         *('OPTION', ()),
         action='append',
         flag='scheduler_option',

@@ -94,6 +94,19 @@ def test_a_click_sorts_a_table(page):
     assert twice == once[::-1]
 
 
+def test_tables_fit_a_laptop_and_curves_have_perplexity_and_speed(page):
+    cut_off, charts = browse(
+        page,
+        """
+  const isCutOff = box => box.scrollWidth > box.clientWidth;
+  return [[...document.querySelectorAll('.scroll')].map(isCutOff), Object.keys(plots)];
+""",
+    )
+    assert cut_off
+    assert not any(cut_off)
+    assert {'loss', 'perplexity_steps', 'speed_steps'} <= set(charts)
+
+
 def test_numbers_are_sorted_by_size_and_dashes_stay_last(page):
     script = """
   return [[3, null, 20, 100], ['10', '9', null]].map(

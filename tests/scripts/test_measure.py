@@ -117,7 +117,7 @@ def test_results_are_merged_once(tmp_path):
     for _ in range(2):
         assert measure.merge(tmp_path / 'new.jsonl', kept, page, tmp_path / 'shown.json', measure.read_rows(rows)) == 0
         assert measure.read_results(kept) == [result]
-        assert '| a | tests | A test | 0.01 | no | 2026-11-27, H100: good, 2.0 s |' in page.read_text()
+        assert '| `a` | tests | A test | 0.01 | no | 2026-11-27, H100: good, 2.0 s |' in page.read_text()
         assert '| 2026-11-27 | H100 | 580 | c | jax 0.11.2 | 1 | 0 | 0 |' in page.read_text()
         assert 'old' not in page.read_text()
     assert json.loads((tmp_path / 'shown.json').read_text()) == {'an operation: pallas_gpu': 'a, 2026-11-27, H100'}

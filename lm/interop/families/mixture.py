@@ -48,7 +48,7 @@ class ExpertDecoder(Decoder):
         return {**super().options(config), 'feed_forward': kinds}
 
     def feed_forward(self, config: Hyperparameters, layer: int) -> FeedForward:
-        """Returns the feed-forward layer of a layer."""
+        """Returns the configuration of the feed-forward part of layer number `layer`: dense, or with experts."""
         # transformers 5 has two names for the number of experts.
         named = {} if 'num_local_experts' not in config else {'num_experts': config['num_local_experts']}
         found = {**self.expert, **named} | config
