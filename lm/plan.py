@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 from lm.config.text import dump
 from lm.data.batches import BatchWindows
 from lm.data.dataset import Store
+from lm.data.store import TokenStore
+from lm.data.teacher_logits import TeacherLogits
 from lm.errors import FINAL, AbsentError, ConfigError, LmError, UnnamedError
 from lm.evaluation.plan import (
     EvaluationPlan,
@@ -45,10 +47,12 @@ from lm.training.inputs import (
     check_vocabulary,
     choose_reader,
     choose_unpacking,
+    make_cache_key,
     make_windows,
     reads_marks,
 )
 from lm.training.objectives import Distillation, Objective
+from lm.training.objectives.distill import Distill
 from lm.training.program import StepProgram
 from lm.training.replay import describe_replay
 from lm.training.room import check_arrays, check_state, check_tokens
@@ -161,12 +165,14 @@ class RunPlan(StepPlan):
         windows: the windows that each step sees.
         evaluation: what its evaluations score.
         first: what the weights of a new run are taken from; under adapters, of every session.
+        taught: the cached predictions of the teacher; None: there are none.
     """
 
     store: Store
     windows: BatchWindows
     evaluation: EvaluationPlan
     first: FirstWeights
+    taught: TeacherLogits | None
 
     @property
     def split(self) -> str:
@@ -281,6 +287,7 @@ def make_plan(
     program = StepProgram(step, train.batch_shape, dtype)
     check_room(experiment, program, mesh, settings, target.memory)
     sets = cache.get(('sets', source, settings.config.sets), lambda: open_sets(settings, store, timeout))
+    first = plan_first(train, find_base(functions), teaching, store.fingerprints, store.path, cache)
     return RunPlan(
         experiment=experiment,
         target=target,
@@ -289,7 +296,8 @@ def make_plan(
         store=store,
         windows=windows,
         evaluation=plan_evaluation(settings, store, sets),
-        first=plan_first(train, find_base(functions), teaching, store.fingerprints, store.path, cache),
+        first=first,
+        taught=open_taught(experiment, store, first),
     )
 
 
@@ -393,6 +401,20 @@ def plan_first(
     if isinstance(given, AdaptedWeights) and source is None:
         source = find_base(given.functions)
     return FirstWeights(functions, train.seed, initial, given, source, teaching, teacher)
+
+
+def open_taught(experiment: Experiment, store: Store, first: FirstWeights) -> TeacherLogits | None:
+    """Opens the cached predictions of the teacher; None: the objective asks for none.
+
+    Raises the errors of `make_cache_key` and of `TeacherLogits`.
+    """
+    objective = experiment.train.objective
+    if not isinstance(objective, Distill) or objective.top_k is None or first.teacher is None:
+        return None
+    fingerprint = first.teacher.fingerprint()
+    key = make_cache_key(experiment.train, experiment.data, store, fingerprint, objective.top_k)
+    assert isinstance(store, TokenStore), '`make_cache_key` has refused others'
+    return TeacherLogits(store, key)
 
 
 def plan_weights(

@@ -26,6 +26,7 @@ from lm.pod.votes import find_hosts, name_device
 from lm.training.copies import compare_copies
 from lm.training.program import lower_step
 from lm.training.replay import Replay
+from lm.training.step import Batch
 
 STEP_SHARE = 0.5
 """The share of the time that the run's own step gets."""
@@ -121,9 +122,9 @@ def make_step_check(experiment: Experiment) -> Callable[[int], str]:
         state = program.init_state(program.place_state(mesh), experiment.train.seed)
         advance = lower_step(program, mesh).compile()
 
-        def draw(seed: jax.Array) -> jax.Array:
+        def draw(seed: jax.Array) -> Batch:
             tokens = jax.random.randint(jax.random.key(seed), program.batch_shape, 0, experiment.model.vocab_size)
-            return tokens.astype(program.batch_dtype)
+            return program.complete(tokens.astype(program.batch_dtype))
 
         draw_batch = jax.jit(draw, out_shardings=batch_sharding(mesh, axis=1))
 

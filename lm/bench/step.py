@@ -25,7 +25,7 @@ from lm.pod.job import JobAddress, initialize_distributed
 from lm.pod.mesh import MeshConfig, batch_sharding
 from lm.text import format_count, format_digits
 from lm.training.program import lower_step
-from lm.training.step import State
+from lm.training.step import Batch, State
 
 CPU_CONTEXTS = (512, 1024, 2048)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -105,9 +105,9 @@ class TimedStep:
         self.mesh = plan.mesh.arrange(jax.devices())
         lowered = lower_step(program, self.mesh)
 
-        def draw() -> jax.Array:
+        def draw() -> Batch:
             tokens = jax.random.randint(jax.random.key(1), program.batch_shape, 0, vocab_size)
-            return tokens.astype(program.batch_dtype)
+            return program.complete(tokens.astype(program.batch_dtype))
 
         with jax.set_mesh(self.mesh):
             self.compiled, self.memory = timing.compile_if_fits(lowered)

@@ -32,8 +32,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='with --choose: the rank of a layer; default: recall_per_loss, loss of recall per loss of text (HALO)',
     )
     parser.add_argument(
-        '--run_dir', required=True, metavar='DIR', help='the run of this stage: a new folder, or one to resume'
+        '--cache',
+        type=int,
+        metavar='K',
+        help='before distill: keep the K most probable tokens of the teacher for each window in the token store, for '
+        'distill.top_k = K; then the teacher is not in memory; the same command goes on after a stop',
     )
+    parser.add_argument('--run_dir', metavar='DIR', help='the run of this stage: a new folder, or one to resume')
     parser.add_argument(
         '--init_from', metavar='RUN', help='the run of the stage before; default: the weights of the teacher'
     )
@@ -48,8 +53,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.errors import ConfigError
 
-    if (arguments.stage is None) == (arguments.choose is None):
-        raise ConfigError('--stage and --choose: give one of them')
+    if [arguments.stage, arguments.choose, arguments.cache].count(None) != 2:
+        raise ConfigError('--stage, --choose and --cache: give one of them')
+    if arguments.cache is not None:
+        return make_cache_call(arguments)
+    if arguments.run_dir is None:
+        raise ConfigError('--run_dir DIR: name the run of this stage')
     if arguments.choose is not None:
         if arguments.choose < 1:
             raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
@@ -91,6 +100,18 @@ def make_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(
         train_in_job, experiment, run_dir, job_address(arguments), **pick(arguments, 'rewind_to', 'compile_cache')
     )
+
+
+def make_cache_call(arguments: argparse.Namespace) -> Call:
+    from lm.inference.teacher_cache import cache_predictions, load_cached
+
+    unread = 'run_dir', 'init_from', 'rewind_to', 'compile_cache', 'rank_by'
+    refuse(
+        arguments, (*unread, 'coordinator_address', 'process_count', 'process_id'), 'is not of --cache; leave it out'
+    )
+    given = arguments.gin_file, arguments.gin_param
+    experiment = load_cached(arguments.teacher.rstrip('/'), *given, allow_imports=arguments.allow_gin_imports)
+    return functools.partial(cache_predictions, experiment, arguments.teacher.rstrip('/'), arguments.cache)
 
 
 VERB = Verb(

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from lm.data.permutation import Permutation
+from lm.data.teacher_logits import TeacherLogits
 from lm.errors import ConfigError
 
 
@@ -175,11 +176,12 @@ class WindowReader(Protocol):
 
 
 class Batches:
-    """Global batches on the devices: [microbatches, batch_size / microbatches, context_length + 1] token ids."""
+    """Global batches on the devices: [microbatches, batch_size / microbatches, context_length + 1] token ids, or these
+    among other arrays by name."""
 
     def __init__(
         self,
-        store: WindowReader,
+        store: WindowReader | TeacherLogits,
         split: str,
         windows: BatchWindows,
         microbatches: int,
@@ -190,21 +192,25 @@ class Batches:
         rows = windows.batch_size // microbatches
         self.shape = (microbatches, rows, windows.context_length + 1)
 
-    def __call__(self, step: int) -> jax.Array:
+    def __call__(self, step: int) -> Any:
         """Returns the batch of step `step`; each process reads the rows of its own devices."""
         starts = self.windows.starts(step).reshape(self.shape[:2])
         places = self.sharding.addressable_devices_indices_map(self.shape)
         local = [starts[(index or ())[:2]] for index in places.values()]
         flat = np.concatenate([part.ravel() for part in local])
-        rows = self.store.read_many(self.split, flat, self.shape[2])
-        parts = np.split(rows, np.cumsum([part.size for part in local])[:-1])
-        shards = [
-            jax.device_put(part.reshape(*own.shape, self.shape[2]), device)
-            for part, own, device in zip(parts, local, places, strict=True)
-        ]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
-    def prefetch(self, start: int, stop: int, depth: int = 3) -> Generator[jax.Array, None, None]:
+        def place(rows: np.ndarray) -> jax.Array:
+            parts = np.split(rows, np.cumsum([part.size for part in local])[:-1])
+            shards = [
+                jax.device_put(part.reshape(*own.shape, *rows.shape[1:]), device)
+                for part, own, device in zip(parts, local, places, strict=True)
+            ]
+            shape = *self.shape[:2], *rows.shape[1:]
+            return jax.make_array_from_single_device_arrays(shape, self.sharding, shards)
+
+        return jax.tree.map(place, self.store.read_many(self.split, flat, self.shape[2]))
+
+    def prefetch(self, start: int, stop: int, depth: int = 3) -> Generator[Any, None, None]:
         """Yields the batches of steps start, …, stop - 1. Threads read and transfer them `depth` steps ahead."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix='batches') as pool:
             ahead: collections.deque = collections.deque()

@@ -330,6 +330,18 @@ def find_missing_files(path: str, split: str, name: str, count: int) -> list[int
     return sorted(int(key.rpartition('/')[2]) for key in expected - found)
 
 
+def open_array(path: str, split: str, name: str, dtype: str, count: int) -> ts.TensorStore:
+    """Opens an array of `write_array_file` for reading. Raises MismatchError if it is missing or another one."""
+    where = f'{path}: split {split!r}, array {name!r}'
+    try:
+        array = ts.open({**_spec(path, split, name), 'fill_missing_data_reads': False}, open=True).result()
+    except ValueError as error:
+        raise MismatchError(f'{where}: {str(error).split(" [")[0]}; delete its folder, and make it again') from None
+    if (array.dtype.name, array.shape) != (dtype, (count,)):
+        raise MismatchError(f'{where}: is {array.dtype.name}{list(array.shape)}; delete its folder, and make it again')
+    return array
+
+
 def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict[str, Any]:
     crc = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
     return {

@@ -9,6 +9,10 @@ import jax.numpy as jnp
 from lm.model.layers import RotatedLayer, scan_pairs
 from lm.model.transformer import PLACES, Transformer
 
+LEAST, NOISE = 1e-30, 1e-6
+"""Probabilities below the first count as this much in logarithms. What is left of 1 counts above the second, which is
+rounding."""
+
 
 def compare_predictions(
     student: Transformer,
@@ -49,6 +53,67 @@ def compare_predictions(
         places = (x_BxLxD.swapaxes(0, 1), y_BxLxD.swapaxes(0, 1), targets_BxL.T)
         found = jax.lax.map(compare, places, batch_size=PLACES)
         return tuple(array_LxB.T for array_LxB in found)
+
+
+def compare_with_cached(
+    student: Transformer,
+    tokens_BxL: jax.Array,
+    targets_BxL: jax.Array,
+    ids_BxLxK: jax.Array,
+    logs_BxLxK: jax.Array,
+    positions: jax.Array,
+    starts_BxL: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Compares the student with the K most probable next tokens of the teacher, at a temperature of 1.
+
+    All other tokens are one outcome, whose probability is what is left: with the sets K and rest,
+
+        Σ_{v in K} p_v (log p_v − log q_v) + p_rest (log p_rest − log q_rest),   p_rest = 1 − Σ_{v in K} p_v
+
+    It is never larger than the divergence over all tokens, and equal to it where K has them all.
+
+    Args:
+        ids_BxLxK: the tokens.
+        logs_BxLxK: their log-probabilities.
+
+    Returns:
+        (this divergence, negative log-likelihood of the target by the student), each [B, L] float32, in nats.
+    """
+    x_BxLxD = student.hidden(tokens_BxL, positions, starts_BxL)
+
+    @jax.checkpoint
+    def compare(place: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        x_BxD, targets_B, ids_BxK, logs_BxK = place
+        ours_BxV = jax.nn.log_softmax(student.logits(x_BxD[:, None])[:, 0])
+        chosen_BxK = jnp.take_along_axis(ours_BxV, ids_BxK, axis=-1)
+        rows_Bx1 = jnp.arange(ids_BxK.shape[0])[:, None]
+        is_rest_BxV = jnp.ones(ours_BxV.shape, bool).at[rows_Bx1, ids_BxK].set(False)
+        ours_rest_B = jnp.exp(ours_BxV).sum(axis=-1, where=is_rest_BxV)
+        p_BxK = jnp.exp(logs_BxK)
+        left_B = 1 - p_BxK.sum(axis=-1)
+        rest_B = jnp.where(left_B > NOISE, left_B, 0.0)
+        logs_rest_B = jnp.log(jnp.maximum(rest_B, LEAST)) - jnp.log(jnp.maximum(ours_rest_B, LEAST))
+        divergence_B = (p_BxK * (logs_BxK - chosen_BxK)).sum(axis=-1) + rest_B * logs_rest_B
+        return divergence_B, -jnp.take_along_axis(ours_BxV, targets_B[:, None], axis=-1)[:, 0]
+
+    with jax.named_scope('cross_entropy'):
+        arrays = x_BxLxD, targets_BxL, ids_BxLxK, logs_BxLxK
+        found = jax.lax.map(compare, tuple(array.swapaxes(0, 1) for array in arrays), batch_size=PLACES)
+        return tuple(array_LxB.T for array_LxB in found)
+
+
+def find_most_probable(
+    teacher: Transformer, tokens_BxL: jax.Array, positions: jax.Array, starts_BxL: jax.Array | None, *, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the k most probable next tokens [B, L, k] and their log-probabilities, float32."""
+    x_BxLxD = teacher.hidden(tokens_BxL, positions, starts_BxL)
+
+    def find(x_BxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logs_BxK, ids_BxK = jax.lax.top_k(jax.nn.log_softmax(teacher.logits(x_BxD[:, None])[:, 0]), k)
+        return ids_BxK, logs_BxK
+
+    found = jax.lax.map(find, x_BxLxD.swapaxes(0, 1), batch_size=PLACES)
+    return tuple(array_LxBxK.swapaxes(0, 1) for array_LxBxK in found)
 
 
 def compare_layers(

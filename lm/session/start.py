@@ -104,9 +104,14 @@ def find_origin(run: RunDir, request: Request, plan: RunPlan) -> tuple[Branch | 
     return branch, rewind_to
 
 
-def read_fixed(plan: RunPlan, mesh: Mesh) -> dict[str, Weights]:
-    """Reads the weights that the step never changes, in float32: of the teacher, and those under adapters."""
-    teacher = plan.first.read_teacher(mesh)
+def read_fixed(plan: RunPlan, mesh: Mesh, is_new: bool) -> dict[str, Weights]:
+    """Reads the weights that the step never changes, in float32: of the teacher, and those under adapters.
+
+    A new run that takes layers of the teacher needs it too, even if the step does not.
+    """
+    step = plan.program.step
+    takes_layers = plan.first.needs_teacher and (is_new or step.adapted)
+    teacher = plan.first.read_teacher(mesh) if takes_layers or 'teacher' in step.find_fixed() else None
     found = {} if teacher is None else {'teacher': teacher}
     if plan.program.step.adapted:
         found['base'], line = plan.first.make_base(mesh, teacher)

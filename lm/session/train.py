@@ -125,10 +125,10 @@ def open_session(
         if source.latest_step() is None:
             plan.check_initial()
 
-        abstract = plan.program.place_state(mesh)
+        step, abstract = plan.program.step, plan.program.place_state(mesh)
         compilation = compile_in_background(plan.program, mesh)
         with goodput.charge('restore'):
-            fixed = read_fixed(plan, mesh)
+            fixed = read_fixed(plan, mesh, source.latest_step() is None)
         start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, fixed)
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
@@ -139,7 +139,7 @@ def open_session(
         copies = compare_copies if experiment.checkpoint.compare_copies else None
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None
         redraw = jax.jit(plan.functions.redraw, static_argnums=(1, 2), out_shardings=get_shardings(abstract['buffers']))
-        reader, sharding = choose_reader(experiment.train, plan.store), batch_sharding(mesh, axis=1)
+        reader, sharding = plan.taught or choose_reader(experiment.train, plan.store), batch_sharding(mesh, axis=1)
         batches = Batches(reader, plan.split, start.windows, experiment.train.microbatches, sharding)
 
         if rewind_to is not None:
@@ -156,9 +156,7 @@ def open_session(
         stack.callback(watchdog.begin, 'end')
         yield Trainer(
             config=experiment.train,
-            computation=Computation(
-                plan.program.step, batches, advance, redraw, evaluator, replay, copies, complete(given)
-            ),
+            computation=Computation(step, batches, advance, redraw, evaluator, replay, copies, complete(given)),
             checkpointer=checkpointer,
             records=records,
             services=Services(lock, preemption, profiler, watchdog, goodput, programs),

@@ -60,6 +60,11 @@ class FirstWeights:
         sums = [one.fingerprint() for one in (self.given, self.teacher) if one]
         return sums[0] if len(sums) == 1 else hashlib.sha256('\n'.join(sums).encode()).hexdigest()
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Some layers come from the teacher."""
+        return self.teacher is not None and (self.initial is None or self.source is not None)
+
     def read_teacher(self, mesh: Mesh) -> Weights | None:
         """Reads the weights of the teacher, in float32; None without a teacher."""
         if self.teaching is None or self.teacher is None:
@@ -164,6 +169,7 @@ class AdaptedWeights:
         """
         mesh = jax.tree.leaves(abstract)[0].sharding.mesh
         adapters = self.saved.read(place(self.functions.abstract, mesh, self.functions.declared))
-        base, _ = self.first.make_base(mesh, self.first.read_teacher(mesh))
+        teacher = self.first.read_teacher(mesh) if self.first.needs_teacher else None
+        base, _ = self.first.make_base(mesh, teacher)
         merge = jax.jit(self.functions.merge_params, out_shardings=get_shardings(abstract['params']))
         return {'params': merge(adapters['params'], base['params']), 'buffers': adapters['buffers']}

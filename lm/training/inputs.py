@@ -6,6 +6,7 @@ from lm.data.batches import BatchWindows, WindowReader, Windows
 from lm.data.dataset import DataConfig, Store
 from lm.data.mixture import MixedWindows, Mixture
 from lm.data.store import TokenStore
+from lm.data.teacher_logits import CacheKey
 from lm.errors import ConfigError, MismatchError
 from lm.model import ModelConfig
 from lm.pod.mesh import MeshShape
@@ -33,6 +34,18 @@ def check_training(
         reasons = (kind.why_untrained() for kind in model.feed_forwards)
         if reason := next(filter(None, reasons), None):
             raise ConfigError(reason)
+
+
+def make_cache_key(config: TrainConfig, data: DataConfig, store: Store, teacher: str, k: int) -> CacheKey:
+    """Returns what the cached predictions of a teacher with this fingerprint are of.
+
+    Raises ConfigError if the data are no token store, which alone keeps predictions.
+    """
+    if not isinstance(store, TokenStore):
+        name = 'data.task' if data.task else 'data.mixture'
+        raise ConfigError(f'{name}: predictions of a teacher lie in one token store; set data.path alone')
+    inputs = f'{data.text_begin(store)}, {data.documents(store)}'
+    return CacheKey(teacher, store.fingerprint, data.train_split, config.context_length, k, inputs)
 
 
 def check_vocabulary(store: Store, data: DataConfig, model: ModelConfig) -> None:

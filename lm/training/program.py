@@ -15,7 +15,7 @@ from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
 from lm.pod.mesh import batch_sharding, place, replicated
-from lm.training.step import Fixed, State, TrainStep
+from lm.training.step import Batch, Fixed, State, TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,22 @@ class StepProgram:
     def place_state(self, mesh: Mesh) -> State:
         """Returns the training state as jax.ShapeDtypeStructs with the sharding of each array."""
         return place(self.step.abstract, mesh, self.step.functions.declared)
+
+    def place_batch(self, mesh: Mesh) -> Batch:
+        """Returns the batch of a step as `place_state` returns the state."""
+        sharding = batch_sharding(mesh, axis=1)
+        tokens = jax.ShapeDtypeStruct(self.batch_shape, self.batch_dtype, sharding=sharding)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(self.complete, tokens),
+        )
+
+    def complete(self, tokens_AxBxL: jax.Array) -> Batch:
+        """Returns a batch of these tokens for which every prediction of the teacher is as probable as the others, where
+        only the work of a step counts."""
+        if self.step.teaching is None or not self.step.teaching.objective.is_cached:
+            return tokens_AxBxL
+        return {'tokens': tokens_AxBxL, **self.step.teaching.objective.make_taught(tokens_AxBxL[..., 1:])}
 
     def place_fixed(self, mesh: Mesh) -> Fixed | None:
         """Returns the fixed arrays of the step as `place_state` returns the state; None if there are none."""
@@ -69,8 +85,7 @@ def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
     The step donates its state: the old state is gone after the call. The fixed arrays stay.
     """
     abstract, fixed = program.place_state(mesh), program.place_fixed(mesh)
-    sharding = batch_sharding(mesh, axis=1)
-    batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
+    batch = program.place_batch(mesh)
     results = get_shardings(abstract), replicated(mesh)
     with jax.set_mesh(mesh):
         jitted = jax.jit(program.step.train, donate_argnums=0, out_shardings=results)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lm.pod.mesh import batch_sharding, group_devices, replicated
+from lm.pod.mesh import group_devices, replicated
 from lm.pod.votes import Difference, compare_rows
 from lm.training.program import StepProgram
 from lm.training.step import Fixed, State
@@ -38,8 +38,7 @@ class Replay:
     def lower(self) -> jax.stages.Lowered:
         """Traces the program for the devices of the mesh, which need not exist here."""
         program = self.program
-        sharding = batch_sharding(self.mesh, axis=1)
-        batch = jax.ShapeDtypeStruct(program.batch_shape, program.batch_dtype, sharding=sharding)
+        batch = program.place_batch(self.mesh)
         turn = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self.mesh))
         with jax.set_mesh(self.mesh):
             return self._jitted.lower(program.place_state(self.mesh), batch, turn, program.place_fixed(self.mesh))

@@ -40,6 +40,8 @@ from lm.training.optimizer import OptimizerConfig
 
 State = dict[str, Any]
 Fixed = dict[str, Any]
+Batch = jax.Array | dict[str, jax.Array]
+"""The tokens of a step, [microbatches, windows, context_length + 1], or these with what a teacher says of them."""
 GRADIENT, UPDATE = 'gradient of ', 'update of '
 """How the names begin of what is not finite in a bad step; an array's path follows."""
 
@@ -116,9 +118,14 @@ class TrainStep:
         """The arrays that a step reads and never changes, as jax.ShapeDtypeStructs."""
         return self.cast_fixed(jax.eval_shape, {name: one.abstract for name, one in self.find_fixed().items()})
 
+    @property
+    def _has_teacher(self) -> bool:
+        """The step computes the teacher."""
+        return self.teaching is not None and not self.teaching.objective.is_cached
+
     def find_fixed(self) -> dict[str, ModelFunctions]:
         """Returns the functions of the models that the fixed arrays belong to, by the names of the arrays."""
-        teacher = {'teacher': self.teaching.functions} if self.teaching else {}
+        teacher = {'teacher': self.teaching.functions} if self._has_teacher and self.teaching else {}
         return teacher | ({'base': find_base(self.functions)} if self.adapted else {})
 
     def cast_fixed(self, call: Callable[..., Any], weights: Mapping[str, Weights]) -> Fixed:
@@ -128,7 +135,8 @@ class TrainStep:
             call: calls a function with arguments, as jax.eval_shape does.
             weights: of the models of `find_fixed`.
         """
-        found = {'teacher': call(self.teaching.cast, weights['teacher'])} if self.teaching else {}
+        is_read = self._has_teacher and self.teaching
+        found = {'teacher': call(self.teaching.cast, weights['teacher'])} if is_read and self.teaching else {}
         return found | ({'base': call(self.adapted.cast, weights['base']['params'])} if self.adapted else {})
 
     def _extend(self, weights: Weights) -> State:
@@ -143,11 +151,10 @@ class TrainStep:
             'in_a_row': zero,
         }
 
-    def train(
-        self, state: State, batch_AxBxL: jax.Array, fixed: Fixed | None = None
-    ) -> tuple[State, dict[str, jax.Array]]:
+    def train(self, state: State, batch_AxBxL: Batch, fixed: Fixed | None = None) -> tuple[State, dict[str, jax.Array]]:
         """Takes one optimizer step on a batch of A microbatches of windows of L = context_length + 1 tokens.
 
+        `batch_AxBxL` may be a dict of `tokens` and what the token store has of the teacher, each [A, B, …].
         `fixed` has the arrays that the step never changes, if there are any (`TrainStep.fixed`).
 
         An update is made only if loss, gradient (its norm too) and learning rate are finite. Otherwise the state keeps
@@ -164,7 +171,7 @@ class TrainStep:
                 experts add the measures of their routers (`lm.model.routers`).
         """
         windows = self._number_windows(state['step'], batch_AxBxL)
-        loss, gradients, others = self._gradients(state['params'], state['buffers'], *windows, fixed=fixed)
+        loss, gradients, others = self._gradients(state['params'], state['buffers'], windows, fixed)
         squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
         norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
@@ -224,7 +231,7 @@ class TrainStep:
         checked = list(_checked(None, self.functions.abstract['params'], None, None))
         return [*checked, *(UPDATE + name.removeprefix(GRADIENT) for name in checked[1:-2])][first_bad]
 
-    def replay(self, state: State, batch_AxBxL: jax.Array, turn: jax.Array, fixed: Fixed | None = None) -> jax.Array:
+    def replay(self, state: State, batch_AxBxL: Batch, turn: jax.Array, fixed: Fixed | None = None) -> jax.Array:
         """Has every group of devices compute the gradients of the same windows, one group's part of a microbatch.
 
         A group is the devices with one position on the axis `data`: together they have one copy of the parameters.
@@ -242,14 +249,18 @@ class TrainStep:
         groups = mesh.shape[axis]
         grad = jax.grad(self._make_objective(groups), has_aux=True)
 
-        def compute(given: _Given, turn: jax.Array, *windows: jax.Array) -> jax.Array:
+        def compute(given: _Given, turn: jax.Array, windows: _Windows) -> jax.Array:
             part = jax.lax.axis_index(axis) == turn % groups
-            rows = [x[turn // groups % x.shape[0]].astype(jnp.uint32) for x in windows]
-            if groups > 1:
-                rows = [jax.lax.psum(jnp.where(part, x, np.uint32(0)), axis) for x in rows]
-            counted = self.unpack(rows[0].astype(jnp.int32), *rows[1:])[2]
+
+            def take(x: jax.Array) -> jax.Array:
+                row = x[turn // groups % x.shape[0]]
+                row = row if jnp.issubdtype(row.dtype, jnp.floating) else row.astype(jnp.uint32)
+                return jax.lax.psum(jnp.where(part, row, np.zeros((), row.dtype)), axis) if groups > 1 else row
+
+            rows = jax.tree.map(take, windows)
+            counted = rows.unpack(self.unpack)[2]
             count = None if counted is None else jnp.maximum(counted.sum(), 1)
-            gradients, ((nats, _), _) = grad(given.params, given, count, *rows)
+            gradients, ((nats, _), _) = grad(given.params, given, count, rows)
             return jnp.stack([checksum(x) for x in (nats, *jax.tree.leaves(gradients))])[None]
 
         # Kernels are refused while the compiler may split an axis, even by one.
@@ -258,21 +269,22 @@ class TrainStep:
         whole, rows = PartitionSpec(), PartitionSpec(None, axis)
         return jax.shard_map(
             compute,
-            in_specs=(whole, whole, *[rows] * len(windows)),
+            in_specs=(whole, whole, rows),
             out_specs=PartitionSpec(axis),
             axis_names=names,
             check_vma=False,
-        )(_Given(state['params'], state['buffers'], fixed or {}), turn, *windows)
+        )(_Given(state['params'], state['buffers'], fixed or {}), turn, windows)
 
     def name_replayed(self) -> list[str]:
         """Lists the arrays whose checksums `replay` returns."""
         return list(_checked(None, self.functions.abstract['params'], None, None))[:-2]
 
-    def _number_windows(self, step: jax.Array, batch_AxBxL: jax.Array) -> tuple[jax.Array, ...]:
+    def _number_windows(self, step: jax.Array, batch: Batch) -> '_Windows':
         """Returns the windows; with an objective that hides tokens also the number of each example."""
-        if not isinstance(self.unpack, Hiding):
-            return (batch_AxBxL,)
-        return batch_AxBxL, self._number_examples(step, batch_AxBxL)
+        arrays = dict(batch) if isinstance(batch, Mapping) else {'tokens': batch}
+        tokens_AxBxL = arrays.pop('tokens')
+        numbers = [self._number_examples(step, tokens_AxBxL)] if isinstance(self.unpack, Hiding) else []
+        return _Windows(tokens_AxBxL, numbers, arrays)
 
     def _number_examples(self, step: jax.Array, batch_AxBxL: jax.Array) -> jax.Array:
         """Numbers the examples of a step, [A, B]. The numbers continue through the run, whichever batches are
@@ -282,15 +294,24 @@ class TrainStep:
         return step.astype(jnp.uint32) * math.prod(shape) + rows
 
     def _compare(
-        self, given: '_Given', tokens_BxL: jax.Array, targets_BxL: jax.Array, share_BxL: jax.Array
+        self,
+        given: '_Given',
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        share_BxL: jax.Array,
+        taught: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns (the loss to minimize, the nats of each target, further measures): of routers, or with a teacher of
         the comparison with it."""
         weights = {'params': given.params, 'buffers': given.buffers, **complete(given.fixed)}
         if self.teaching is None:
             return self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL)
-        pair = Pair(self.functions, weights, self.teaching.functions, given.fixed['teacher'])
-        found = self.teaching.objective.compare(pair, self.documents, tokens_BxL, targets_BxL)
+        windows = self.documents, tokens_BxL, targets_BxL
+        if self._has_teacher:
+            pair = Pair(self.functions, weights, self.teaching.functions, given.fixed['teacher'])
+            found = self.teaching.objective.compare(pair, *windows)
+        else:
+            found = self.teaching.objective.compare_with_cached(self.functions, weights, *windows, taught)
         nats_BxL, others = jax.lax.stop_gradient(found)
         measures = {name: jnp.tensordot(share_BxL, array, 2) for name, array in others.items()}
         return (found[0] * share_BxL).sum(), nats_BxL, measures
@@ -309,17 +330,16 @@ class TrainStep:
             nats_B = nats_BxL.sum(axis=1, where=counted_BxL)
             return {'window_loss': nats_B / jnp.maximum(targets_B, 1), 'window_targets': targets_B}
 
-        def objective(params, given, count, batch_BxL, *numbers_B):
+        def objective(params, given, count, windows):
             if self.has_frozen:
                 params = jax.tree.map(_stop_gradients, params, self.frozen)
             given = given._replace(params=params)
-            batch_BxL = batch_BxL.astype(jnp.int32)
-            inputs_BxL, targets_BxL, counted_BxL = self.unpack(batch_BxL, *numbers_B)
+            inputs_BxL, targets_BxL, counted_BxL = windows.unpack(self.unpack)
             if counted_BxL is None:
                 share_BxL = jnp.full(targets_BxL.shape, 1 / (targets_BxL.size * parts), jnp.float32)
             else:
                 share_BxL = jnp.where(counted_BxL, 1 / count, 0.0)
-            loss, nats_BxL, measures = self._compare(given, inputs_BxL, targets_BxL, share_BxL)
+            loss, nats_BxL, measures = self._compare(given, inputs_BxL, targets_BxL, share_BxL, windows.taught)
             by_window = summarize_windows(nats_BxL, counted_BxL) if self.by_window else {}
             nats = nats_BxL.mean() / parts if counted_BxL is None else nats_BxL.sum(where=counted_BxL) / count
             return loss, ((nats, measures), by_window)
@@ -327,14 +347,14 @@ class TrainStep:
         return objective
 
     def _gradients(
-        self, params: object, buffers: object, *windows: jax.Array, fixed: Fixed | None = None
+        self, params: object, buffers: object, windows: '_Windows', fixed: Fixed | None = None
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """Returns (loss in nats without z-loss, gradients with it, other metrics).
 
         The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
         """
-        microbatches, given = windows[0].shape[0], _Given(params, buffers, fixed or {})
-        counted_AxBxL = jax.vmap(self.unpack)(windows[0].astype(jnp.int32), *windows[1:])[2]
+        microbatches, given = windows.tokens.shape[0], _Given(params, buffers, fixed or {})
+        counted_AxBxL = jax.vmap(lambda each: each.unpack(self.unpack))(windows)[2]
         count = None  # the mean number of targets per microbatch, over all devices
         if counted_AxBxL is not None:
             count = jnp.maximum(counted_AxBxL.sum(), 1) / microbatches
@@ -345,12 +365,12 @@ class TrainStep:
 
         grad = jax.grad(self._make_objective(parts), has_aux=True)
         if microbatches == 1:
-            gradients, ((loss, measures), by_window) = grad(params, given, count, *(x[0] for x in windows))
+            gradients, ((loss, measures), by_window) = grad(params, given, count, jax.tree.map(lambda x: x[0], windows))
             return loss, gradients, measures | jax.tree.map(lambda x: x[None], by_window)
 
-        def accumulated(given, count, *windows):
+        def accumulated(given, count, windows):
             def accumulate(total, window):
-                gradients, (means, by_window) = grad(given.params, given, count, *window)
+                gradients, (means, by_window) = grad(given.params, given, count, window)
                 return jax.tree.map(jnp.add, total, (means, gradients)), by_window
 
             zero = ((jnp.zeros(()), self._make_measures()), jax.tree.map(jnp.zeros_like, given.params))
@@ -363,14 +383,32 @@ class TrainStep:
             whole, rows = PartitionSpec(), PartitionSpec(None, axes)
             accumulated = jax.shard_map(
                 accumulated,
-                in_specs=(whole, whole, *[rows] * len(windows)),
+                in_specs=(whole, whole, rows),
                 out_specs=(whole, rows),
                 axis_names=names,
                 check_vma=False,
             )
-        total, by_window = accumulated(given, count, *windows)
+        total, by_window = accumulated(given, count, windows)
         (loss, measures), gradients = jax.tree.map(lambda x: x / microbatches, total)
         return loss, gradients, measures | by_window
+
+
+class _Windows(NamedTuple):
+    """Windows of tokens, what belongs to each, and what is taught for them; of a batch or of one microbatch.
+
+    Attributes:
+        tokens: [A, B, L + 1] or [B, L + 1].
+        numbers: the numbers of the examples [A, B], if tokens are hidden.
+        taught: arrays [A, B, L, …] by name.
+    """
+
+    tokens: jax.Array
+    numbers: list[jax.Array]
+    taught: dict[str, jax.Array]
+
+    def unpack(self, unpack: Unpack) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns inputs, targets, and the targets that count, of one microbatch."""
+        return unpack(self.tokens.astype(jnp.int32), *self.numbers)
 
 
 class _Given(NamedTuple):

@@ -157,3 +157,37 @@ def test_the_layers_that_recall_needs_most_stay_full(stages, reference_run, tmp_
     refused = tiny.lm(*choice, '3')
     assert refused.returncode == 2
     assert 'differs from the teacher in 2 layers only' in refused.stderr
+
+
+def test_a_student_learns_from_cached_predictions(reference_run, tokens, tmp_path):
+    """With all tokens of the vocabulary, the losses are the same as with a teacher in memory."""
+    shutil.copytree(tokens, tmp_path / 'tokens')
+    teacher, settings = reference_run[0], {'data.path': str(tmp_path / 'tokens'), 'train.steps': 4}
+    found = {}
+    for name, bindings in {'plain': {}, 'cached': {'distill.top_k': 400}}.items():
+        command = distill('distill', teacher, tmp_path / name, **settings, **bindings)
+        done = tiny.lm(*command)
+        if bindings:
+            assert done.returncode == 44
+            assert 'run lm distill --cache 400 with the same settings' in done.stderr
+            assert not (tmp_path / name / 'checkpoints').exists()
+            cache = ['distill', '--cache', '400', '--teacher', str(teacher), *tiny.params(settings)]
+            for _ in range(2):
+                made = tiny.lm(*cache)
+                assert made.returncode == 0, made.stderr
+                assert 'train with --set distill.top_k=400' in made.stdout
+            done = tiny.lm(*command)
+        assert done.returncode == 0, done.stderr
+        found[name] = tiny.losses(tmp_path / name)
+    assert list(found['plain'].values()) == pytest.approx(list(found['cached'].values()), rel=1e-4)
+    stale = distill(
+        'distill', teacher, tmp_path / 'stale', **settings, **{'distill.top_k': 400, 'distill.teacher_step': 30}
+    )
+    done = tiny.lm(*stale)
+    assert done.returncode == 44
+    assert 'is of another teacher; run lm distill --cache 400' in done.stderr
+    adapters = {'train.adapters': '@lora()', 'model.attention': '@softmax()', 'distill.top_k': 400}
+    command = distill('distill', teacher, tmp_path / 'adapters', '--init_from', str(teacher), **settings | adapters)
+    done = tiny.lm(*command)
+    assert done.returncode == 0, done.stderr
+    assert tiny.losses(tmp_path / 'adapters')[1] == pytest.approx(0, abs=1e-5), 'the student begins as its teacher'

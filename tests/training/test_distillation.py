@@ -16,7 +16,7 @@ from lm.attention.recurrent.retention import Retention
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
 from lm.model import ModelConfig
-from lm.model.distillation import compare_layers
+from lm.model.distillation import compare_layers, find_most_probable
 from lm.model.feed_forward.experts import Experts
 from lm.model.functions import ModelFunctions, over_windows
 from lm.model.key_heads import clone_key_heads, unshare_key_heads
@@ -24,6 +24,7 @@ from lm.model.layers import copy_layers, find_copied, find_misfits, find_same_la
 from lm.pod.mesh import MeshConfig, batch_sharding, make_mesh, place
 from lm.training.objectives.align import Align
 from lm.training.objectives.distill import Distill
+from lm.training.objectives.distillation import Pair
 from lm.training.optimizer import OptimizerConfig
 from lm.training.rules.adamw import AdamW
 from lm.training.step import Teaching
@@ -168,7 +169,7 @@ def test_sizes_that_do_not_fit_are_found():
 def test_alignment_moves_attention_alone_and_keeps_the_layers_of_the_teacher():
     step = make(Align(teacher='t'))
     state, teacher = start(step)
-    new, metrics = jax.jit(step.train)(state, batch(), teacher)
+    new, metrics = jax.jit(step.train)(state, batch(), {'teacher': teacher})
     old = state['params']
     assert metrics['layer_errors'].shape == (4,)
     assert not metrics['layer_errors'][1::2].any(), 'these layers are the teacher’s'
@@ -187,7 +188,7 @@ def test_alignment_moves_attention_alone_and_keeps_the_layers_of_the_teacher():
 def test_new_parameters_alone_can_learn():
     step = make(Align(teacher='t', trains='new'), NEW)
     state, teacher = start(step, NEW)
-    new, _ = jax.jit(step.train)(state, batch(), teacher)
+    new, _ = jax.jit(step.train)(state, batch(), {'teacher': teacher})
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state['params'], new['params'])
     assert moved['blocks'][0].pop('attention') == {'q_weight': True, 'k_weight': True}
     assert not any(jax.tree.leaves(moved))
@@ -198,7 +199,7 @@ def test_alignment_lowers_the_error_of_each_layer():
     state, teacher = start(step, NEW)
     advance, errors = jax.jit(step.train), []
     for _ in range(10):
-        state, metrics = advance(state, batch(), teacher)
+        state, metrics = advance(state, batch(), {'teacher': teacher})
         errors.append(metrics['layer_errors'])
     assert (errors[-1] < 0.9 * errors[0]).all()
 
@@ -207,7 +208,7 @@ def test_predictions_are_compared_as_by_formula():
     step = make(Distill(teacher='t', temperature=2.0, cross_entropy=0.25))
     state, teacher = start(step)
     tokens = batch()[0].astype(jnp.int32)
-    _, metrics = jax.jit(step.train)(state, batch(), teacher)
+    _, metrics = jax.jit(step.train)(state, batch(), {'teacher': teacher})
     ours, theirs = (
         jax.nn.log_softmax(functions(config).merge(w)(tokens[:, :-1]) / 2.0)
         for config, w in ((STUDENT, {'params': state['params'], 'buffers': state['buffers']}), (TEACHER, teacher))
@@ -224,7 +225,7 @@ def test_predictions_are_compared_as_by_formula():
 def test_a_teacher_has_nothing_to_teach_itself():
     step = make(Distill(teacher='t'), TEACHER)
     state, teacher = start(step, TEACHER)
-    _, metrics = jax.jit(step.train)(state, batch(), teacher)
+    _, metrics = jax.jit(step.train)(state, batch(), {'teacher': teacher})
     assert abs(metrics['divergence']) < 1e-6
     assert metrics['grad_norm'] < 1e-5
 
@@ -266,14 +267,14 @@ def test_a_student_with_other_heads_is_refused_in_one_line():
 def test_any_mesh_takes_the_same_step(objective, devices, fsdp, sequence, microbatches):
     step = make(objective, rule=AdamW(epsilon=1e-2))  # so that no sign of a small number decides
     state, teacher = start(step)
-    alone, expected = jax.jit(step.train)(state, batch(), teacher)
+    alone, expected = jax.jit(step.train)(state, batch(), {'teacher': teacher})
     mesh = make_mesh(MeshConfig(fsdp=fsdp, sequence=sequence), jax.devices()[:devices])
     with jax.set_mesh(mesh):
         placed = jax.device_put(
             state, jax.tree.map(lambda x: x.sharding, place(step.abstract, mesh, functions(STUDENT).declared))
         )
-        theirs = place(step.teaching.abstract, mesh, functions(TEACHER).declared)
-        taught = jax.device_put(teacher, jax.tree.map(lambda x: x.sharding, theirs))
+        theirs = place(step.fixed, mesh, functions(TEACHER).declared)
+        taught = jax.device_put({'teacher': teacher}, jax.tree.map(lambda x: x.sharding, theirs))
         rows = jax.device_put(batch(microbatches), batch_sharding(mesh, axis=1))
         new, metrics = jax.jit(step.train)(placed, rows, taught)
     for name in expected:
@@ -298,3 +299,58 @@ def test_frozen_parts_stay_and_have_no_optimizer_state():
 
 def make_state_size(optimizer):
     return sum(leaf.size for leaf in jax.tree.leaves(train_step(TEACHER, optimizer, 10).abstract['optimizer']))
+
+
+def predict(k, tokens_BxL):
+    """Returns the predictions of the teacher, as the token store keeps them."""
+    models = [(functions(TEACHER), weights(TEACHER))]
+    ids, logs = over_windows(functools.partial(find_most_probable, k=k), models, None, tokens_BxL)
+    return {'ids': ids, 'logs': logs}
+
+
+@pytest.mark.parametrize('k', [4, 64])
+def test_cached_predictions_compare_outcomes_and_one_bucket(k):
+    """The divergence is the plain one over k tokens and the rest; with all tokens it is the one of the teacher."""
+    tokens_BxL = batch()[0].astype(jnp.int32)
+    taught = predict(k, tokens_BxL[:, :-1])
+    objective, student = Distill(teacher='t', top_k=k), weights(NEW, 1)
+    windows = None, tokens_BxL[:, :-1], tokens_BxL[:, 1:]
+    found, measures = objective.compare_with_cached(functions(NEW), student, *windows, taught)
+    logits = [functions(each).merge(w)(tokens_BxL[:, :-1]) for each, w in ((NEW, student), (TEACHER, weights(TEACHER)))]
+    q, p = (np.asarray(jax.nn.softmax(z), np.float64) for z in logits)
+    order = np.argsort(-p, axis=-1)[..., :k]
+    np.testing.assert_array_equal(np.sort(taught['ids']), np.sort(order))
+    kept = [np.take_along_axis(x, order, axis=-1) for x in (p, q)]
+    rest = [np.maximum(1 - x.sum(-1, keepdims=True), 1e-300) for x in kept]
+    p_all, q_all = (np.concatenate(pair, axis=-1) for pair in zip(kept, rest, strict=True))
+    plain = (p_all * np.log(p_all / q_all))[..., : k + (k < 64)].sum(-1)
+    np.testing.assert_allclose(found, plain, atol=2e-5)
+    pair = Pair(functions(NEW), student, functions(TEACHER), weights(TEACHER))
+    whole, others = Distill(teacher='t').compare(pair, *windows)
+    assert (np.asarray(found) <= np.asarray(whole) + 1e-5).all()
+    np.testing.assert_allclose(measures['cross_entropy'], others['cross_entropy'], rtol=1e-6)
+    if k == 64:
+        np.testing.assert_allclose(found, whole, atol=1e-5)
+
+
+def test_a_step_learns_from_cached_predictions_as_from_the_teacher():
+    tokens = batch(2)
+    taught = jax.tree.map(
+        lambda *rows: jnp.stack(rows), *(predict(64, each[:, :-1].astype(jnp.int32)) for each in tokens)
+    )
+    found = []
+    for top_k in (None, 64):
+        step = make(Distill(teacher='t', top_k=top_k), TEACHER, peak_learning_rate=1e-3)
+        state = step.init(3)
+        given = (tokens, {'teacher': weights(TEACHER)}) if top_k is None else ({'tokens': tokens, **taught},)
+        assert bool(step.fixed) == (top_k is None)
+        _, metrics = jax.jit(step.train)(state, *given)
+        found.append({name: float(metrics[name]) for name in ('loss', 'grad_norm', 'divergence')})
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_cached_predictions_have_one_temperature_and_fit_the_vocabulary():
+    with pytest.raises(ConfigError, match=r'leave it out, or distill\.top_k'):
+        Distill(teacher='t', top_k=2, temperature=2.0)
+    with pytest.raises(ConfigError, match=r'distill\.top_k = 65: the teacher has 64 tokens'):
+        Distill(teacher='t', top_k=65).check(functions(NEW), functions(TEACHER))

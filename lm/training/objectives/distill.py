@@ -3,9 +3,11 @@
     minimize Σ_v p_v (log p_v − log q_v)     p of the teacher, q of the student, for each token
 
 (Hinton et al. 2015, with a temperature of 1 by default; RADLADS, step 2). The logits exist for a few tokens at a time.
+With `top_k` the token store has the most probable tokens of the teacher (`lm.model.distillation.compare_with_cached`).
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from lm.config.configurable import configurable, field
+from lm.data.teacher_logits import IDS, LOGS
 from lm.errors import ConfigError
 from lm.model import ModelConfig
-from lm.model.distillation import compare_predictions
-from lm.model.functions import ModelFunctions
+from lm.model.distillation import compare_predictions, compare_with_cached
+from lm.model.functions import ModelFunctions, Weights, over_windows
 from lm.ops.documents import Documents
 from lm.training.objectives.distillation import Distillation, Pair
 
@@ -32,11 +35,32 @@ class Distill(Distillation):
         default=0.0, minimum=0, maximum=1, help='share of the loss that is the cross-entropy of the text itself'
     )
 
+    top_k: int | None = field(
+        default=None,
+        minimum=1,
+        omit_default=True,
+        help='so many most probable tokens of the teacher come from the token store (lm distill --cache), all others '
+        'are one outcome, and the teacher is not in memory; None: the teacher computes',
+    )
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.temperature != 1:
+            raise ConfigError(
+                f'{self.gin_name}.temperature = {self.temperature}: predictions are kept at a temperature of 1; leave '
+                f'it out, or {self.gin_name}.top_k'
+            )
+
+    @property
+    def is_cached(self) -> bool:
+        return self.top_k is not None
+
     def check(self, student: ModelFunctions, teacher: ModelFunctions) -> None:
         super().check(student, teacher)
         ours, theirs = student.config.vocab_size, teacher.config.vocab_size
         if ours != theirs:
             raise ConfigError(f'model.vocab_size = {ours}: the teacher has {theirs}; set it to {theirs}')
+        if self.top_k is not None and self.top_k > theirs:
+            raise ConfigError(f'{self.gin_name}.top_k = {self.top_k}: the teacher has {theirs} tokens; take fewer')
 
     def compare(
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
@@ -47,14 +71,41 @@ class Distill(Distillation):
         mixed_BxL = (1 - self.cross_entropy) * divergence_BxL + self.cross_entropy * nats_BxL
         return mixed_BxL, dict(zip(MEASURES, found, strict=True))
 
+    def make_taught(self, tokens_BxL: jax.Array) -> dict[str, jax.Array]:
+        k = self.top_k or 1
+        ids_BxLxK = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (*tokens_BxL.shape, k))
+        return {IDS: ids_BxLxK, LOGS: jnp.full(ids_BxLxK.shape, -math.log(k + 1), jnp.float32)}
+
+    def compare_with_cached(
+        self,
+        student: ModelFunctions,
+        weights: Weights,
+        documents: Documents | None,
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        taught: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        arrays = tokens_BxL, targets_BxL, taught[IDS], taught[LOGS]
+        found = over_windows(compare_with_cached, [(student, weights)], documents, *arrays)
+        divergence_BxL, nats_BxL = found
+        mixed_BxL = (1 - self.cross_entropy) * divergence_BxL + self.cross_entropy * nats_BxL
+        return mixed_BxL, dict(zip(MEASURES, found, strict=False))
+
+    @property
+    def _measures(self) -> tuple[str, ...]:
+        """The measures of a step. Cached predictions do not tell the probability of each target."""
+        return MEASURES[:2] if self.is_cached else MEASURES
+
     def read_measures(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], str]:
         """Returns the divergence from the teacher, and both cross-entropies, in nats per token."""
-        named = {name: metrics[name] for name in MEASURES}
+        named = {name: metrics[name] for name in self._measures}
+        if self.is_cached:
+            return named, f'kl {named["divergence"]:.4f}'
         behind = named['cross_entropy'] - named['teacher_cross_entropy']
         return named, f'kl {named["divergence"]:.4f}  behind {behind:+.4f}'
 
     def make_measures(self, student: ModelFunctions) -> dict[str, jax.Array]:
-        return dict.fromkeys(MEASURES, jnp.zeros(()))
+        return dict.fromkeys(self._measures, jnp.zeros(()))
 
     @classmethod
     def name_loss(cls, values: Mapping[str, Any]) -> str:
@@ -65,4 +116,4 @@ class Distill(Distillation):
         return f'divergence{mixed} (nats per token)'
 
     def flops_per_token(self, student: ModelConfig, teacher: ModelConfig, length: int) -> float:
-        return student.flops_per_token(length) + teacher.flops_per_token(length) / 3
+        return student.flops_per_token(length) + (0 if self.is_cached else teacher.flops_per_token(length) / 3)

@@ -59,6 +59,27 @@ class Distillation(Objective):
     def unpack(self, store: Store | None, vocab_size: int) -> None:
         return None
 
+    @property
+    def is_cached(self) -> bool:
+        """The batches have what the teacher computes, so that steps do not read its weights."""
+        return False
+
+    def make_taught(self, tokens_BxL: jax.Array) -> dict[str, jax.Array]:
+        """Returns arrays in the place of cached ones for such windows of inputs."""
+        return {}
+
+    def compare_with_cached(
+        self,
+        student: ModelFunctions,
+        weights: Weights,
+        documents: Documents | None,
+        tokens_BxL: jax.Array,
+        targets_BxL: jax.Array,
+        taught: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns what `compare` returns; `taught` are the arrays of a batch beside its tokens, [B, L, …]."""
+        raise NotImplementedError(f'@{self.gin_name}() has no cached form')
+
     @abc.abstractmethod
     def compare(
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
