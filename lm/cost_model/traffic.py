@@ -32,6 +32,8 @@ def hbm_bytes(program: HloProgram) -> float:
 def traffic(instruction: Instruction, names: Names, program: HloProgram) -> float:
     """Returns the bytes of one run of `instruction`; `names` are the instructions of its computation."""
     opcode, arrays = instruction.opcode, instruction.arrays
+    if opcode == 'call-update' and len(arrays) == 2 and arrays[0].elements == arrays[1].elements:
+        return arrays[0].hbm + arrays[1].hbm  # SparseCores copy the operand to another layout
     if opcode in FREE or opcode.endswith(('-done', '-update')):
         return 0.0
     if opcode == 'custom-call' and any(target in instruction.attributes for target in FREE_TARGETS):

@@ -92,7 +92,7 @@ def measure(compute: Callable[..., jax.Array], inputs: tuple[Any, ...], name: st
 
 
 @contextlib.contextmanager
-def pretend(devices: Sequence[jax.Device]) -> Iterator[None]:
+def pretend(devices: Sequence[Any]) -> Iterator[None]:
     """Answers a package that asks JAX where it runs as a machine with these devices would."""
     platform = mock.patch('jax.default_backend', return_value='tpu')
     with platform, mock.patch('jax.devices', return_value=list(devices)):

@@ -90,6 +90,22 @@ def test_fusions_are_looked_through(instruction, rows):
     assert hbm_bytes(program) == rows * ROW + 4 * instruction.count('fusion(')
 
 
+COPY = '((f32[10,128]{1,0}), f32[10,128]{0,1}) call-update(%begun, %x)'
+GATHER = '((f32[10,128]{1,0}), f32[1,128]{1,0}) call-update(%begun, %x)'
+
+
+@pytest.mark.parametrize(('update', 'rows'), [(COPY, 20), (GATHER, 0)], ids=['copy', 'gather'])
+def test_copies_of_sparse_cores_are_read_and_written(update, rows):
+    result = update[update.index('), ') + 3 : update.index(') call')]
+    lines = [
+        '%begun = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%read',
+        f'%updated = {update}',
+        f'ROOT %out = {result} call-done(%updated)',
+    ]
+    program = HloProgram(NESTED.replace('ROOT INSTRUCTION', '\n  '.join(lines)))
+    assert hbm_bytes(program) == rows * ROW
+
+
 def through_layers(w_LxNxN, x_TxN):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x_TxN, w_LxNxN)[0]
 
