@@ -20,7 +20,26 @@ TOGETHER, TOGETHER_AT_LEAST = 1 / 8, 2**26
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """Returns the checksum, 0 ≤ c < 2³², of each array. All processes that hold the arrays must call it together."""
+    if (here := take_here(arrays)) is not None and all(x.itemsize <= 4 for x in here.values()):
+        return {name: checksum_of_part(x, 0) for name, x in here.items()}
     return {name: int(c) for name, c in reduce_each(_traced_once, arrays).items()}
+
+
+def take_here(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray] | None:
+    """Returns the arrays as NumPy's where that costs no program: few bytes on CPUs of this process; None elsewhere.
+
+    NumPy reduces them about as fast as a program, which takes half a second to compile.
+    """
+    if sum(x.nbytes for x in arrays.values()) > TOGETHER_AT_LEAST:
+        return None
+    if not all(isinstance(x, np.ndarray) or _is_here(x) for x in arrays.values()):
+        return None
+    return {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def _is_here(x: jax.Array) -> bool:
+    on_cpus = all(device.platform == 'cpu' for device in x.devices())
+    return on_cpus and x.is_fully_addressable and jax.dtypes.itemsize_bits(x.dtype) >= 8
 
 
 def reduce_each(function: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, np.generic]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.checkpoint.checksum import reduce_each
+from lm.checkpoint.checksum import reduce_each, take_here
 from lm.checkpoint.snapshot import flatten
 from lm.errors import MismatchError
 
@@ -20,8 +20,9 @@ def find_not_finite(arrays: Mapping[str, Any]) -> str | None:
 
     `arrays` are all of JAX or all of NumPy. All processes that hold arrays of JAX must call it together.
     """
-    if all(isinstance(array, np.ndarray) for array in arrays.values()):
-        return next((name for name, array in arrays.items() if not _is_finite_here(array)), None)
+    here = arrays if all(isinstance(array, np.ndarray) for array in arrays.values()) else take_here(arrays)
+    if here is not None:
+        return next((name for name, array in here.items() if not _is_finite_here(array)), None)
     return next((name for name, finite in reduce_each(_is_finite, arrays).items() if not finite), None)
 
 

@@ -20,6 +20,7 @@ import tensorstore as ts
 
 from lm.buckets import waiting_for
 from lm.data import pg19, tokenizers
+from lm.data.page_cache import CachedArray
 from lm.data.store_entries import find_wrong_entries
 from lm.errors import AbsentError, ConfigError, LmError, MismatchError, UnnamedError
 from lm.files import (
@@ -61,6 +62,7 @@ class TokenStore:
         # A cache keeps the shards' indexes; the contents never change, so nothing is revalidated.
         self._context = ts.Context({'cache_pool': {'total_bytes_limit': INDEX_CACHE_BYTES}})
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
+        self._cached: dict[str, CachedArray | None] = {}
         self._tokenizer: tokenizers.Tokenizer | None = None
 
     @classmethod
@@ -173,14 +175,17 @@ class TokenStore:
         for start in starts:
             if not 0 <= start <= start + length <= total:
                 raise IndexError(f'tokens {start} to {start + length} of split {split!r}, which has {total}')
-        windows = np.empty((len(starts), length), array.dtype.numpy_dtype)
-        try:
-            with ts.Batch() as batch:
-                reads = [array[int(s) : int(s) + length].read(batch=batch) for s in starts]
-            for i, read in enumerate(reads):
-                windows[i] = read.result()
-        except ValueError as error:
-            raise self._damage(split, 'tokens', error) from None
+        cached = self._find_cached(split, array)
+        windows = None if cached is None else cached.read(np.asarray(starts, np.int64), length)
+        if windows is None:
+            windows = np.empty((len(starts), length), array.dtype.numpy_dtype)
+            try:
+                with ts.Batch() as batch:
+                    reads = [array[int(s) : int(s) + length].read(batch=batch) for s in starts]
+                for i, read in enumerate(reads):
+                    windows[i] = read.result()
+            except ValueError as error:
+                raise self._damage(split, 'tokens', error) from None
         # An accelerator takes the nearest row of the embedding for such a token, and reports nothing.
         ids = windows & np.uint32(MARK - 1) if self.marks_answers else windows
         if ids.size and (largest := int(ids.max())) >= self.vocab_size:
@@ -259,6 +264,18 @@ class TokenStore:
                 raise self._damage(split, name, 'its chunks are larger than a file of a store')
             self._arrays[split, name] = array
         return self._arrays[split, name]
+
+    def _find_cached(self, split: str, tokens: ts.TensorStore) -> CachedArray | None:
+        """Returns the reader of tokens in the page cache; None where they lie in a bucket, or otherwise than here."""
+        if split not in self._cached:
+            chunk, shard = (tokens.chunk_layout.read_chunk.shape or (0,))[0], tokens.chunk_layout.write_chunk.shape[0]
+            found = None
+            if not is_remote(self.path) and _is_sharded_as_here(tokens.spec().to_json()['metadata']['codecs']):
+                folder = f'{local_path(self.path)}/{split}/tokens/c'
+                indexes = max(1, INDEX_CACHE_BYTES * chunk // (16 * shard))
+                found = CachedArray(folder, tokens.dtype.numpy_dtype, chunk, shard, indexes)
+            self._cached[split] = found
+        return self._cached[split]
 
     def _damage(self, split: str, name: str, error: Exception | str) -> LmError:
         text = str(error).split(' [')[0]
@@ -360,6 +377,15 @@ def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict
             ],
         },
     }
+
+
+def _is_sharded_as_here(codecs: list[dict[str, Any]]) -> bool:
+    """Tells whether an array has the codecs of `_new_array`, whatever the sizes of its chunks are."""
+    plain = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
+    if [codec['name'] for codec in codecs] != ['sharding_indexed']:
+        return False
+    found = codecs[0]['configuration']
+    return found['codecs'] == found['index_codecs'] == plain and found.get('index_location', 'end') == 'end'
 
 
 def open_kvstore(path: str) -> ts.KvStore:

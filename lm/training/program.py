@@ -14,8 +14,12 @@ from jax.sharding import Mesh
 from lm.compilation.compiler import CompiledProgram, compile_with_text
 from lm.errors import ConfigError
 from lm.hardware import Topology
+from lm.ops.platform import target_platform
 from lm.pod.mesh import batch_sharding, place, replicated
 from lm.training.step import Batch, Fixed, State, TrainStep
+
+CALLED_ONCE = {'xla_backend_optimization_level': 1}
+"""For a program on CPUs that is called once: LLVM takes half as long, and random draws have the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,8 @@ class StepProgram:
 
     def init_state(self, abstract: State, seed: int) -> State:
         """Makes the state before the first step, with the shardings in `abstract` (from `place_state`)."""
-        return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract))()
+        options = CALLED_ONCE if target_platform() == 'cpu' else None
+        return jax.jit(lambda: self.step.init(seed), out_shardings=get_shardings(abstract), compiler_options=options)()
 
 
 def get_shardings(abstract: object) -> Any:

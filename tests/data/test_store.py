@@ -9,6 +9,7 @@ import pytest
 import tiny
 from corpora import words
 
+from lm.data import page_cache
 from lm.data import store as store_module
 from lm.data.batches import Order
 from lm.data.dataset import DataConfig
@@ -86,6 +87,40 @@ def test_many_files_and_wide_tokens(tmp_path, monkeypatch):
     write_store(str(tmp_path), tokens, np.array([100_000]), tokenizer={'sha256': 'x', 'eod_id': 1, 'vocab_size': 2**31})
     assert len(list((tmp_path / 'train' / 'tokens' / 'c').iterdir())) == 4
     np.testing.assert_array_equal(TokenStore.open(str(tmp_path)).read('train', 1, 99_999), tokens[1:-1])
+
+
+def test_windows_of_several_chunks_and_files_come_from_the_page_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, 'SHARD', 2**15)
+    made = np.random.default_rng(0).integers(0, 400, 150_000).astype(np.uint16)
+    write_store(str(tmp_path), made, np.array([150_000]))
+    starts = [0, 2**14 - 5, 2**15 - 5, 70_000, 2**14 - 5, 150_000 - 40_000]
+    reading = TokenStore.open(str(tmp_path))
+    for length in (1, 10, 2**14, 40_000):
+        expected = np.stack([made[s : s + length] for s in starts])
+        np.testing.assert_array_equal(reading.read_many('train', starts, length), expected)
+        with monkeypatch.context() as one:
+            one.setattr(page_cache, 'NO_WAIT', None)
+            np.testing.assert_array_equal(reading.read_many('train', starts, length), expected)
+
+
+def test_chunks_of_the_page_cache_are_checked(copy, tokens):
+    array = page_cache.CachedArray(str(copy / 'train' / 'tokens' / 'c'), np.dtype(np.uint16), 2**14, 2**26, 1)
+    starts = np.array([5, 60_000])
+    windows = array.read(starts, 100)
+    if windows is None:
+        pytest.skip('this file system does not say what lies in the page cache')
+    np.testing.assert_array_equal(windows, np.stack([tokens[s : s + 100] for s in starts]))
+    (file,) = (copy / 'train' / 'tokens' / 'c').iterdir()
+    content = file.read_bytes()
+    for position in (30, -10):  # in the first chunk, and in the index
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        file.write_bytes(damaged)
+        assert array.read(starts, 100) is None
+    file.write_bytes(content[:-1])
+    assert array.read(starts, 100) is None
+    file.unlink()
+    assert array.read(starts, 100) is None
 
 
 def test_fingerprint_depends_on_the_data_alone(tmp_path, original, tokens):
