@@ -172,7 +172,7 @@ def _name_axis(table: PaperTable) -> str:
     return 'figure' if table.axis is None else SETTINGS[table.axis]
 
 
-def _name_column(column: float | str | Figure) -> str:
+def name_column(column: float | str | Figure) -> str:
     """Returns the heading of a column."""
     if isinstance(column, Figure):
         return column.label
@@ -325,7 +325,7 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
                 row = c.cell.row
                 lines.setdefault(row.group, [f'*{row.group}*', *[''] * len(table.columns)])
                 lines.setdefault(row, [row.label]).append(f'{_format(c.cell.printed)} / {_format(c.ours)}')
-            text += [make_markdown_table([*lines.values()], ['', *map(_name_column, table.columns)]), '']
+            text += [make_markdown_table([*lines.values()], ['', *map(name_column, table.columns)]), '']
             if table.measure == 'steps_per_second':
                 devices = sorted({name for c in same for name in c.devices})
                 text += [f'Ours on {escape_markdown("; ".join(devices))}.', '']
@@ -333,7 +333,7 @@ def format_tables(compared: Sequence[Comparison], corpus: str | None = None) -> 
             text += ['Apart, as they are not what the paper ran:', '']
             names = ('runs', 'devices', 'differs', 'row')
             cells = [[escape_markdown(str(c.as_row()[name])) for name in names] for c in others]
-            figures = [[_name_column(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
+            figures = [[name_column(c.cell.column), _format(c.cell.printed), _format(c.ours)] for c in others]
             headings = ['run', 'on', 'differs', 'row', _name_axis(table), 'paper', 'ours']
             text += [make_markdown_table([a + b for a, b in zip(cells, figures, strict=True)], headings, left=4), '']
     return text

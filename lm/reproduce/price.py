@@ -22,8 +22,9 @@ from lm.experiment import Experiment
 from lm.files import write_atomically
 from lm.hardware import Topology
 from lm.plan import PlanCache, plan_step
+from lm.report.paper import name_column
 from lm.reproduce.descriptions import Description, load_corpora, load_scales
-from lm.reproduce.runs import SEED, TableChoice, TableRun, list_runs, name_column
+from lm.reproduce.runs import SEED, TableChoice, TableRun, list_runs
 from lm.runs.config_diff import parse_bindings
 from lm.runs.records import read_json, to_json
 from lm.text import format_count, format_digits, format_si

@@ -11,7 +11,7 @@ from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.experiment import load
 from lm.report import paper
-from lm.report.paper import SETTINGS, Cell
+from lm.report.paper import SETTINGS, Cell, name_column
 from lm.report.published import Figure, PaperTable, load_tables
 from lm.reproduce.descriptions import PAPER_SCALE, Description, RunGroup, find_paths, load_scales
 from lm.reproduce.scale import Scale
@@ -20,7 +20,6 @@ from lm.runs.paths import check_name
 from lm.runs.records import Run
 from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point, make_points
-from lm.text import shorten
 
 SEED = 'train.seed'
 Column = int | str
@@ -159,11 +158,6 @@ def name_axis(tables: Sequence[PaperTable]) -> str:
 def list_columns(cells: Sequence[Cell]) -> list[Column]:
     """Returns the values of the cells on the axes of their tables; columns that are figures have none."""
     return [cell.column for cell in cells if not isinstance(cell.column, Figure)]
-
-
-def name_column(column: Column) -> str:
-    """Returns a column as headings print it."""
-    return column if isinstance(column, str) else shorten(column)
 
 
 @functools.cache

@@ -17,9 +17,10 @@ from lm.plots import Curve
 from lm.report.measures import Measures
 from lm.report.out_folder import HEAD, check_folder
 from lm.report.page import SortableTable, TableCell, format_page
+from lm.report.paper import name_column
 from lm.report.published import Figure
 from lm.reproduce.descriptions import PAPER_SCALE, Description
-from lm.reproduce.runs import TableChoice, TableRow, TableRun, name_axis, name_column
+from lm.reproduce.runs import TableChoice, TableRow, TableRun, name_axis
 from lm.runs.records import Run, is_run
 from lm.sweep.sweep import Sweep
 from lm.text import format_si, make_markdown_table
@@ -267,7 +268,7 @@ def _measure(run: TableRun, record: Run | None) -> list[tuple[str, str, float | 
     found = []
     for cell in run.cells:
         figure, column = cell.figure, cell.column
-        name = column.label if isinstance(column, Figure) else name_column(column)
+        name = name_column(column)
         measure = figure.measure or figure.task or name
         found.append((name, measure, cell.printed, record and read_figure(run, record, figure)))
     if not run.cells:

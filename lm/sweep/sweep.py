@@ -127,16 +127,16 @@ class Sweep:
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
         """Records how a point failed. If that cannot be written, there is a warning, and the point is tried again
         later."""
-        failure, path = {'exit_code': exit_code, 'error': error}, self.notes / f'{point.name}.json'
-        with _note_failure(path):
-            write_atomically(path, json.dumps(failure) + '\n')
+        self._note(point, {'exit_code': exit_code, 'error': error})
 
     def record_pruned(self, point: Point, step: int) -> None:
         """Records that a search has ended the point early. A failure is only a warning: the search finds it again."""
-        note = {'exit_code': None, 'error': f'pruned at step {step:,}', 'pruned_at': step}
+        self._note(point, {'exit_code': None, 'error': f'pruned at step {step:,}', 'pruned_at': step})
+
+    def _note(self, point: Point, content: dict[str, object]) -> None:
         path = self.notes / f'{point.name}.json'
         with _note_failure(path):
-            write_atomically(path, json.dumps(note) + '\n')
+            write_atomically(path, json.dumps(content) + '\n')
 
     def record_wrong_machine(self, point: Point, error: str) -> None:
         """Records that this machine computed wrongly: in the folder, and in the file that $LM_WRONG_MACHINES names.

@@ -6,6 +6,7 @@ and `lm export` writes them again, byte for byte.
 
 from collections.abc import Mapping
 
+from lm.data.tokenizers.marks import list_ids
 from lm.errors import writing
 from lm.files import AnyPath, parse_json_object, write_atomically
 
@@ -43,11 +44,9 @@ def take_over(source: AnyPath, run_dir: AnyPath) -> None:
 def find_ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
     """Returns the tokens at which generation ends, as generation_config.json says; none where it says nothing."""
     try:
-        found = parse_json_object(files[GENERATION_CONFIG]).get('eos_token_id')
+        return list_ids(parse_json_object(files[GENERATION_CONFIG]).get('eos_token_id'))
     except (KeyError, ValueError):
         return ()
-    values = found if isinstance(found, list) else [found]
-    return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
 
 
 def find_template(folder: AnyPath) -> str | None:

@@ -24,7 +24,7 @@ class TextMarks(NamedTuple):
 
 def read_marks(folder: AnyPath) -> TextMarks:
     """Returns the tokens that run.json in a folder states, or else config.json; none where there is neither."""
-    if ends := _list_ids(_read(folder / 'run.json').get('end_id')):
+    if ends := list_ids(_read(folder / 'run.json').get('end_id')):
         return TextMarks(ends, is_exact=True)
     return read_config_marks(_read(folder / 'config.json'), folder)
 
@@ -38,11 +38,10 @@ def read_config_marks(config: Mapping[str, object], folder: AnyPath) -> TextMark
 
 def find_marks(config: Mapping[str, object]) -> TextMarks:
     """Returns the tokens that the contents of a config.json state. Tokens that the model does not have do not count."""
-    text = config.get('text_config')
-    config = {**text, **config} if isinstance(text, dict) else config
+    config = _with_text(config)
     size = config.get('vocab_size')
     ends, begins = (
-        [i for i in _list_ids(config.get(name)) if not isinstance(size, int) or i < size]
+        [i for i in list_ids(config.get(name)) if not isinstance(size, int) or i < size]
         for name in ('eos_token_id', 'bos_token_id')
     )
     return TextMarks(tuple(ends), begins[0] if begins else None)
@@ -53,8 +52,7 @@ def check_marks(config: Mapping[str, object], where: AnyPath) -> None:
 
     The id -1 stands for no token.
     """
-    text = config.get('text_config')
-    config = {**text, **config} if isinstance(text, dict) else config
+    config = _with_text(config)
     size = config.get('vocab_size')
     for name in ('eos_token_id', 'bos_token_id'):
         value = config.get(name)
@@ -63,7 +61,14 @@ def check_marks(config: Mapping[str, object], where: AnyPath) -> None:
                 raise MismatchError(f'{where}: {name} = {index}: the ids of this model are below {size}; correct it')
 
 
-def _list_ids(value: object) -> tuple[int, ...]:
+def _with_text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the entries of a config.json with the entries of its language model."""
+    text = config.get('text_config')
+    return {**text, **config} if isinstance(text, dict) else config
+
+
+def list_ids(value: object) -> tuple[int, ...]:
+    """Returns the tokens that an entry names, one or a list; none for a value of another kind."""
     values = value if isinstance(value, list) else [value]
     return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
 

@@ -40,6 +40,8 @@ class Decoder(Family):
         turns_parts: rotary positions may turn a part of the channels of a head.
         without: beginnings of the names of tensors that `transformers` does not read either.
         takes_biases: attention and linear units may have biases.
+        slides: all layers have the window, if config.json states one.
+        names_types: config.json lists the types of layers.
     """
 
     ACTIVATIONS: ClassVar = {'silu': 'silu', 'swish': 'silu', 'gelu_new': 'gelu', 'gelu_pytorch_tanh': 'gelu'}
@@ -59,6 +61,8 @@ class Decoder(Family):
     turns_parts: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
     takes_biases: ClassVar[bool] = False
+    slides: ClassVar[bool] = False
+    names_types: ClassVar[bool] = True
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
         """Returns further fields of the model."""
@@ -66,7 +70,8 @@ class Decoder(Family):
 
     def layer_types(self, config: Hyperparameters) -> list[str]:
         """Returns the type of each layer."""
-        return [FULL for _ in count_layers(config)]
+        kind = SLIDING if self.slides and self.window(config) is not None else FULL
+        return [kind for _ in count_layers(config)]
 
     def window(self, config: Hyperparameters) -> int | None:
         """Returns the window of the layers of type `SLIDING`."""
@@ -195,7 +200,7 @@ class Decoder(Family):
             'tie_word_embeddings': model.tied,
             'sliding_window': window,
             'use_sliding_window': window is not None,
-            'layer_types': [FULL if one is None else SLIDING for one in windows],
+            **({'layer_types': [FULL if one is None else SLIDING for one in windows]} if self.names_types else {}),
         }
 
     def back(self, ours: Tensors, model: ModelConfig) -> Tensors:

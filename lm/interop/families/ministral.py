@@ -1,6 +1,5 @@
 """Ministral."""
 
-from lm.interop.families.decoder import Decoder
 from lm.interop.families.mistral import Mistral
 
 
@@ -9,4 +8,4 @@ class Ministral(Mistral):
 
     model_types = ('ministral',)
     architecture = 'MinistralForCausalLM'
-    describe = Decoder.describe
+    names_types = True

@@ -2,7 +2,6 @@
 
 from lm.interop.families.decoder import SLIDING, Decoder, count_layers
 from lm.interop.hyperparameters import Hyperparameters
-from lm.model import ModelConfig
 
 
 class Mistral(Decoder):
@@ -10,14 +9,10 @@ class Mistral(Decoder):
 
     model_types = ('mistral',)
     architecture = 'MistralForCausalLM'
+    names_types = False  # transformers takes a Mistral with types of layers for a Ministral
 
     def layer_types(self, config: Hyperparameters) -> list[str]:
         return config.texts('layer_types') or [SLIDING for _ in count_layers(config)]
 
     def window(self, config: Hyperparameters) -> int | None:
         return config.find_integer('sliding_window', 4096)
-
-    def describe(self, model: ModelConfig) -> dict[str, object]:
-        described = super().describe(model)
-        del described['layer_types']  # transformers takes a Mistral with types of layers for a Ministral
-        return described

@@ -2,11 +2,8 @@
 
 from typing import ClassVar
 
-from lm.interop.families.decoder import FULL, SLIDING, count_layers
 from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
-from lm.interop.hyperparameters import Hyperparameters
-from lm.model import ModelConfig
 
 
 class Mixtral(ExpertDecoder):
@@ -24,12 +21,5 @@ class Mixtral(ExpertDecoder):
     }
     expert: ClassVar = {'num_local_experts': 8, 'num_experts_per_tok': 2, BALANCE: 0.001}
     normalizes = True
-
-    def layer_types(self, config: Hyperparameters) -> list[str]:
-        kind = FULL if self.window(config) is None else SLIDING
-        return [kind for _ in count_layers(config)]
-
-    def describe(self, model: ModelConfig) -> dict[str, object]:
-        described = super().describe(model)
-        del described['layer_types']
-        return described
+    slides = True
+    names_types = False

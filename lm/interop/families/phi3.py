@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from lm.interop.families.decoder import FULL, SLIDING, Decoder, count_layers
+from lm.interop.families.decoder import Decoder
 from lm.interop.families.exchange import Exchange
-from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 
@@ -14,10 +13,7 @@ class Phi3(Decoder):
 
     model_types = ('phi3',)
     epsilon = 1e-5
-
-    def layer_types(self, config: Hyperparameters) -> list[str]:
-        kind = FULL if self.window(config) is None else SLIDING
-        return [kind for _ in count_layers(config)]
+    slides = True
 
     def exchange_attention(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
         tensors.move('qkv.weight', 'self_attn.qkv_proj.weight')

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from lm.interop.families.base import Tensors
-from lm.interop.families.decoder import FULL, QKV, SLIDING, Decoder, count_layers
+from lm.interop.families.decoder import QKV, Decoder
 from lm.interop.families.exchange import Exchange
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -20,6 +20,8 @@ class Starcoder2(Decoder):
     architecture = 'Starcoder2ForCausalLM'
     activation = 'gelu_pytorch_tanh'
     tied = True
+    slides = True
+    names_types = False
     norm_epsilon: ClassVar[float] = 1e-5
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
@@ -29,10 +31,6 @@ class Starcoder2(Decoder):
     def differences(self, config: Hyperparameters) -> list[str]:
         found = super().differences(config)
         return found if config.flag('use_bias', True) else [*found, 'layer normalization without biases of maps']
-
-    def layer_types(self, config: Hyperparameters) -> list[str]:
-        kind = FULL if self.window(config) is None else SLIDING
-        return [kind for _ in count_layers(config)]
 
     def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:
         bias = theirs.pop('model.norm.bias')
@@ -46,9 +44,7 @@ class Starcoder2(Decoder):
                 tensors.move(f'{our}.{part}', f'{their}.{part}')
 
     def describe(self, model: ModelConfig) -> dict[str, object]:
-        described = super().describe(model) | {'norm_epsilon': model.norm_epsilon}
-        del described['layer_types']
-        return described
+        return super().describe(model) | {'norm_epsilon': model.norm_epsilon}
 
     def back(self, ours: Tensors, model: ModelConfig) -> Tensors:
         return super().back(ours, model) | {'model.norm.bias': ours['final_norm.bias']}
