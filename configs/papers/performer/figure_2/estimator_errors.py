@@ -99,8 +99,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for error in ERRORS:
         label, path = f'relative error of the {error}', folder / f'estimator_errors_{error}'
-        scales = {'x_scale': 'log', 'y_scale': 'log'}
-        draw_lines(path, curves[error], 'features M', label, markers=True, ticks=counts, **scales)
+        draw_lines(path, curves[error], 'features M', label, x_scale='log', y_scale='log', markers=True, ticks=counts)
         print(f'drawn in {path}.png and {path}.pdf')
     return 0
 
