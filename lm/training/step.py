@@ -170,8 +170,8 @@ class TrainStep:
                 The comparison with a teacher adds its own (`Distillation.compare`). Without a teacher, models with
                 experts add the measures of their routers (`lm.model.routers`).
         """
-        windows = self._number_windows(state['step'], batch_AxBxL)
-        loss, gradients, others = self._gradients(state['params'], state['buffers'], windows, fixed)
+        given = state['params'], state['buffers'], batch_AxBxL, fixed, state['step']
+        loss, gradients, others = self._gradients(*given)
         squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
         norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
@@ -347,12 +347,13 @@ class TrainStep:
         return objective
 
     def _gradients(
-        self, params: object, buffers: object, windows: '_Windows', fixed: Fixed | None = None
+        self, params: object, buffers: object, batch: Batch, fixed: Fixed | None = None, step: jax.Array | int = 0
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """Returns (loss in nats without z-loss, gradients with it, other metrics).
 
         The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
         """
+        windows = self._number_windows(jnp.asarray(step), batch)
         microbatches, given = windows.tokens.shape[0], _Given(params, buffers, fixed or {})
         counted_AxBxL = jax.vmap(lambda each: each.unpack(self.unpack))(windows)[2]
         count = None  # the mean number of targets per microbatch, over all devices
