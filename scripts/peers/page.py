@@ -20,6 +20,9 @@ costs were read from the compiled program. `python -m scripts.peers.compare --he
 - **work**: how the peer's work differs from ours; empty: equal work.
 - A kernel with loops inside counts each loop once. Its cycles are too few then, and the row says so.
 - On v7x SparseCores copy arrays to other layouts. XLA estimates no cycles of these, so both numbers have their bytes.
+- A call that is compiled alone has its arguments in JAX's usual order: with heads of 128 the channel is last, and our
+  kernels read tokens last. In a compiled step (`v6e-qwen3.5-9b` of `published_steps.py`) they read what short
+  convolutions wrote, without such copies.
 - XMA has no package. A file for `--adapter` called its sources, and is not in the tree.
 """
 COLUMNS = ['chip', 'heads', 'tokens', 'package', 'kernels', 'around', 'MiB', 'HBM bytes', 'peer ÷ lm', 'work']
