@@ -88,7 +88,8 @@ def make_line(row: Row, ours: Row | None) -> list[str]:
     work += [f'not counted: {", ".join(found.uncounted)}'] if found.uncounted else []
     work += [f'loops inside: {", ".join(found.looping)}'] if found.looping else []
     ratio = ''
-    if row.peer != OURS and ours is not None and ours.figures is not None:
+    is_counted = not found.uncounted and not found.looping
+    if row.peer != OURS and is_counted and ours is not None and ours.figures is not None:
         base = ours.figures
         ratio = f'{(found.kernels + found.model) / (base.kernels + base.model):.2f}, {found.total / base.total:.2f}'
     around = f'{found.model:.1f} to {found.estimate:.1f}'
