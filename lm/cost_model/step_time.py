@@ -43,7 +43,8 @@ PARTS = {
 MOVES = {
     'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'copy', 'copy-start', 'copy-done', 'transpose',
     'reshape', 'slice', 'slice-start', 'slice-done', 'dynamic-slice', 'dynamic-update-slice', 'concatenate', 'pad',
-    'broadcast', 'call-update', 'reverse', 'convert', 'bitcast-convert', 'reduce-precision', 'fusion', 'iota', 'opt-barrier',
+    'broadcast', 'call-update', 'reverse', 'convert', 'bitcast-convert', 'reduce-precision', 'fusion', 'iota',
+    'opt-barrier',
 }  # fmt: skip
 """Opcodes of fusions that compute no number."""
 ON_CHIP = re.compile(r'S\([1-9]')

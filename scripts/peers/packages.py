@@ -69,17 +69,7 @@ class Tokamax(Peer):
                 o_HxBxLxD, _ = kimi_delta_attention(q, k, v, log_decay, beta.transpose(2, 0, 1), **named)
             return o_HxBxLxD.transpose(1, 2, 0, 3)
 
-        return {'kda': kda, 'softmax': self._softmax}
-
-    @staticmethod
-    def _softmax(q, k, v):
-        from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
-        from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
-
-        length, scale = q.shape[1], jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-        q, k, v = (x.swapaxes(1, 2) for x in (q * scale, k, v))
-        attend = kernel.make_splash_mha(masks.CausalMask((length, length)), config=kernel.SplashConfig.get_default())
-        return jax.vmap(attend)(q, k, v).swapaxes(1, 2)
+        return {'kda': kda}
 
 
 class DeltanetTpu(Peer):

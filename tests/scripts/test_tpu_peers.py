@@ -1,6 +1,7 @@
 """The table of other packages' TPU kernels: rows, reasons and the page. Nothing is compiled but one call of ours."""
 
 import base64
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -17,7 +18,7 @@ from scripts.peers.measure import Figures, has_loops, measure, pretend
 from scripts.peers.operations import OPERATIONS, Shape
 from scripts.peers.packages import PEERS, MaxText, load_functions
 from scripts.peers.page import make_page
-from scripts.peers.rows import read_rows
+from scripts.peers.rows import Row, read_rows
 
 ADAPTER = """
 from scripts.peers.packages import Peer
@@ -79,6 +80,15 @@ def test_every_row_has_figures_or_a_reason(run):
     # 4 + 1 of 2 + 1 cycles with our model, and 4 + 2 of 2 + 2 with XLA's estimates.
     assert '1.67, 1.50 | it adds nothing' in page
     assert 'PackageNotFoundError' in page
+
+
+@pytest.mark.parametrize(('differs', 'said'), [('', True), ('it adds nothing', False)])
+def test_the_page_names_rows_in_which_a_peer_of_equal_work_is_ahead(differs, said):
+    ours = Row('linear', '12x64', 4096, 'v6e', 'lm', '1', 'jax 1', figures=Figures(4.0, 1.0, 8.0, 0.0, 0.0))
+    theirs = dataclasses.replace(ours, peer='Sums', differs=differs, figures=Figures(5.0, 1.0, 2.0, 0.0, 0.0))
+    line = "- Sums, linear attention, 12 × 64, 4,096 tokens, v6e: 0.58 with XLA's estimates. It has less around them."
+    assert (line in make_page([ours, theirs])) == said
+    assert ('In no row.' in make_page([ours, theirs])) != said
 
 
 def test_rows_of_the_same_versions_are_kept(run, monkeypatch):
