@@ -369,6 +369,7 @@ def _save(figure: Any, path: Any) -> None:
         try:
             figure.savefig(temporary, metadata={'CreationDate': None} if suffix == 'pdf' else None)
             os.replace(temporary, target)
+            figure.set_layout_engine('none')  # the places are found, and finding them takes as long as drawing
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -53,7 +53,7 @@ class CachedArray:
         # One chunk at a time, in a buffer that stays in the processor's cache.
         whole = np.empty(size + CRC_BYTES, np.uint8)
         content, crc, elements = whole[:size], whole[size:].view('<u4'), whole[:size].view(self.dtype)
-        newest, per_file = None, self.shard // self.chunk
+        newest, per_file, buffers = None, self.shard // self.chunk, [whole.data]
         try:
             with contextlib.ExitStack() as stack:
                 files: dict[int, tuple[int, np.ndarray]] = {}
@@ -65,7 +65,7 @@ class CachedArray:
                             files[which] = file, self._read_index(file)
                         file, index = files[which]
                         offset, stored = index[place].tolist()
-                        if stored != len(whole) or os.preadv(file, [whole], offset, NO_WAIT) != stored:
+                        if stored != len(whole) or os.preadv(file, buffers, offset, NO_WAIT) != stored:
                             return None
                         if google_crc32c.value(content) != crc[0]:
                             return None
