@@ -1,9 +1,9 @@
 """Windows of a local token store whose chunks lie in the page cache: read without the threads of TensorStore.
 
 TensorStore spends more time per window on threads than memory needs for its bytes. These reads never wait for a disk
-and report nothing: where a chunk is not in the page cache, or anything is not as `lm prepare` writes it, the caller has
-TensorStore read, which reads many chunks at once and names what is wrong. The checksum (crc32c) of each chunk is
-compared on each read. Files: zarr3, codec `sharding_indexed`, the index behind the chunks.
+and report nothing. TensorStore reads what is not in the page cache, many chunks at once. It also reads what is not as
+`lm prepare` writes it, and names what is wrong. The checksum (crc32c) of each chunk is compared on each read. Files:
+zarr3, codec `sharding_indexed`, the index behind the chunks.
 """
 
 import contextlib
