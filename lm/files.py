@@ -212,6 +212,9 @@ def parse_json(content: str | bytes) -> Any:
         value = json.loads(content)
     except RecursionError:
         raise ValueError('nested too deep') from None
+    opened = content.encode(errors='replace') if isinstance(content, str) else content
+    if opened.count(b'{') + opened.count(b'[') <= MOST_NESTED:
+        return value
     level, depth = [value], 0
     while level := [
         part for v in level if isinstance(v, dict | list) for part in (v.values() if isinstance(v, dict) else v)

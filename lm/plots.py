@@ -378,6 +378,7 @@ def _save(figure: 'Figure', path: os.PathLike | str) -> None:
         try:
             figure.savefig(temporary, metadata={'CreationDate': None} if suffix == 'pdf' else None)
             os.replace(temporary, target)
+            figure.set_layout_engine('none')  # the places are found, and finding them takes as long as drawing
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -95,15 +96,24 @@ def update_names(bindings: dict[str, str]) -> dict[str, str]:
             found |= {f'{scope}{slash}{owner}.{today}': now for today, now in _read_meant(moved, owner, field).items()}
     for title in dict.fromkeys(map(_title, found)):
         name = title.rpartition('/')[2]
-        for field in _fields(name) if name in REGISTRY else ():
-            default = replace_nodes(
-                field.default, lambda v: Reference('', v.gin_name) if isinstance(v, Configurable) else v
-            )
-            with contextlib.suppress(ConfigError):  # it has no default
-                found.setdefault(f'{title}.{field.name}', format_value(default))
+        for field, default in _format_defaults(REGISTRY[name]).items() if name in REGISTRY else ():
+            found.setdefault(f'{title}.{field}', default)
     # A field that moved to several configurables counts in the selected ones.
     there = {*map(_title, bindings), *re.findall(r'@([\w./]+)\(\)', ' '.join(found.values()))}
     return {key: text for key, text in found.items() if _title(key) in there}
+
+
+@functools.cache
+def _format_defaults(kind: type[Configurable]) -> dict[str, str]:
+    """Returns field → gin text of its default, of the fields that have one."""
+    found = {}
+    for field in list_fields(kind).values():
+        default = replace_nodes(
+            field.default, lambda v: Reference('', v.gin_name) if isinstance(v, Configurable) else v
+        )
+        with contextlib.suppress(ConfigError):  # it has no default
+            found[field.name] = format_value(default)
+    return found
 
 
 def _former(owner: str, field: dataclasses.Field) -> str | None:

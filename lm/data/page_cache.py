@@ -1,9 +1,9 @@
 """Windows of a local token store whose chunks lie in the page cache: read without the threads of TensorStore.
 
 TensorStore spends more time per window on threads than memory needs for its bytes. These reads never wait for a disk
-and report nothing: where a chunk is not in the page cache, or anything is not as `lm prepare` writes it, the caller has
-TensorStore read, which reads many chunks at once and names what is wrong. The checksum (crc32c) of each chunk is
-compared on each read. Files: zarr3, codec `sharding_indexed`, the index behind the chunks.
+and report nothing. TensorStore reads what is not in the page cache, many chunks at once. It also reads what is not as
+`lm prepare` writes it, and names what is wrong. The checksum (crc32c) of each chunk is compared on each read. Files:
+zarr3, codec `sharding_indexed`, the index behind the chunks.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class CachedArray:
         # One chunk at a time, in a buffer that stays in the processor's cache.
         whole = np.empty(size + CRC_BYTES, np.uint8)
         content, crc, elements = whole[:size], whole[size:].view('<u4'), whole[:size].view(self.dtype)
-        newest, per_file = None, self.shard // self.chunk
+        newest, per_file, buffers = None, self.shard // self.chunk, [whole.data]
         try:
             with contextlib.ExitStack() as stack:
                 files: dict[int, tuple[int, np.ndarray]] = {}
@@ -65,7 +65,7 @@ class CachedArray:
                             files[which] = file, self._read_index(file)
                         file, index = files[which]
                         offset, stored = index[place].tolist()
-                        if stored != len(whole) or os.preadv(file, [whole], offset, NO_WAIT) != stored:
+                        if stored != len(whole) or os.preadv(file, buffers, offset, NO_WAIT) != stored:
                             return None
                         if google_crc32c.value(content) != crc[0]:
                             return None

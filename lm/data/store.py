@@ -268,9 +268,10 @@ class TokenStore:
     def _find_cached(self, split: str, tokens: ts.TensorStore) -> CachedArray | None:
         """Returns the reader of tokens in the page cache; None where they lie in a bucket, or otherwise than here."""
         if split not in self._cached:
-            chunk, shard = (tokens.chunk_layout.read_chunk.shape or (0,))[0], tokens.chunk_layout.write_chunk.shape[0]
-            found = None
-            if not is_remote(self.path) and _is_sharded_as_here(tokens.spec().to_json()['metadata']['codecs']):
+            layout, found = tokens.chunk_layout, None
+            chunk, shard = ((part.shape or (None,))[0] or 0 for part in (layout.read_chunk, layout.write_chunk))
+            codecs = tokens.spec().to_json()['metadata']['codecs']
+            if not is_remote(self.path) and chunk and _is_sharded_as_here(codecs):
                 folder = f'{local_path(self.path)}/{split}/tokens/c'
                 indexes = max(1, INDEX_CACHE_BYTES * chunk // (16 * shard))
                 found = CachedArray(folder, tokens.dtype.numpy_dtype, chunk, shard, indexes)

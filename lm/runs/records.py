@@ -281,7 +281,7 @@ def to_json(value: object) -> str:
 def _restore_numbers(value: object) -> Any:
     """Restores the numbers whose names `lm.runs.metrics_file.to_plain` writes, and makes control characters visible."""
     if isinstance(value, dict):
-        return {_make_key(k): _restore_numbers(v) for k, v in value.items()}
+        return {_make_key(k): v if isinstance(v, int | float) else _restore_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore_numbers(v) for v in value]
     if not isinstance(value, str):
