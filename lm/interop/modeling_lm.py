@@ -27,30 +27,6 @@ from lm.ops.formulas import EPSILON
 
 OF_THE_LOSS = {'num_items_in_batch', 'ignore_index', 'shift_labels'}
 """The inputs of `LmForCausalLM.forward` that its loss takes."""
-DEFAULTS = {
-    'vocab_size': 32_000,
-    'num_hidden_layers': 12,
-    'hidden_size': 768,
-    'num_attention_heads': 12,
-    'num_key_value_heads': 12,
-    'head_dim': 64,
-    'intermediate_size': 2048,
-    'norm': 'layer',
-    'norm_epsilon': EPSILON,
-    'norm_placement': 'before',
-    'activation': 'gelu',
-    'gated': True,
-    'biases': False,
-    'qkv_biases': False,
-    'embedding_scale': None,
-    'sinusoids': True,
-    'learned_positions': None,
-    'rotary_base': 10_000.0,
-    'tied': True,
-    'logit_cap': None,
-    'initializer_range': 0.02,
-}
-"""Entries of config.json where it leaves them out."""
 
 
 class LmConfig(PretrainedConfig):
@@ -61,12 +37,42 @@ class LmConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ('cache',)
     attribute_map = {'final_logit_softcapping': 'logit_cap'}  # noqa: RUF012 (transformers reads it so)
 
-    def __init__(self, attention=(), layers=(), **given):
-        self.attention, self.layers = list(attention), list(layers)
-        tied = given.get('tied', DEFAULTS['tied'])
-        for name, value in DEFAULTS.items():
-            setattr(self, name, given.pop(name, value))
-        super().__init__(**(given | {'tie_word_embeddings': tied}))
+    def __init__(
+        self,
+        vocab_size=32_000,
+        num_hidden_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        intermediate_size=2048,
+        attention=(),
+        layers=(),
+        norm='layer',
+        norm_epsilon=EPSILON,
+        norm_placement='before',
+        activation='gelu',
+        gated=True,
+        biases=False,
+        qkv_biases=False,
+        embedding_scale=None,
+        sinusoids=True,
+        learned_positions=None,
+        rotary_base=10_000.0,
+        tied=True,
+        logit_cap=None,
+        initializer_range=0.02,
+        **others,
+    ):
+        self.vocab_size, self.num_hidden_layers, self.hidden_size = vocab_size, num_hidden_layers, hidden_size
+        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
+        self.head_dim, self.intermediate_size, self.attention = head_dim, intermediate_size, list(attention)
+        self.norm, self.norm_epsilon, self.norm_placement = norm, norm_epsilon, norm_placement
+        self.activation, self.gated, self.biases, self.qkv_biases = activation, gated, biases, qkv_biases
+        self.embedding_scale, self.sinusoids, self.learned_positions = embedding_scale, sinusoids, learned_positions
+        self.rotary_base, self.layers, self.tied, self.logit_cap = rotary_base, list(layers), tied, logit_cap
+        self.initializer_range = initializer_range
+        super().__init__(**(others | {'tie_word_embeddings': tied}))
 
 
 @dataclasses.dataclass

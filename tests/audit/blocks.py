@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
 from lm.interop.families.llama import Llama
+from lm.interop.hyperparameters import Hyperparameters
 from lm.interop.names import from_tensors
 from lm.model import build
 from lm.model.functions import split
@@ -80,7 +81,7 @@ norm_row('rms', lambda x, scale, bias: F.rms_norm(x, (24,), scale, 1e-5) + 0 * b
 def ours_of(theirs, config, gradients=False):
     """Returns (model, its weights) of a Llama by the code of `lm import`; with gradients, it converts these instead of
     weights."""
-    family, described = Llama(), config.to_dict()
+    family, described = Llama(), Hyperparameters(config.to_dict())
     model = family.model(None, described)
     state = {name: (p.grad if gradients else p).detach().numpy().copy() for name, p in theirs.named_parameters()}
     norms = {n: state.pop(n) for n in list(state) if n.endswith(('q_norm.weight', 'k_norm.weight'))}
