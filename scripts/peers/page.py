@@ -37,7 +37,7 @@ def make_page(rows: Sequence[Row]) -> str:
     parts += ['\n## Where a peer of equal work is ahead\n', *(list_behind(rows) or ['In no row.'])]
     versions = sorted({f'{row.peer} {row.version}' for row in rows if row.version})
     compilers = '; '.join(sorted({row.compiler for row in rows}))
-    return '\n'.join([*parts, f'\n**Versions**: {", ".join(versions)}. **Compilers**: {compilers}.', ''])
+    return '\n'.join([*parts, f'\nCompilers: {compilers}. Versions:\n', *(f'- {version}' for version in versions), ''])
 
 
 def list_behind(rows: Sequence[Row]) -> list[str]:
