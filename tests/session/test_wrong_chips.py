@@ -1,6 +1,7 @@
 """A run on chips that compute wrongly ends with 45, says which ones, and saves nothing doubtful."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -35,7 +36,7 @@ def test_a_replay_stops_a_run_and_names_the_chip(tiny_flags, every_third, tmp_pa
     assert 'every 3 steps, names a chip' in out
     line = error.splitlines()[-1]
     assert line.startswith('lm train: error: step 3: cpu:5 on ')
-    assert 'arrays (loss, gradient of ' in line
+    assert re.search(r'arrays \((loss, )?gradient of ', line), 'the loss may round to the same number'
     assert 'it came again in a repetition' in line
     assert 'the newest checkpoint, step 2, stays' in line
     assert sorted(p.name for p in (run / 'checkpoints').iterdir() if p.name.isdigit()) == ['1', '2']
