@@ -1,9 +1,9 @@
 """Windows of a local token store whose chunks lie in the page cache: read without the threads of TensorStore.
 
-TensorStore spends more time per window on threads than memory needs for its bytes. These reads never wait for a disk
-and report nothing. TensorStore reads what is not in the page cache, many chunks at once. It also reads what is not as
-`lm prepare` writes it, and names what is wrong. The checksum (crc32c) of each chunk is compared on each read. Files:
-zarr3, codec `sharding_indexed`, the index behind the chunks.
+TensorStore spends more time per window on threads than memory needs for its bytes. These reads wait for a disk a few
+times per call at most, and report nothing. Where more chunks are not in the page cache, TensorStore reads all of them
+at once. It also reads what is not as `lm prepare` writes it, and names what is wrong. The checksum (crc32c) of each
+chunk is compared on each read. Files: zarr3, codec `sharding_indexed`, the index behind the chunks.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ import numpy as np
 CRC_BYTES = 4
 MOST_ELEMENTS = 2**20
 """A call for more gains nothing."""
+MOST_WAITS = 4
+"""Chunks of a call that may come from a disk: a busy machine drops single ones from the page cache."""
 NO_WAIT = getattr(os, 'RWF_NOWAIT', None)
 """Makes a read fail where it would wait; only Linux has it."""
 
@@ -53,7 +55,7 @@ class CachedArray:
         # One chunk at a time, in a buffer that stays in the processor's cache.
         whole = np.empty(size + CRC_BYTES, np.uint8)
         content, crc, elements = whole[:size], whole[size:].view('<u4'), whole[:size].view(self.dtype)
-        newest, per_file, buffers = None, self.shard // self.chunk, [whole.data]
+        newest, per_file, buffers, waits = None, self.shard // self.chunk, [whole.data], MOST_WAITS
         try:
             with contextlib.ExitStack() as stack:
                 files: dict[int, tuple[int, np.ndarray]] = {}
@@ -65,8 +67,12 @@ class CachedArray:
                             files[which] = file, self._read_index(file)
                         file, index = files[which]
                         offset, stored = index[place].tolist()
-                        if stored != len(whole) or os.preadv(file, buffers, offset, NO_WAIT) != stored:
+                        if stored != len(whole):
                             return None
+                        if not _read_at_once(file, buffers, offset, stored):
+                            waits -= 1
+                            if waits < 0 or os.preadv(file, buffers, offset) != stored:
+                                return None
                         if google_crc32c.value(content) != crc[0]:
                             return None
                         newest = number
@@ -106,6 +112,13 @@ class CachedArray:
                     del self._indexes[next(iter(self._indexes))]
                 self._indexes[identity] = index
         return index
+
+
+def _read_at_once(file: int, buffers: list[memoryview], offset: int, size: int) -> bool:
+    """Fills the buffers from the page cache, and returns whether all of it was there."""
+    with contextlib.suppress(BlockingIOError):
+        return os.preadv(file, buffers, offset, NO_WAIT or 0) == size
+    return False
 
 
 class _Damaged(Exception):

@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -121,6 +122,28 @@ def test_chunks_of_the_page_cache_are_checked(copy, tokens):
     assert array.read(starts, 100) is None
     file.unlink()
     assert array.read(starts, 100) is None
+
+
+@pytest.mark.parametrize(
+    ('absent', 'is_read'), [(1, True), (page_cache.MOST_WAITS, True), (page_cache.MOST_WAITS + 1, False)]
+)
+def test_few_chunks_may_come_from_a_disk(copy, tokens, monkeypatch, absent, is_read):
+    starts = np.arange(6) * 2**14
+    plain, missed = os.preadv, set(range(absent))
+
+    def preadv(file, buffers, offset, flags=0):
+        if flags and missed:
+            missed.pop()
+            raise BlockingIOError
+        return plain(file, buffers, offset)
+
+    monkeypatch.setattr(os, 'preadv', preadv)
+    monkeypatch.setattr(page_cache, 'NO_WAIT', 8)
+    array = page_cache.CachedArray(str(copy / 'train' / 'tokens' / 'c'), np.dtype(np.uint16), 2**14, 2**26, 1)
+    windows = array.read(starts, 100)
+    assert (windows is not None) is is_read
+    if windows is not None:
+        np.testing.assert_array_equal(windows, np.stack([tokens[s : s + 100] for s in starts]))
 
 
 def test_fingerprint_depends_on_the_data_alone(tmp_path, original, tokens):
