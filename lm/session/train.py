@@ -122,13 +122,13 @@ def open_session(
         checkpointer = stack.enter_context(Checkpointer(run.checkpoints, experiment.checkpoint, *kept, memory))
         branch, rewind_to = find_origin(run, request, plan)
         source = stack.enter_context(branch.checkpointer(kept[0])) if branch else checkpointer
-        if source.latest_step() is None:
+        if is_new := source.latest_step() is None:
             plan.check_initial()
 
         step, abstract = plan.program.step, plan.program.place_state(mesh)
         compilation = compile_in_background(plan.program, mesh)
-        with goodput.charge('restore'):
-            fixed = read_fixed(plan, mesh, source.latest_step() is None)
+        with goodput.charge('initialize' if is_new else 'restore'):
+            fixed = read_fixed(plan, mesh, is_new)
         start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, fixed)
         with goodput.charge('trace'):
             compilation.lowered.exception()  # the next line raises its error
