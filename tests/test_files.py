@@ -52,6 +52,7 @@ def test_paths_are_opened_or_refused_in_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(('scheme', 'package'), files.PACKAGES.items())
 def test_a_bucket_says_what_to_install(scheme, package, monkeypatch):
+    buckets.register(scheme)  # imports packages that look for others themselves
     present: set[str] = set()
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name if name in present else None)
     with pytest.raises(ConfigError, match=rf"jsonl.path = '{scheme}://b/x': .*pip install {package}$"):
