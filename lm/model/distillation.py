@@ -3,6 +3,8 @@
 B batch, L length, N layers, D model width, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -49,10 +51,7 @@ def compare_predictions(
         )
         return divergence_B * temperature**2, nats_B, theirs_B
 
-    with jax.named_scope('cross_entropy'):
-        places = (x_BxLxD.swapaxes(0, 1), y_BxLxD.swapaxes(0, 1), targets_BxL.T)
-        found = jax.lax.map(compare, places, batch_size=PLACES)
-        return tuple(array_LxB.T for array_LxB in found)
+    return _over_places(compare, x_BxLxD, y_BxLxD, targets_BxL)
 
 
 def compare_with_cached(
@@ -96,24 +95,30 @@ def compare_with_cached(
         divergence_B = (p_BxK * (logs_BxK - chosen_BxK)).sum(axis=-1) + rest_B * logs_rest_B
         return divergence_B, -jnp.take_along_axis(ours_BxV, targets_B[:, None], axis=-1)[:, 0]
 
-    with jax.named_scope('cross_entropy'):
-        arrays = x_BxLxD, targets_BxL, ids_BxLxK, logs_BxLxK
-        found = jax.lax.map(compare, tuple(array.swapaxes(0, 1) for array in arrays), batch_size=PLACES)
-        return tuple(array_LxB.T for array_LxB in found)
+    return _over_places(compare, x_BxLxD, targets_BxL, ids_BxLxK, logs_BxLxK)
 
 
 def find_most_probable(
     teacher: Transformer, tokens_BxL: jax.Array, positions: jax.Array, starts_BxL: jax.Array | None, *, k: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Returns the k most probable next tokens [B, L, k] and their log-probabilities, float32."""
     x_BxLxD = teacher.hidden(tokens_BxL, positions, starts_BxL)
 
-    def find(x_BxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def find(place: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (x_BxD,) = place
         logs_BxK, ids_BxK = jax.lax.top_k(jax.nn.log_softmax(teacher.logits(x_BxD[:, None])[:, 0]), k)
         return ids_BxK, logs_BxK
 
-    found = jax.lax.map(find, x_BxLxD.swapaxes(0, 1), batch_size=PLACES)
-    return tuple(array_LxBxK.swapaxes(0, 1) for array_LxBxK in found)
+    return _over_places(find, x_BxLxD)
+
+
+def _over_places(
+    compute: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]], *arrays_BxL: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Calls a function with arrays [B, …] of each position, for `PLACES` positions at a time; results are [B, L, …]."""
+    with jax.named_scope('cross_entropy'):
+        places = tuple(array.swapaxes(0, 1) for array in arrays_BxL)
+        return tuple(array.swapaxes(0, 1) for array in jax.lax.map(compute, places, batch_size=PLACES))
 
 
 def compare_layers(

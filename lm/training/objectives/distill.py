@@ -66,10 +66,7 @@ class Distill(Distillation):
         self, pair: Pair, documents: Documents | None, tokens_BxL: jax.Array, targets_BxL: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         predict = functools.partial(compare_predictions, temperature=self.temperature)
-        found = pair.over_windows(predict, documents, tokens_BxL, targets_BxL)
-        divergence_BxL, nats_BxL, _ = found
-        mixed_BxL = (1 - self.cross_entropy) * divergence_BxL + self.cross_entropy * nats_BxL
-        return mixed_BxL, dict(zip(MEASURES, found, strict=True))
+        return self._mix(pair.over_windows(predict, documents, tokens_BxL, targets_BxL))
 
     def make_taught(self, tokens_BxL: jax.Array) -> dict[str, jax.Array]:
         k = self.top_k or 1
@@ -86,10 +83,13 @@ class Distill(Distillation):
         taught: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         arrays = tokens_BxL, targets_BxL, taught[IDS], taught[LOGS]
-        found = over_windows(compare_with_cached, [(student, weights)], documents, *arrays)
-        divergence_BxL, nats_BxL = found
-        mixed_BxL = (1 - self.cross_entropy) * divergence_BxL + self.cross_entropy * nats_BxL
-        return mixed_BxL, dict(zip(MEASURES, found, strict=False))
+        return self._mix(over_windows(compare_with_cached, [(student, weights)], documents, *arrays))
+
+    def _mix(self, found: tuple[jax.Array, ...]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the loss of each token, and the measures by name."""
+        named = dict(zip(self._measures, found, strict=True))
+        mixed_BxL = (1 - self.cross_entropy) * named['divergence'] + self.cross_entropy * named['cross_entropy']
+        return mixed_BxL, named
 
     @property
     def _measures(self) -> tuple[str, ...]:
