@@ -63,10 +63,10 @@ class Lora(Configurable):
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def choose_places(self, part: str) -> tuple[int, ...]:
-        """Returns the places of the matrices with adapters in a part of a layer, ascending."""
+    def choose_places(self, part: str, count: int) -> tuple[int, ...]:
+        """Returns the places of the matrices with adapters in a part of a layer with `count` matrices, ascending."""
         targets = (TARGETS[name] for name in self.targets)
-        return tuple(sorted(place for where, place in targets if where == part))
+        return tuple(sorted(place for where, place in targets if where == part and place < count))
 
 
 class AdapterParam(nnx.Param):
@@ -113,9 +113,8 @@ class AdaptedDense(Dense):
     def _multiply(self, x_BxLxD: jax.Array) -> dict[int, jax.Array]:
         """Returns the products [B, L, N] of the adapters, by the places of their matrices."""
         (x_BxLxR,) = multiply_gathered(x_BxLxD, self.down[...].astype(self.dtype), [])
-        cuts = np.cumsum([self.sizes[place] for place in self.places])[:-1].tolist()
         parts = jnp.split(x_BxLxR * self.scale, len(self.places), axis=-1)
-        ups = jnp.split(self.up[...].astype(self.dtype), cuts, axis=-1)
+        ups = _split(self.up[...].astype(self.dtype), [self.sizes[place] for place in self.places])
         return {
             place: multiply_gathered(part_BxLxR, up_RxN, [])[0]
             for place, part_BxLxR, up_RxN in zip(self.places, parts, ups, strict=True)
@@ -171,11 +170,11 @@ class AdaptedFunctions(ModelFunctions):
             if name != DOWN:
                 continue
             kernel = (*path, 'kernel')
-            sizes, places = declared[kernel].pieces, self.lora.choose_places(path[-1])
-            places = [place for place in places if place < len(sizes)]
+            sizes = declared[kernel].pieces
+            places = self.lora.choose_places(path[-1], len(sizes))
             downs = jnp.split(own[*path, DOWN], len(places), axis=-1)
-            ups = jnp.split(own[*path, UP], np.cumsum([sizes[place] for place in places])[:-1].tolist(), axis=-1)
-            columns = jnp.split(found[kernel], np.cumsum(sizes)[:-1].tolist(), axis=-1)
+            ups = _split(own[*path, UP], [sizes[place] for place in places])
+            columns = _split(found[kernel], sizes)
             for place, down, up in zip(places, downs, ups, strict=True):
                 added = jnp.matmul(down, up, precision=jax.lax.Precision.HIGHEST)
                 columns[place] = columns[place] + self.lora.scale * added
@@ -191,7 +190,7 @@ class AdaptedFunctions(ModelFunctions):
         model = build(self.config, seed, self.dtype)
         rngs = nnx.Rngs(params=jax.random.fold_in(make_seed_key(seed), 2))
         for block, part, sizes in _list_parts(model):
-            if places := [place for place in self.lora.choose_places(part) if place < len(sizes)]:
+            if places := self.lora.choose_places(part, len(sizes)):
                 setattr(block, part, AdaptedDense(getattr(block, part), self.lora, places, rngs))
         return model
 
@@ -230,6 +229,11 @@ def _is_rounded(declaration: Declaration) -> bool:
     ones."""
     is_router = {'experts', 'gate'} & set(declaration.axes[-1:])
     return declaration.kind in ('matrix', 'embedding') and declaration.part != 'mechanism' and not is_router
+
+
+def _split(matrix: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Returns the matrices of these numbers of columns that stand side by side."""
+    return jnp.split(matrix, np.cumsum(sizes)[:-1].tolist(), axis=-1)
 
 
 def _flatten(tree: dict) -> dict[tuple, Any]:
