@@ -119,13 +119,13 @@ class TrainStep:
         return self.cast_fixed(jax.eval_shape, {name: one.abstract for name, one in self.find_fixed().items()})
 
     @property
-    def _has_teacher(self) -> bool:
-        """The step computes the teacher."""
-        return self.teaching is not None and not self.teaching.objective.is_cached
+    def _computed(self) -> Teaching | None:
+        """The teacher, if the step computes it: its predictions are not cached."""
+        return None if self.teaching is None or self.teaching.objective.is_cached else self.teaching
 
     def find_fixed(self) -> dict[str, ModelFunctions]:
         """Returns the functions of the models that the fixed arrays belong to, by the names of the arrays."""
-        teacher = {'teacher': self.teaching.functions} if self._has_teacher and self.teaching else {}
+        teacher = {'teacher': self._computed.functions} if self._computed else {}
         return teacher | ({'base': find_base(self.functions)} if self.adapted else {})
 
     def cast_fixed(self, call: Callable[..., Any], weights: Mapping[str, Weights]) -> Fixed:
@@ -135,8 +135,7 @@ class TrainStep:
             call: calls a function with arguments, as jax.eval_shape does.
             weights: of the models of `find_fixed`.
         """
-        is_read = self._has_teacher and self.teaching
-        found = {'teacher': call(self.teaching.cast, weights['teacher'])} if is_read and self.teaching else {}
+        found = {'teacher': call(self._computed.cast, weights['teacher'])} if self._computed else {}
         return found | ({'base': call(self.adapted.cast, weights['base']['params'])} if self.adapted else {})
 
     def _extend(self, weights: Weights) -> State:
@@ -307,8 +306,8 @@ class TrainStep:
         if self.teaching is None:
             return self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL)
         windows = self.documents, tokens_BxL, targets_BxL
-        if self._has_teacher:
-            pair = Pair(self.functions, weights, self.teaching.functions, given.fixed['teacher'])
+        if self._computed:
+            pair = Pair(self.functions, weights, self._computed.functions, given.fixed['teacher'])
             found = self.teaching.objective.compare(pair, *windows)
         else:
             found = self.teaching.objective.compare_with_cached(self.functions, weights, *windows, taught)
