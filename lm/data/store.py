@@ -38,6 +38,8 @@ CHUNK = 2**14
 """Elements read and checksummed together."""
 SHARD = 2**26
 """Elements in a file: 128 MB of uint16."""
+CODECS = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
+"""The codecs of a chunk, and of the index of a file."""
 INDEX_CACHE_BYTES = 2**26
 COPIES = 'in_train'
 """The entry of a split in dataset.json: its documents that are also in train, and their tokens."""
@@ -361,7 +363,6 @@ def open_array(path: str, split: str, name: str, dtype: str, count: int) -> ts.T
 
 
 def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict[str, Any]:
-    crc = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
     return {
         **_spec(path, split, name),
         # Chunks of zeros are stored like all others: only so is a missing chunk known to be lost.
@@ -373,7 +374,7 @@ def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict
             'codecs': [
                 {
                     'name': 'sharding_indexed',
-                    'configuration': {'chunk_shape': [CHUNK], 'codecs': crc, 'index_codecs': crc},
+                    'configuration': {'chunk_shape': [CHUNK], 'codecs': CODECS, 'index_codecs': CODECS},
                 }
             ],
         },
@@ -382,11 +383,10 @@ def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict
 
 def _is_sharded_as_here(codecs: list[dict[str, Any]]) -> bool:
     """Tells whether an array has the codecs of `_new_array`, whatever the sizes of its chunks are."""
-    plain = [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}]
     if [codec['name'] for codec in codecs] != ['sharding_indexed']:
         return False
     found = codecs[0]['configuration']
-    return found['codecs'] == found['index_codecs'] == plain and found.get('index_location', 'end') == 'end'
+    return found['codecs'] == found['index_codecs'] == CODECS and found.get('index_location', 'end') == 'end'
 
 
 def open_kvstore(path: str) -> ts.KvStore:
