@@ -212,6 +212,7 @@ def parse_json(content: str | bytes) -> Any:
         value = json.loads(content)
     except RecursionError:
         raise ValueError('nested too deep') from None
+    # Most files are small: they open too few objects and lists to nest so deep.
     opened = content.encode(errors='replace') if isinstance(content, str) else content
     if opened.count(b'{') + opened.count(b'[') <= MOST_NESTED:
         return value

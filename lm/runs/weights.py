@@ -39,7 +39,7 @@ class SavedWeights:
         sums = ''.join(f'{name} {leaf["checksum"]}\n' for name, leaf in sorted(leaves.items()))
         return hashlib.sha256(sums.encode()).hexdigest()
 
-    def read(self, abstract: Mapping[str, Any]) -> JsonObject:
+    def read(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the weights; `abstract` has their shapes, types and shardings.
 
         Raises MismatchError if the checkpoint was trained with another tokenizer, does not fit the model, or is not
