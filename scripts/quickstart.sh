@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained and evaluated language model in about four minutes on two idle CPU cores. It makes
 # .venv, installs the package, and prepares the Python sources of your interpreter as text. Then it trains a small model in
-# three to four minutes of processor time, evaluates its perplexity, and draws its loss.
+# three minutes of processor time, evaluates its perplexity, and draws its loss.
 #
 #   scripts/quickstart.sh [RUN [FLAGS…]]               RUN is the folder of the run, and lm train gets the flags:
 #   scripts/quickstart.sh runs/short --set train.steps=100
@@ -36,7 +36,7 @@ lm=.venv/bin/lm
 gin=(--gin_file configs/experiments/quickstart.gin)
 echo "== lm prepare: the standard library of this interpreter as tokens"
 "$lm" prepare "${gin[@]}"
-echo "== lm train: three to four minutes of processor time, half of that on two idle cores"
+echo "== lm train: three minutes of processor time, more than half of that by the clock on two idle cores"
 "$lm" train "${gin[@]}" --run_dir "$run" "$@"
 echo "== lm evaluate: perplexity of text that the model has not seen"
 "$lm" evaluate --run_dir "$run"
