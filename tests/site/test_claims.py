@@ -43,7 +43,8 @@ def find_gap(name: str) -> float:
 
 
 def test_the_quickstart_has_the_perplexity_of_its_row():
-    (row,) = read_table('The quickstart at its processor time', 'recipe')['configs/experiments/quickstart.gin, 950 steps']
+    recipes = read_table('The quickstart at its processor time', 'recipe')
+    (row,) = recipes['configs/experiments/quickstart.gin, 950 steps']
     seeds = [float(cell[0]) for cell in row[:3]]
     assert f'[{seeds[0]:.2f}](docs/lab/recipes.md#the-quickstart-at-its-processor-time)' in README
     low, high = map(int, re.search(r'per token of (\d+) to (\d+)\*\*', README).groups())
