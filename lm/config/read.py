@@ -67,6 +67,10 @@ class _Delegate:
         return Macro(name)
 
 
+BESIDE_FILES = '--set or --gin_param'
+"""The place of a setting that stands in no file."""
+
+
 class _Reader:
     """Collects the statements of files, includes and parameters; refuses what runs code or leaves the project."""
 
@@ -87,7 +91,7 @@ class _Reader:
     def read_param(self, text: str) -> None:
         self._is_base = False
         self._roots = _list_roots()
-        self._add(_parse(text, '--gin_param'), None)
+        self._add(_parse(text, BESIDE_FILES), None)
 
     def _collect(self, path: AnyPath, where: str = '') -> None:
         if str(path) in self._open:
@@ -107,7 +111,7 @@ class _Reader:
 
         lines: dict[str, tuple[int, str]] = {}
         for item in parsed:
-            where = f'{path}:{item.location.line_num}' if path else '--gin_param'
+            where = f'{path}:{item.location.line_num}' if path else BESIDE_FILES
             if isinstance(item, grammar.ImportStatement):
                 self._import(item, where)
             elif isinstance(item, grammar.IncludeStatement):

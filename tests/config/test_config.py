@@ -428,7 +428,7 @@ def test_mistakes_are_reported_with_a_remedy(params, expected):
 def test_all_unused_bindings_are_listed_with_their_places(tmp_path):
     (tmp_path / 'x.gin').write_text('X = 1\n\nY = 2\ntest_values.steps = 3\n')
     message = refused('Z = 1', files=(tmp_path / 'x.gin',))
-    assert all(place in message for place in ('x.gin:1)', 'x.gin:3)', 'Z, ', '(--gin_param)'))
+    assert all(place in message for place in ('x.gin:1)', 'x.gin:3)', 'Z, ', '(--set or --gin_param)'))
     assert 'steps' not in message
 
 
