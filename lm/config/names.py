@@ -33,9 +33,7 @@ def is_omitted(binding: str, text: str) -> bool:
 def find_omitted(binding: str) -> str | None:
     """Returns the gin text of `scope/section.field` where config.gin leaves it out; None: it is always stated."""
     name, _, parameter = binding.rpartition('/')[2].partition('.')
-    fields = {field.name: field for field in _fields(name)} if name in REGISTRY else {}
-    found = fields.get(parameter)
-    return format_value(found.default) if found is not None and found.metadata.get('omit_default') is True else None
+    return _format_omitted(REGISTRY[name]).get(parameter) if name in REGISTRY else None
 
 
 def find_class(text: str) -> type[Configurable] | None:
@@ -101,6 +99,13 @@ def update_names(bindings: dict[str, str]) -> dict[str, str]:
     # A field that moved to several configurables counts in the selected ones.
     there = {*map(_title, bindings), *re.findall(r'@([\w./]+)\(\)', ' '.join(found.values()))}
     return {key: text for key, text in found.items() if _title(key) in there}
+
+
+@functools.cache
+def _format_omitted(kind: type[Configurable]) -> dict[str, str]:
+    """Returns field → gin text of its default, of the fields that config.gin leaves out at their default."""
+    fields = list_fields(kind).values()
+    return {f.name: format_value(f.default) for f in fields if f.metadata.get('omit_default') is True}
 
 
 @functools.cache
