@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import tiny
+from etils import epath
 from scipy.stats import spearmanr
 
 from lm import cli
@@ -13,10 +14,13 @@ from lm.errors import ConfigError
 from lm.experiment import load
 from lm.hardware import parse
 from lm.report.published import load_tables
+from lm.reproduce import hand_over
 from lm.reproduce.descriptions import PAPER_SCALE, find_description, find_paths, load_descriptions, load_scales
+from lm.reproduce.price import RunPrice
 from lm.reproduce.runs import TableChoice, TableRow, choose_columns, choose_rows, list_runs
 from lm.reproduce.scale import Scale
 from lm.reproduce.table import CellResult, ReproducedTable, correlate_ranks
+from lm.runs.sweep_file import read_rows
 
 TABLE_2 = 'polysketchformer/table_2'
 ROWS = [TableRow('', label) for label in ('Softmax', 'Polynomial (degree 4)', 'Learned, r = 32', 'Learned, r = 64')]
@@ -181,8 +185,9 @@ def test_the_files_of_a_table(table, tmp_path):
         (f'{TABLE_2} --run_dir gs://b/t', '--run_dir gs://b/t: the table is written beside the runs'),
         (f'{TABLE_2} --price_per_chip_hour 2', '--price_per_chip_hour 2: is of --price'),
         (f'{TABLE_2} --on slurm --columns 1 --rows 1', '--on slurm: name the folder for its manifests'),
+        (f'{TABLE_2} --no_check', '--no_check: is of --on'),
         (f'{TABLE_2} --on tpu --columns 1 --rows 1', 'pods need a bucket, such as gs://my-bucket/table_2'),
-        ('polysketchformer/figure_5', 'polysketchformer/figure_5: nothing repeats it'),
+        ('performer/table_1', 'performer/table_1: nothing repeats it'),
     ],
 )
 def test_wrong_flags_are_named(command, message, capsys, tmp_path, monkeypatch):
@@ -203,3 +208,83 @@ def test_runs_are_handed_to_a_cluster(tmp_path, capsys, monkeypatch):
         'exact_softmax-using-flashattention_512_seed-0.gin',
     ]
     assert list((tmp_path / 'jobs').glob('*'))
+
+
+@pytest.fixture
+def jobset(tmp_path, monkeypatch):
+    """The command that hands four rows at 16k to Kubernetes, of which none has been compiled; and what will fit."""
+    fits = {}
+
+    def price(runs, choice, root, topology):
+        assert topology.name == 'v5e:4x4'
+        return [RunPrice(run, 1e18, fits.get(run.row.label, True), 1.0, 1.0, 16.0, 10.0) for run in runs]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hand_over, 'price_runs', price)
+    monkeypatch.setattr(hand_over, 'find_slices', lambda names, if_possible: map(parse, names))
+    flags = '--rows 1-4 --columns 16k --on jobset --manifests jobs --image i --claim c --topology v5e:4x4'
+    return ['reproduce', TABLE_2, *flags.split(), '--run_dir', str(tmp_path / 'runs')], fits
+
+
+def test_no_row_is_handed_over_if_one_does_not_fit(jobset, tmp_path, capsys):
+    command, fits = jobset
+    fits['Softmax (using FlashAttention)'] = False
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert said.count('\n') == 1
+    assert 'v5e:4x4: does not fit: exact_softmax-using-flashattention_16384_seed-0; take a larger slice' in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_does_not_fit_in_the_paper_either_is_left_out(jobset, tmp_path, capsys):
+    command, fits = jobset
+    fits['Polynomial (deg=4)'] = False  # the paper prints OOM
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert 'left out, as it does not fit v5e:4x4, nor in the paper: exact_polynomial-deg-4_16384_seed-0' in printed
+    assert '3 points of 3 in ' in printed
+    assert not (tmp_path / 'runs' / 'points' / 'exact_polynomial-deg-4_16384_seed-0.gin').exists()
+    assert [row['index'] for row in read_rows(epath.Path(tmp_path / 'runs'))] == [0, 1, 2]
+
+
+def test_rows_are_handed_over_unchecked_only_if_that_is_asked_for(jobset, monkeypatch, capsys):
+    command, fits = jobset
+    fits['Softmax (using FlashAttention)'] = False
+    assert cli.main([*command, '--no_check']) == 0
+    assert '4 points of 4 in ' in capsys.readouterr().out
+
+
+def test_pods_are_asked_for_only_if_all_rows_fit(tmp_path, monkeypatch, capsys):
+    """The script says which slice the settings name; it starts nothing if a row is too large for it."""
+    calls = tmp_path / 'calls'
+    script = tmp_path / 'sweep.sh'
+    script.write_text(f'#!/bin/sh\necho "$@ CHECK=$CHECK" >>{calls}\n[ "$1" = --slice ] && echo v5litepod-16\nexit 0\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(hand_over, 'find_script', lambda: script)
+    monkeypatch.setattr(hand_over, 'is_remote', lambda path: True)
+    monkeypatch.setattr(hand_over, 'refuse_absent_tokens', lambda experiment: None)
+    needed = []
+    fits = [False]
+
+    def price(runs, choice, root, topology):
+        needed.append(topology.name)
+        return [RunPrice(run, 1e18, fits[0], 1.0, 1.0, 16.0, 10.0) for run in runs]
+
+    monkeypatch.setattr(hand_over, 'price_runs', price)
+    monkeypatch.setattr(hand_over, 'find_slices', lambda names, if_possible: map(parse, names))
+    root = str(tmp_path / 'runs')
+    command = ['reproduce', TABLE_2, '--rows', '1', '--columns', '1', '--on', 'tpu', '--run_dir', root]
+    assert cli.main(command) == 2
+    assert 'does not fit: exact_softmax' in capsys.readouterr().err
+    assert calls.read_text() == f'--slice {root} CHECK=\n'
+    fits[0] = True
+    assert cli.main(command) == 0
+    assert calls.read_text().splitlines()[1:] == [f'--slice {root} CHECK=', f'lm sweep --run_dir {root} CHECK=0']
+    assert needed == ['v5e:4x4', 'v5e:4x4']
+
+
+def test_absent_tokens_are_named_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hand_over, 'is_remote', lambda path: True)
+    runs = list_runs(find_description(TABLE_2), TableChoice(rows=('1',), columns=('1',)))
+    with pytest.raises(ConfigError, match=r"data\.path = 'data/pg19': is a folder of this machine"):
+        hand_over.check_runs(runs, TableChoice(), str(tmp_path), 'v5e:4x4')
