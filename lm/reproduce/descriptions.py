@@ -43,7 +43,6 @@ class Description:
         title: its place in the paper and contents.
         runs: the experiments at the paper's size.
         published: keys of the tables with its numbers (`lm.report.published`).
-        corpus: key of `corpora.toml`; None: its data are drawn, or come from elsewhere.
         topology: the slice of TPUs that `--price` takes if none is named.
         scales: smaller scales at which the same runs are made, with all lengths divided (`scales.toml`).
         commands: scale → commands that follow the runs, or make up the table where it has no runs; `{root}` is
@@ -55,7 +54,6 @@ class Description:
     title: str
     runs: tuple[RunGroup, ...] = ()
     published: tuple[str, ...] = ()
-    corpus: str | None = None
     topology: str = 'v4-64'
     scales: tuple[str, ...] = ()
     commands: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -105,7 +103,7 @@ def load_scales() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def load_corpora() -> dict[str, dict[str, Any]]:
-    """Returns corpus → its size."""
+    """Returns corpus, the last part of its data.path → its size."""
     return tomllib.loads((project_root() / FOLDER / 'corpora.toml').read_text(encoding='utf-8'))
 
 
