@@ -20,10 +20,11 @@ from lm.errors import ConfigError, LmError
 from lm.files import is_remote
 from lm.reproduce.descriptions import Description
 from lm.reproduce.price import price_runs
-from lm.reproduce.runs import TableChoice, TableRun, list_runs
+from lm.reproduce.runs import TableChoice, TableRun, list_runs, number_runs
 from lm.sweep.emit import emit_sweep, find_format
 from lm.sweep.options import ClusterOptions
 from lm.sweep.sweep import Sweep
+from lm.text import format_count
 
 PODS = 'tpu'
 """The launcher that is a script of this project; the others are formats of `lm sweep --emit`."""
@@ -54,7 +55,7 @@ def hand_over(
     """
     params = (f'mesh.processes = {options.processes}',) if launcher != PODS and options.processes > 1 else ()
     choice = dataclasses.replace(choice, gin_params=(*params, *choice.gin_params))
-    runs = list_runs(description, choice)
+    runs = list_runs(description, choice, root)
     if not runs:
         raise ConfigError(f'{description.name}: its {choice.scale} scale is commands for this machine; leave out --on')
     if launcher == PODS:
@@ -64,10 +65,14 @@ def hand_over(
         if manifests is None:
             raise ConfigError(f'--on {launcher}: name the folder for its manifests with --manifests')
         find_format(launcher).check(options, not is_remote(root))
-    Sweep(root, [run.point for run in runs]).check()
+    sweep = Sweep(root, [run.point for run in runs])
+    sweep.check()
+    if starts := [run for run in runs if run.is_start and not sweep.is_finished(run.point)]:
+        print(f'{format_count(len(starts), "run")} first; the same command later hands over what starts from them')
+    runs = starts or [run for run in runs if not run.is_start]
     if is_checked:
         runs = check_runs(runs, choice, root, topology)
-    sweep = Sweep(root, [run.point for run in runs])
+    sweep = Sweep(root, [run.point for run in number_runs(runs)])
     for line in description.commands.get(choice.scale, ()):
         print(f'afterwards, on a machine that reaches {root}: {line.replace("{root}", root)}')
     if manifests is None:
@@ -101,9 +106,7 @@ def check_runs(runs: Sequence[TableRun], choice: TableChoice, root: str, topolog
     fitting = [price.run for price in prices if price.fits]
     if not fitting:
         raise ConfigError(f'{slices[0].name}: no run fits, nor in the paper; choose other rows or columns')
-    return [
-        dataclasses.replace(run, point=dataclasses.replace(run.point, index=index)) for index, run in enumerate(fitting)
-    ]
+    return fitting
 
 
 def find_slice_of_pods(root: str, manifests: str | None, options: ClusterOptions, is_checked: bool) -> str:

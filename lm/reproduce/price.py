@@ -75,7 +75,7 @@ def print_price(
     Raises ConfigError, after everything was printed, where a run does not fit that fits in the paper.
     """
     jax.config.update('jax_platforms', 'cpu')
-    runs = list_runs(description, choice)
+    runs = list_runs(description, choice, root)
     for line in description.commands.get(choice.scale, ()):
         print(f'not priced, a command of this machine: {line}')
     prices = price_runs(runs, choice, epath.Path(root), topology)

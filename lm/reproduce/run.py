@@ -46,13 +46,16 @@ def reproduce(
         plots.check_matplotlib(', or pass --no_pictures')
     if is_remote(root):
         raise ConfigError(f'--run_dir {root}: the table is written beside the runs; name a local folder, or give --on')
-    runs = list_runs(description, choice)
+    runs = list_runs(description, choice, root)
+    starts = [run.point for run in runs if run.is_start]
     sweep = Sweep(root, [run.point for run in runs])
     sweep.check()
     prepare_data(runs, sweep)
     failure = None
     if runs:
         try:
+            if starts:
+                run_sweep(Sweep(root, starts), options)
             run_sweep(sweep, options)
         except Preempted:
             raise

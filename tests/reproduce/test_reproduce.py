@@ -15,12 +15,20 @@ from lm.experiment import load
 from lm.hardware import parse
 from lm.report.published import load_tables
 from lm.reproduce import hand_over
-from lm.reproduce.descriptions import PAPER_SCALE, find_description, find_paths, load_descriptions, load_scales
+from lm.reproduce.descriptions import (
+    PAPER_SCALE,
+    Description,
+    find_description,
+    find_paths,
+    load_descriptions,
+    load_scales,
+)
 from lm.reproduce.price import RunPrice
 from lm.reproduce.runs import TableChoice, TableRow, choose_columns, choose_rows, list_runs
 from lm.reproduce.scale import Scale
-from lm.reproduce.table import CellResult, ReproducedTable, correlate_ranks
+from lm.reproduce.table import CellResult, ReproducedTable, collect, correlate_ranks
 from lm.runs.sweep_file import read_rows
+from lm.sweep.sweep import Sweep
 
 TABLE_2 = 'polysketchformer/table_2'
 ROWS = [TableRow('', label) for label in ('Softmax', 'Polynomial (degree 4)', 'Learned, r = 32', 'Learned, r = 64')]
@@ -34,7 +42,9 @@ def test_a_description_names_what_exists(name):
     assert parse(description.topology).chips
     assert set(description.published) <= load_tables().keys()
     assert set(description.scales) <= load_scales().keys()
+    scales = {group.name: group.scale for group in description.runs}
     for group in description.runs:
+        assert group.scale == scales[group.starts_from or group.name]
         for path in find_paths((*group.gin_files, *group.sweep_files)):
             assert (tiny.ROOT / path).exists(), path
     for line in [line for lines in description.commands.values() for line in lines]:
@@ -47,7 +57,7 @@ def test_a_description_names_what_exists(name):
 def test_every_published_number_has_a_run(name):
     """At each scale; a number without a mechanism in `published.toml` has none."""
     description = load_descriptions()[name]
-    for scale in {PAPER_SCALE, *description.scales}:
+    for scale in {*description.scales, *(group.scale for group in description.runs)}:
         runs = list_runs(description, TableChoice(scale))
         filled = {(cell.row, cell.column) for run in runs for cell in run.cells}
         columns = {run.column for run in runs}
@@ -187,7 +197,6 @@ def test_the_files_of_a_table(table, tmp_path):
         (f'{TABLE_2} --on slurm --columns 1 --rows 1', '--on slurm: name the folder for its manifests'),
         (f'{TABLE_2} --no_check', '--no_check: is of --on'),
         (f'{TABLE_2} --on tpu --columns 1 --rows 1', 'pods need a bucket, such as gs://my-bucket/table_2'),
-        ('performer/table_1', 'performer/table_1: nothing repeats it'),
     ],
 )
 def test_wrong_flags_are_named(command, message, capsys, tmp_path, monkeypatch):
@@ -195,6 +204,11 @@ def test_wrong_flags_are_named(command, message, capsys, tmp_path, monkeypatch):
     assert cli.main(['reproduce', *command.split()]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_nothing_repeats_says_why():
+    with pytest.raises(ConfigError, match='paper/table: nothing repeats it: its data are secret'):
+        Description('paper/table', 'Table', missing='its data are secret').check_scale(PAPER_SCALE)
 
 
 def test_runs_are_handed_to_a_cluster(tmp_path, capsys, monkeypatch):
@@ -288,3 +302,66 @@ def test_absent_tokens_are_named_before_anything_is_compiled(tmp_path, monkeypat
     runs = list_runs(find_description(TABLE_2), TableChoice(rows=('1',), columns=('1',)))
     with pytest.raises(ConfigError, match=r"data\.path = 'data/pg19': is a folder of this machine"):
         hand_over.check_runs(runs, TableChoice(), str(tmp_path), 'v5e:4x4')
+
+
+ARENA = 'llops/table_1'
+
+
+@pytest.mark.parametrize('scale', ['tiny', PAPER_SCALE])
+def test_models_are_pre_trained_before_they_are_tuned(scale):
+    """Each from its own weights: of the same mechanism, task and seed, seen from both sides."""
+    choice = TableChoice(scale, rows=('softmax', 'llops'), columns=('listops',), seeds=2)
+    runs = list_runs(find_description(ARENA), choice, 'runs/arena')
+    starts = {f'runs/arena/{run.point.name}': run for run in runs if run.is_start}
+    tuned = [run for run in runs if not run.is_start]
+    assert [run.point.index for run in runs] == list(range(8))
+    assert [run.is_start for run in runs] == [True] * 4 + [False] * 4
+    assert [run.point.experiment.train.init_from for run in tuned] == list(starts)
+    for run in tuned:
+        ours, first = run.point.experiment, starts[run.point.experiment.train.init_from].point.experiment
+        assert (ours.model, ours.data.task, ours.train.seed) == (first.model, first.data.task, first.train.seed)
+        assert not ours.model.causal
+        objectives = first.train.objective.gin_name, ours.train.objective.gin_name
+        assert objectives == ('masked', 'next_token')
+        assert [cell.column for cell in run.cells] == ['listops']
+        assert first.train.init_from is None
+    assert all(run.cells == () for run in starts.values())
+    cells = collect(runs, Sweep('runs/nowhere', []))
+    assert [(cell.row.label, cell.planned) for cell in cells] == [('Softmax', 2), ('LLoPS (p = 4)', 2)]
+
+
+def test_what_starts_from_other_runs_is_handed_over_behind_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = '--scale tiny --rows softmax --on slurm --manifests jobs --gpus 1 --run_dir runs'
+    names = [f'short_listops{kind}_softmax_listops_seed-0' for kind in ('_pretrain', '')]
+    done = []
+    monkeypatch.setattr(Sweep, 'is_finished', lambda sweep, point: point.name in done)
+    assert cli.main(['reproduce', ARENA, *flags.split()]) == 0
+    assert '1 run first; the same command later hands over what starts from them' in capsys.readouterr().out
+    assert [row['point'] for row in read_rows(epath.Path('runs'))] == names[:1]
+    done.append(names[0])
+    assert cli.main(['reproduce', ARENA, *flags.split()]) == 0
+    assert [(row['index'], row['point']) for row in read_rows(epath.Path('runs'))] == [(0, names[1])]
+    config = (tmp_path / 'runs' / 'points' / f'{names[1]}.gin').read_text()
+    assert f"train.init_from = 'runs/{names[0]}'" in config
+
+
+@pytest.mark.slow  # two runs as processes
+def test_a_model_is_tuned_from_the_weights_that_its_pre_training_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = {
+        'train.steps': 2,
+        'optimizer.warmup_steps': 1,
+        'train.eval_every': 2,
+        'listops.train_examples': 512,
+        'listops.eval_examples': 250,
+    }
+    bindings = [word for name, value in small.items() for word in ('--set', f'{name}={value}')]
+    flags = '--scale tiny --rows softmax --run_dir runs --no_pictures'
+    assert cli.main(['reproduce', ARENA, *flags.split(), *bindings]) == 0
+    printed = capsys.readouterr().out
+    assert 'a small form of the experiments' in printed
+    assert (tmp_path / 'runs' / 'short_listops_pretrain_softmax_listops_seed-0' / 'checkpoints' / '2').exists()
+    (row,) = csv.DictReader((tmp_path / 'runs' / 'table' / 'table.csv').open())
+    assert (row['row'], row['column'], row['paper'], row['seeds']) == ('Softmax', 'listops', '48.49', '0')
+    assert float(row['ours']) >= 0
