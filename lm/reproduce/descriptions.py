@@ -70,7 +70,7 @@ class Description:
         return [scale for scale in (*load_scales(), PAPER_SCALE) if scale in known]
 
     def list_groups(self, scale: str) -> list[RunGroup]:
-        """Returns the experiments of a scale: its own, or those of the paper, whose lengths are then divided."""
+        """Returns the experiments of a scale: its own, or the experiments of the paper, whose lengths it divides."""
         own = PAPER_SCALE if scale in self.scales else scale
         return [group for group in self.runs if group.scale == own]
 
