@@ -120,8 +120,8 @@ def _read(path: Path, name: str) -> Description:
     data = tomllib.loads(path.read_text(encoding='utf-8'))
     runs = []
     for group in data.pop('runs', ()):
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-        runs.append(RunGroup(**fields))
+        lists = {key: tuple(value) for key, value in group.items() if isinstance(value, list)}
+        runs.append(RunGroup(**group | lists))
     commands = {scale: tuple(lines) for scale, lines in data.pop('commands', {}).items()}
     lists = {key: tuple(data.pop(key)) for key in ('published', 'scales') if key in data}
     return Description(name, runs=tuple(runs), commands=commands, **lists, **data)
