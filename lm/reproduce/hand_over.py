@@ -4,7 +4,6 @@ Runs without tokens, and runs that do not fit, are refused before anything is wr
 """
 
 import dataclasses
-import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from lm.errors import ConfigError, LmError
 from lm.files import is_remote
 from lm.reproduce.descriptions import Description
 from lm.reproduce.price import price_runs
+from lm.reproduce.program import run_program
 from lm.reproduce.runs import TableChoice, TableRun, list_runs, number_runs
 from lm.sweep.emit import emit_sweep, find_format
 from lm.sweep.options import ClusterOptions
@@ -145,5 +145,5 @@ def start_pods(sweep: Sweep, root: str) -> None:
         sweep.write_config(point)
     sweep.write_results()
     command = [str(find_script()), 'lm', 'sweep', '--run_dir', root]
-    if code := subprocess.run(command, check=False, env=os.environ | {'CHECK': '0'}).returncode:
+    if code := run_program(command, {'CHECK': '0'}):
         raise LmError(f'{shlex.join(command)}: ended with {code}; its table says which runs')
