@@ -2,15 +2,16 @@
 """Splits TrEMBL as Performer does (App. C.1, Table 1): families of Pfam are held out, and copies left out.
 
     python configs/papers/performer/table_1/hold_out_families.py trembl.fasta.gz regions.tsv.gz data/trembl
+
     lm prepare --gin_file data/proteins.gin --set fasta.path=data/trembl/known --set data.path=data/proteins
+
     lm prepare --gin_file data/proteins.gin --set fasta.path=data/trembl/held_out --set data.path=data/held_out
 
 UniProt and Pfam distribute both files, uniprot_trembl.fasta.gz and Pfam-A.regions.uniprot.tsv.gz. The second says
-which protein has regions of which family. Writes
-known/{train,validation,test}.fasta and held_out/test.fasta, and prints Table 1 with the paper's numbers. With
-`evaluate.sets = {'ood': 'data/held_out@test'}` runs are evaluated on the held-out families. A hash of its letters puts
-a sequence into its split, so the order of the file does not matter. The hashes of all different sequences stay in
-memory: by estimate 10 GB for TrEMBL.
+which protein has regions of which family. The script writes known/{train,validation,test}.fasta and
+held_out/test.fasta, and prints Table 1 with the paper's numbers. With `evaluate.sets = {'ood': 'data/held_out@test'}`
+runs are evaluated on the held-out families. A hash of its letters puts a sequence into its split, so the order of the
+file does not matter. The hashes of all different sequences stay in memory: by estimate 10 GB for TrEMBL.
 """
 
 import argparse
