@@ -39,9 +39,20 @@ def is_in_reach(run_dir: str | None, branch_from: str | None, has_gin_files: boo
 def refuse_waste(experiment: Experiment) -> None:
     """Refuses what machines would be paid for in vain, as far as it is known here.
 
-    Raises ConfigError for tokens that are not there or that lie in a folder of this machine. The error is also raised
-    where the context is so short that layers which could approximate compute all weights exactly.
+    Raises ConfigError as `refuse_absent_tokens`, and where the context is so short that layers which could approximate
+    compute all weights exactly.
     """
+    refuse_absent_tokens(experiment)
+    length = experiment.train.context_length
+    reasons = [attention.why_exact(length) for attention in experiment.model.pattern]
+    if all(reasons):
+        raise ConfigError(
+            f'{reasons[0]}; train.context_length = {length:,} must be larger: --set train.context_length={8 * length}'
+        )
+
+
+def refuse_absent_tokens(experiment: Experiment) -> None:
+    """Raises ConfigError for tokens that are not there or that lie in a folder of this machine."""
     data, length = experiment.data, experiment.train.context_length
     if data.task is None and data.path:
         if not is_remote(data.path) and not os.path.isabs(os.path.expanduser(data.path)):
@@ -56,11 +67,6 @@ def refuse_waste(experiment: Experiment) -> None:
                 raise ConfigError(f'{error}; scripts/tpu/prepare_data.sh lm prepare … makes it') from None
         except LmError:
             pass  # this machine may have no rights there
-    reasons = [attention.why_exact(length) for attention in experiment.model.pattern]
-    if all(reasons):
-        raise ConfigError(
-            f'{reasons[0]}; train.context_length = {length:,} must be larger: --set train.context_length={8 * length}'
-        )
 
 
 def has_begun(run_dir: str | None, branch_from: str | None, init_from: str | None) -> bool:

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from lm.commands.flags import add_gin_flags, pick, read_experiment, read_index, read_points
+from lm.commands.flags import add_gin_flags, pick, read_experiment, read_index
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -60,7 +60,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--run_dir',
         metavar='RUN',
-        help='the run that lm train would write; without --gin_file, its config.gin is checked',
+        help='the run that lm train would write; without --gin_file, its config.gin is checked; of the folder of a '
+        'sweep, all points',
     )
     parser.add_argument(
         '--branch_from', metavar='RUN', help='the run that lm train would branch from: its config.gin is checked'
@@ -81,7 +82,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     With --if_possible, the call does nothing if this machine cannot read the run that the flags change.
     """
     check_together(arguments)
-    if arguments.sweep_file:
+    if arguments.sweep_file or names_sweep(arguments):
         return make_points_call(arguments)
     from lm.check.check import run_check
     from lm.check.reach import has_begun, is_in_reach
@@ -90,18 +91,37 @@ def make_call(arguments: argparse.Namespace) -> Call:
     runs = arguments.run_dir, arguments.branch_from, bool(arguments.gin_file)
     if not is_in_reach(*runs, if_possible=arguments.if_possible):
         return int
+    if arguments.index is not None:
+        raise ConfigError(
+            f'--index {arguments.index}: is of a sweep; add --sweep_file, or name its folder by --run_dir'
+        )
     experiment = read_experiment(arguments, base=find_base(*runs))
     begun = has_begun(arguments.run_dir, arguments.branch_from, experiment.train.init_from)
     return functools.partial(run_check, experiment, read_options(arguments), begun=begun)
+
+
+def names_sweep(arguments: argparse.Namespace) -> bool:
+    """Tells whether --run_dir is the folder of a sweep that this machine can read, and no run is described besides."""
+    from etils import epath
+
+    from lm.check.reach import out_of_reach
+    from lm.runs.sweep_file import is_sweep
+
+    if not arguments.run_dir or arguments.gin_file or arguments.branch_from:
+        return False
+    if arguments.if_possible and out_of_reach(arguments.run_dir):
+        return False
+    return is_sweep(epath.Path(arguments.run_dir))
 
 
 def make_points_call(arguments: argparse.Namespace) -> Call:
     """Returns the check of all points of a sweep, or of its --index."""
     from lm.check.check import run_check
     from lm.check.points import run_checks
+    from lm.commands.sweep import find_points
     from lm.sweep.points import find_point
 
-    points, options = read_points(arguments), read_options(arguments)
+    points, options = find_points(arguments), read_options(arguments)
     if arguments.index is not None or len(points) == 1:
         experiment = find_point(points, arguments.index or 0).experiment
         return functools.partial(run_check, experiment, options)
@@ -122,7 +142,7 @@ def read_options(arguments: argparse.Namespace) -> 'CheckOptions':
 
 def check_together(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for a flag that would be ignored, and for an impossible price."""
-    price, index = arguments.price_per_chip_hour, arguments.index
+    price = arguments.price_per_chip_hour
     if arguments.best and not arguments.advice:
         raise ConfigError('--best and --no_advice: give one of them')
     if (minutes := arguments.advice_minutes) is not None and (not minutes >= 0 or not arguments.advice):
@@ -140,8 +160,6 @@ def check_together(arguments: argparse.Namespace) -> None:
                 raise ConfigError(f'{flag}: needs --topology, such as --topology v5e:4x8')
     if price is not None and not (price >= 0 and math.isfinite(price)):
         raise ConfigError(f'--price_per_chip_hour {price}: must be a number of at least 0')
-    if index is not None and not arguments.sweep_file:
-        raise ConfigError(f'--index {index}: is of a sweep; add --sweep_file')
     for flag in ('run_dir', 'branch_from') if arguments.sweep_file else ():
         if (run := getattr(arguments, flag)) is not None:
             raise ConfigError(f'--{flag} {run}: the points of a sweep are new runs; leave this or --sweep_file out')

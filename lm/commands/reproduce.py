@@ -42,6 +42,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--manifests', metavar='DIR', help='with --on jobset, slurm or skypilot: the folder for manifests'
     )
+    parser.add_argument(
+        '--no_check', dest='check', action='store_false', help='with --on: do not compile the runs for their TPUs first'
+    )
     add_option_flags(parser, SweepOptions)
     machines = parser.add_argument_group(
         'the machines of each run (--price, --on)', 'a format refuses what it does not use'
@@ -76,6 +79,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
     for flag, value in find_options(arguments, ClusterOptions).items():
         raise ConfigError(f'--{flag} {value}: is of machines elsewhere; add --on')
+    if not arguments.check:
+        raise ConfigError('--no_check: is of --on')
     options = SweepOptions(**find_options(arguments, SweepOptions))
     return functools.partial(reproduce, description, choice, root, options, arguments.pictures)
 
@@ -87,7 +92,7 @@ def make_hand_over_call(arguments: argparse.Namespace, root: str) -> Call:
     from lm.reproduce.hand_over import hand_over
 
     table, choice, options = find_description(arguments.table), read_choice(arguments), read_cluster_options(arguments)
-    how = arguments.on, arguments.manifests, bool(arguments.retry_failed)
+    how = arguments.on, arguments.manifests, bool(arguments.retry_failed), arguments.check
     return functools.partial(hand_over, table, choice, root, options, *how)
 
 

@@ -26,12 +26,16 @@ class RunGroup:
         name: a word; run directories begin with it.
         gin_files, sweep_files: below configs/papers.
         gin_params: bindings that win over both.
+        starts_from: the group whose runs give the first weights: to each run, the run with an equal model.
+        scale: the scale at which they are made: the paper's, or a small form of their own.
     """
 
     name: str
     gin_files: tuple[str, ...]
     sweep_files: tuple[str, ...] = ()
     gin_params: tuple[str, ...] = ()
+    starts_from: str = ''
+    scale: str = PAPER_SCALE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,9 +45,8 @@ class Description:
     Attributes:
         name: PAPER/TABLE, as on the command line.
         title: its place in the paper and contents.
-        runs: the experiments at the paper's size.
+        runs: the experiments, at the paper's size where they do not say otherwise.
         published: keys of the tables with its numbers (`lm.report.published`).
-        corpus: key of `corpora.toml`; None: its data are drawn, or come from elsewhere.
         topology: the slice of TPUs that `--price` takes if none is named.
         scales: smaller scales at which the same runs are made, with all lengths divided (`scales.toml`).
         commands: scale → commands that follow the runs, or make up the table where it has no runs; `{root}` is
@@ -55,7 +58,6 @@ class Description:
     title: str
     runs: tuple[RunGroup, ...] = ()
     published: tuple[str, ...] = ()
-    corpus: str | None = None
     topology: str = 'v4-64'
     scales: tuple[str, ...] = ()
     commands: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -64,8 +66,13 @@ class Description:
     @property
     def offered(self) -> list[str]:
         """The scales that the table has, the smallest first."""
-        known = [*self.scales, *self.commands, *([PAPER_SCALE] if self.runs else [])]
+        known = [*self.scales, *self.commands, *(group.scale for group in self.runs)]
         return [scale for scale in (*load_scales(), PAPER_SCALE) if scale in known]
+
+    def list_groups(self, scale: str) -> list[RunGroup]:
+        """Returns the experiments of a scale: its own, or the experiments of the paper, whose lengths it divides."""
+        own = PAPER_SCALE if scale in self.scales else scale
+        return [group for group in self.runs if group.scale == own]
 
     def check_scale(self, scale: str) -> None:
         """Raises ConfigError where the table has no such scale."""
@@ -105,7 +112,7 @@ def load_scales() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def load_corpora() -> dict[str, dict[str, Any]]:
-    """Returns corpus → its size."""
+    """Returns corpus, the last part of its data.path → its size."""
     return tomllib.loads((project_root() / FOLDER / 'corpora.toml').read_text(encoding='utf-8'))
 
 
@@ -113,8 +120,8 @@ def _read(path: Path, name: str) -> Description:
     data = tomllib.loads(path.read_text(encoding='utf-8'))
     runs = []
     for group in data.pop('runs', ()):
-        lists = {key: tuple(value) for key, value in group.items() if key != 'name'}
-        runs.append(RunGroup(group['name'], **lists))
+        lists = {key: tuple(value) for key, value in group.items() if isinstance(value, list)}
+        runs.append(RunGroup(**group | lists))
     commands = {scale: tuple(lines) for scale, lines in data.pop('commands', {}).items()}
     lists = {key: tuple(data.pop(key)) for key in ('published', 'scales') if key in data}
     return Description(name, runs=tuple(runs), commands=commands, **lists, **data)

@@ -75,7 +75,7 @@ def print_price(
     Raises ConfigError, after everything was printed, where a run does not fit that fits in the paper.
     """
     jax.config.update('jax_platforms', 'cpu')
-    runs = list_runs(description, choice)
+    runs = list_runs(description, choice, root)
     for line in description.commands.get(choice.scale, ()):
         print(f'not priced, a command of this machine: {line}')
     prices = price_runs(runs, choice, epath.Path(root), topology)
@@ -84,7 +84,7 @@ def print_price(
         console.print(make_price_table(description, prices, topology))
         for line in sum_up(prices, topology, price_per_chip_hour):
             print(line)
-    for line in describe_data(description, choice, runs):
+    for line in describe_data(choice, runs):
         print(line)
     if failing := [price for price in prices if not price.is_expected]:
         names = ', '.join(price.run.point.name for price in failing)
@@ -118,6 +118,7 @@ def price_runs(
 def identify(experiment: Experiment, topology: Topology) -> str:
     """Returns a hash of all that a compiled step depends on."""
     bindings = {name: text for name, text in parse_bindings(dump(experiment)).items() if name != SEED}
+    bindings |= {'mesh.processes': 'None'}  # how many machines share the slice
     versions = [f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'libtpu')]
     return hashlib.sha256(repr([bindings, topology.name, versions]).encode()).hexdigest()
 
@@ -175,19 +176,22 @@ def sum_up(prices: Sequence[RunPrice], topology: Topology | None, price_per_chip
     return [total, *([f'left out, as they do not fit: {", ".join(left_out)}'] if left_out else [])]
 
 
-def describe_data(description: Description, choice: TableChoice, runs: Sequence[TableRun]) -> list[str]:
-    """Returns the size of the store, and the time of its preparation."""
-    if any(run.point.experiment.data.task for run in runs):
-        return ['data: drawn by the training, no store']
-    if choice.scale in load_scales():
-        return ['data: a store of a few MB, prepared in under a minute']
-    if description.corpus is None:
-        return ['store and preparation: configs/papers/corpora.toml has no size of this corpus']
-    corpus = load_corpora()[description.corpus]
-    tokens = corpus['text_bytes'] / corpus['bytes_per_token']
-    hours = corpus['text_bytes'] / 1e9 * SECONDS_PER_GIGABYTE / 3600
-    return [
-        f'store: about {format_si(tokens)} tokens, {format_si(BYTES_PER_TOKEN_IN_STORE * tokens)}B, from '
-        f'{format_si(corpus["text_bytes"])}B of text ({corpus["source"]})',
-        f'preparation: about {format_digits(hours)} hours of one processor core, shared out by --processes and --shard',
-    ]
+def describe_data(choice: TableChoice, runs: Sequence[TableRun]) -> list[str]:
+    """Returns the size of each store, and the time of its preparation."""
+    paths = {run.original.experiment.data.path: None for run in runs if not run.point.experiment.data.task}
+    lines = ['data: drawn by the training, no store'] if any(run.point.experiment.data.task for run in runs) else []
+    if paths and choice.scale in load_scales():
+        return [*lines, 'data: a store of a few MB, prepared in under a minute']
+    for path in filter(None, paths):
+        corpus = load_corpora().get(epath.Path(path).name)
+        if corpus is None:
+            lines.append(f'store and preparation of {path}: configs/papers/corpora.toml has no size of this corpus')
+            continue
+        tokens = corpus['text_bytes'] / corpus['bytes_per_token']
+        hours = corpus['text_bytes'] / 1e9 * SECONDS_PER_GIGABYTE / 3600
+        lines += [
+            f'store: about {format_si(tokens)} tokens, {BYTES_PER_TOKEN_IN_STORE * tokens / 1e9:.3g} GB, from '
+            f'{corpus["text_bytes"] / 1e9:.3g} GB of text ({corpus["source"]})',
+            f'preparation: about {format_digits(hours)} hours of one processor core; --processes and --shard share it',
+        ]
+    return lines

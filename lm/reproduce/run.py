@@ -4,7 +4,6 @@ Each part leaves out what is done, so the same command goes on wherever it was s
 """
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from lm.errors import ConfigError, LmError, Preempted
 from lm.files import is_remote
 from lm.report.published import Figure
 from lm.reproduce.descriptions import FOLDER, Description
+from lm.reproduce.program import run_program
 from lm.reproduce.runs import TableChoice, TableRun, list_runs
 from lm.reproduce.table import ReproducedTable, collect, read_figure
 from lm.runs.records import Run
@@ -46,13 +46,16 @@ def reproduce(
         plots.check_matplotlib(', or pass --no_pictures')
     if is_remote(root):
         raise ConfigError(f'--run_dir {root}: the table is written beside the runs; name a local folder, or give --on')
-    runs = list_runs(description, choice)
+    runs = list_runs(description, choice, root)
+    starts = [run.point for run in runs if run.is_start]
     sweep = Sweep(root, [run.point for run in runs])
     sweep.check()
     prepare_data(runs, sweep)
     failure = None
     if runs:
         try:
+            if starts:
+                run_sweep(Sweep(root, starts), options)
             run_sweep(sweep, options)
         except Preempted:
             raise
@@ -100,16 +103,13 @@ def describe_scoring(path: str, figure: Figure) -> str:
 
 
 def run_command(line: str, root: str) -> None:
-    """Runs a command of a description. Raises LmError where it fails."""
+    """Runs a command of a description. Raises LmError where it fails, and Preempted where a signal stops it."""
     words = [word.replace('{root}', root) for word in shlex.split(line)]
     own = {'lm': [sys.executable, '-m', 'lm'], 'python': [sys.executable]}
     words = own.get(words[0], words[:1]) + words[1:]
     files = [str(project_root() / word) if word.startswith(f'{FOLDER.as_posix()}/') else word for word in words]
     print(f'$ {shlex.join(words)}', flush=True)
-    code = subprocess.run(files, check=False).returncode
-    if code == Preempted.exit_code:
-        raise Preempted('stopped: run the same command again')
-    if code:
+    if code := run_program(files):
         raise LmError(f'{shlex.join(words)}: ended with {code}; run the same command again when mended')
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from lm.runs.run_dir import RunDir
 from lm.sweep.points import Point, make_points
 
 SEED = 'train.seed'
+START = 'train.init_from'
 Column = int | str
 """A value on the axis of a table."""
 
@@ -65,6 +67,7 @@ class TableRun:
         seed: of its weights and data.
         point: its name and experiment at the chosen scale.
         original: the experiment at the paper's size, of the same name.
+        is_start: it fills no cell itself; others start from its weights.
     """
 
     row: TableRow
@@ -73,18 +76,20 @@ class TableRun:
     seed: int
     point: Point
     original: Point
+    is_start: bool = False
 
 
-def list_runs(description: Description, choice: TableChoice) -> list[TableRun]:
-    """Returns the runs that are asked for, row by row in the paper's order.
+def list_runs(description: Description, choice: TableChoice, root: str = '') -> list[TableRun]:
+    """Returns the runs that are asked for, row by row in the paper's order, behind those that they start from.
+
+    Args:
+        root: the folder of the runs, which those name that start from others.
 
     Raises ConfigError for a scale, row or column that the table does not have.
     """
     description.check_scale(choice.scale)
-    if choice.scale not in (PAPER_SCALE, *description.scales):
-        return []  # its commands make the whole table
     tables = [load_tables()[key] for key in description.published]
-    found = _fill_rows(description)
+    found = _fill_rows(description, choice.scale)
     rows = list(dict.fromkeys(_name_row(*one) for one in found))
     present = {column for *_, cells in found for column in list_columns(cells)}
     on_axes = [column for table in tables for column in table.columns if not isinstance(column, Figure)]
@@ -95,8 +100,8 @@ def list_runs(description: Description, choice: TableChoice) -> list[TableRun]:
         for one in found
         if _name_row(*one) in kept_rows and (not list_columns(one[2]) or list_columns(one[2])[0] in kept_columns)
     ]
-    scaled, labels = _find_scale(choice), [_identify(group, cells) for group, _, cells in found]
-    runs = []
+    scaled, labels = _find_scale(description, choice), [_identify(group, cells) for group, _, cells in found]
+    runs, starts = [], []
     for group, point, cells in taken:
         for seed in range(choice.seeds):
             column = next(iter(list_columns(cells)), None)
@@ -104,20 +109,24 @@ def list_runs(description: Description, choice: TableChoice) -> list[TableRun]:
             is_alone = bool(cells) and labels.count(_identify(group, cells)) == 1
             label = row.label if is_alone else point.name
             name = _make_name(group, label, column, seed)
-            params = (f'{SEED} = {seed}', *choice.gin_params)
-            runs.append(
-                TableRun(
-                    row,
-                    column,
-                    cells,
-                    seed,
-                    _change(len(runs), name, point, scaled, params),
-                    _change(len(runs), name, point, None, params[:1]),
-                )
-            )
+            own = ()
+            if group.starts_from:
+                first, start = _find_start(description, group, point)
+                start_name = _make_name(first, label, column, seed)
+                own = (f'{START} = {os.path.join(root, start_name)!r}',)
+                start_row = TableRow(row.group, f'{row.label}: {first.name}')
+                points = _make_run_points(start_name, start, scaled, seed, choice.gin_params)
+                starts.append(TableRun(start_row, column, (), seed, *points, is_start=True))
+            points = _make_run_points(name, point, scaled, seed, choice.gin_params, own)
+            runs.append(TableRun(row, column, cells, seed, *points))
+    return number_runs([*starts, *runs])
+
+
+def number_runs(runs: Sequence[TableRun]) -> list[TableRun]:
+    """Returns the runs with the numbers of their places."""
     names = [run.point.name for run in runs]
-    assert len(set(names)) == len(names), f'{description.name}: two runs have one name'
-    return runs
+    assert len(set(names)) == len(names), 'two runs have one name'
+    return [dataclasses.replace(run, point=dataclasses.replace(run.point, index=i)) for i, run in enumerate(runs)]
 
 
 def choose_rows(rows: Sequence[TableRow], asked: Sequence[str]) -> list[TableRow]:
@@ -161,11 +170,12 @@ def list_columns(cells: Sequence[Cell]) -> list[Column]:
 
 
 @functools.cache
-def _fill_rows(description: Description) -> list[tuple[RunGroup, Point, tuple[Cell, ...]]]:
-    """Returns the runs at the paper's size with their cells, in the order of the paper. Where the paper has numbers,
-    runs without one are left out."""
+def _fill_rows(description: Description, scale: str) -> list[tuple[RunGroup, Point, tuple[Cell, ...]]]:
+    """Returns the runs at the paper's size, or in the small form of their own, with their cells, in the order of the
+    paper. Where the paper has numbers, runs without one are left out."""
     tables = [load_tables()[key] for key in description.published]
-    found = [_fill(group, point, tables) for group in description.runs for point in _make_points(group)]
+    groups = description.list_groups(scale)
+    found = [_fill(group, point, tables) for group in groups for point in _make_points(group)]
     if not any(cells for *_, cells in found):
         return found
     return sorted((one for one in found if one[2]), key=lambda one: _rank(one[2][0], tables))
@@ -177,6 +187,13 @@ def _make_points(group: RunGroup) -> list[Point]:
     if group.sweep_files:
         return make_points(*files, group.gin_params)
     return [Point(0, group.name, {}, load(files[0], group.gin_params))]
+
+
+def _find_start(description: Description, group: RunGroup, point: Point) -> tuple[RunGroup, Point]:
+    """Returns the run, and its group, whose weights the run of a group starts from."""
+    (first,) = (one for one in description.runs if one.name == group.starts_from)
+    (start,) = (one for one in _make_points(first) if one.experiment.model == point.experiment.model)
+    return first, start
 
 
 def _fill(group: RunGroup, point: Point, tables: Sequence[PaperTable]) -> tuple[RunGroup, Point, tuple[Cell, ...]]:
@@ -205,8 +222,9 @@ def _make_name(group: RunGroup, label: str, column: Column | None, seed: int) ->
     return check_name('_'.join([group.name, words, *([] if column is None else [str(column)]), f'seed-{seed}']))
 
 
-def _find_scale(choice: TableChoice) -> Scale | None:
-    if choice.scale == PAPER_SCALE:
+def _find_scale(description: Description, choice: TableChoice) -> Scale | None:
+    """Returns how lengths are divided; None: they are not."""
+    if choice.scale not in description.scales:
         if choice.text:
             raise ConfigError(f'--text {choice.text}: is of smaller scales; the paper names its corpus')
         return None
@@ -214,7 +232,15 @@ def _find_scale(choice: TableChoice) -> Scale | None:
     return Scale(choice.scale, found['divisor'], found['settings'], choice.text)
 
 
-def _change(index: int, name: str, point: Point, scale: Scale | None, params: Sequence[str]) -> Point:
+def _make_run_points(
+    name: str, point: Point, scale: Scale | None, seed: int, params: Sequence[str], own: Sequence[str] = ()
+) -> tuple[Point, Point]:
+    """Returns a run at the chosen scale, with the bindings of the user, and as the paper has it."""
+    always = (f'{SEED} = {seed}', *own)
+    return _change(name, point, scale, (*always, *params)), _change(name, point, None, always)
+
+
+def _change(name: str, point: Point, scale: Scale | None, params: Sequence[str]) -> Point:
     experiment = scale.shrink(point.experiment) if scale else point.experiment
     bindings = [f'{key} = {text}' for key, text in parse_bindings(dump(experiment)).items()]
-    return Point(index, name, point.settings, load((), [*bindings, *params]))
+    return Point(0, name, point.settings, load((), [*bindings, *params]))

@@ -132,7 +132,12 @@ class ReproducedTable:
         """Returns sentences on scale, state, order, and what they do not show."""
         done, planned = sum(len(c.ours) for c in self.cells), sum(c.planned for c in self.cells)
         lines = [] if done == planned else [f'{done} of {planned} figures are there; the same command goes on.']
-        if self.choice.scale != PAPER_SCALE and self.runs:
+        if self.choice.scale not in (PAPER_SCALE, *self.description.scales):
+            lines.append(
+                f'Scale {self.choice.scale}: a small form of the experiments, without the proportions of the paper '
+                '(configs/papers/README.md).'
+            )
+        elif self.choice.scale != PAPER_SCALE and self.runs:
             run = self.runs[0]
             ours, theirs = (p.experiment for p in (run.point, run.original))
             factor = theirs.model.d_model // ours.model.d_model
@@ -241,6 +246,8 @@ def collect(runs: Sequence[TableRun], sweep: Sweep) -> list[CellResult]:
     """Returns the cells of the runs, with the figures of those that are finished in the folder of the sweep."""
     found: dict[tuple[TableRow, str, str], CellResult] = {}
     for run in runs:
+        if run.is_start:
+            continue
         path = sweep.root / run.point.name
         record = Run.read(path) if is_run(path) and sweep.is_finished(run.point) else None
         for column, measure, printed, value in _measure(run, record):

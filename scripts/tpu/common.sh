@@ -128,6 +128,8 @@ load_settings() {
   [[ $RUN_NAME =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
     fail "RUN_NAME=$RUN_NAME: use letters, digits, dots, dashes and underscores only"
   derive_accelerator
+  SLICE=$ACCELERATOR_TYPE
+  if [ "$SLICES" -gt 1 ]; then SLICE="$SLICES*$SLICE"; fi
   LOCATION=(--zone="$ZONE" --project="$PROJECT")
   # shellcheck disable=SC2086,SC2163
   export $SETTINGS LM_TPU_SETTINGS_READ=1
@@ -379,11 +381,10 @@ check_placeholders() {
   done
 }
 # Refuses on this machine what would fail on a paid pod. Calls `lm check` with the configuration of an `lm train` (also of
-# the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, a
-# sweep whose points lie in its folder, and CHECK=0, pass.
+# the run that it resumes or branches) or an `lm sweep`, compiled for all SLICES of ACCELERATOR_TYPE. Other commands, and
+# CHECK=0, pass.
 check_command() {
-  local words=() runs=() verb='' code=0 program topology=$ACCELERATOR_TYPE
-  if [ "$SLICES" -gt 1 ]; then topology="$SLICES*$topology"; fi
+  local words=() runs=() verb='' code=0 program
   while [ $# -gt 0 ]; do
     case $1 in
       train | sweep) verb=${verb:-$1} ;;
@@ -401,12 +402,14 @@ check_command() {
     shift
   done
   if [ "$CHECK" != 1 ] || [ -z "$verb" ]; then return 0; fi
-  if [ "$verb" = sweep ] && ! has_flag --sweep_file ${words[@]+"${words[@]}"}; then return 0; fi
+  if [ "$verb" = sweep ] && ! has_flag --sweep_file ${words[@]+"${words[@]}"}; then
+    words+=(${runs[@]+"${runs[@]}"}) # its points lie in its folder
+  fi
   if [ "$verb" = train ]; then
     words+=(${runs[@]+"${runs[@]}"})
     if ! has_flag --run_dir ${runs[@]+"${runs[@]}"}; then words+=(--run_dir "$RUN_DIR"); fi
   fi
-  words=(check ${words[@]+"${words[@]}"} --topology "$topology" --if_possible)
+  words=(check ${words[@]+"${words[@]}"} --topology "$SLICE" --if_possible)
   if is_dry; then
     quote_all lm "${words[@]}"
     echo

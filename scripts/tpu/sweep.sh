@@ -4,6 +4,7 @@
 #   scripts/tpu/sweep.sh lm sweep --gin_file configs/models/small.gin --sweep_file mine.gin --run_dir gs://bucket/sweeps/a
 #   scripts/tpu/sweep.sh 3-5 lm sweep …       points 3, 4 and 5
 #   scripts/tpu/sweep.sh 6 lm sweep …         the first six
+#   scripts/tpu/sweep.sh --slice [WORD …]     prints the slice of the settings, nothing if CHECK=0; refuses names of examples
 #   DRY_RUN=1 scripts/tpu/sweep.sh …          prints the commands
 #
 # Adds --index I to the command, for each point that `lm sweep --count` counts on this machine. First `lm check` compiles each point on this machine (CHECK=0 skips it). Pods are named
@@ -11,6 +12,12 @@
 # code is 0 if all codes are 0, else 1. Look at the points first: lm sweep … --dry_run
 . "$(dirname "$0")/common.sh"
 help_if_asked "$@"
+if [ "${1:-}" = --slice ]; then
+  load_settings
+  check_placeholders "${@:2}"
+  if [ "$CHECK" = 1 ]; then echo "$SLICE"; fi
+  exit 0
+fi
 [ $# -ge 2 ] || fail "give the command, lm sweep …; see $SCRIPT --help"
 first=0 last=''
 case $1 in

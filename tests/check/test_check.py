@@ -346,6 +346,22 @@ def test_all_points_of_a_sweep_are_checked_by_name(tmp_path, capsys):
     assert 'the sweep has 2 points; add --index' in capsys.readouterr().err
 
 
+def test_the_points_in_the_folder_of_a_sweep_are_checked(tmp_path, capsys):
+    """A folder that `lm sweep --emit` has written is checked as its sweep file is; a run is none."""
+    (tmp_path / 's.gin').write_text('model.n_layers = [2, 3]')
+    root = str(tmp_path / 'sweep')
+    flags = ['--sweep_file', str(tmp_path / 's.gin'), *tiny.params({'model.d_model': 32})]
+    assert cli.main(['sweep', '--run_dir', root, *flags, '--emit', 'slurm', str(tmp_path / 'jobs'), '--gpus', '1']) == 0
+    capsys.readouterr()
+    assert cli.main(['check', '--if_possible', '--run_dir', root]) == 0
+    assert 'point 1 of 2: n_layers-3' in capsys.readouterr().out
+    assert cli.main(['check', '--if_possible', '--run_dir', root, '--index', '1']) == 0
+    assert '(3 layers of width 32' in capsys.readouterr().out
+    absent = str(tmp_path / 'absent')
+    assert cli.main(['check', '--if_possible', '--run_dir', absent, '--index', '1']) == 0
+    assert f'not checked: {absent}: no run is there on this machine' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [

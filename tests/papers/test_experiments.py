@@ -180,7 +180,10 @@ def test_the_sweeps_use_the_mechanisms_of_configs_attention(name):
 
 
 ARENA = ['listops', 'pathfinder', 'arena_images', 'arena_texts', 'arena_retrieval']
-TUNE = 'configs/papers/llops/table_1_arena/sweep_tune.gin'
+SWEEP_OF = {  # table → the sweep that fills it, where headers of its experiments name others
+    'arena': 'configs/papers/llops/table_1_arena/sweep_tune.gin',
+    'copying_long': 'configs/papers/polysketchformer/table_5_copying/sweep_long.gin',
+}
 TABLES = {  # table → the experiments whose sweeps fill it, and its rows that no experiment repeats
     'pg19': (['table_2_pg19/exact', 'table_2_pg19/kernel'], []),
     'wiki40b': (['table_3_wiki40b/exact', 'table_3_wiki40b/kernel'], []),
@@ -188,6 +191,7 @@ TABLES = {  # table → the experiments whose sweeps fill it, and its rows that 
     'c4': ([f'table_1_c4/{name}' for name in ('small', 'small_30k', 'medium', 'medium_30k', 'large')], []),
     'c4_speed': (['table_1_c4/small', 'table_1_c4/medium'], []),
     'copying': (['selective_copying'], ['Polysketch (learned + local, different learning rate schedule)']),
+    'copying_long': (['selective_copying'], []),
     'induction': (['induction_heads'], []),
     'recall': (['multiquery_recall'], []),
     'arena': (ARENA, ['Nyström', 'Skyformer', 'PolaFormer', 'Flatten']),
@@ -209,8 +213,8 @@ def test_the_sweeps_fill_the_papers_table(key):
     """Every cell of a table has exactly one run among the points of its experiments. No run is left over."""
     table, (names, left_out) = load_tables()[key], TABLES[key]
     made = [p for name in names for _, found in sweeps(tiny.ROOT / experiment(name)) for p in found]
-    if key == 'arena':
-        made = [p for name in names for p in points((experiment(name),), (TUNE,))]
+    if sweep := SWEEP_OF.get(key):
+        made = [p for name in names for p in points((experiment(name),), (sweep,))]
     among, cells = paper.select_tables([as_run(point) for point in made]), []
     for point in made:
         own = [c for c in paper.find_cells(as_run(point), among) if c.table is table]

@@ -92,11 +92,23 @@ def test_hours_of_a_processor_come_from_the_measured_rate():
 
 def test_store_and_preparation():
     choice = TableChoice(rows=('1',), columns=('512',))
-    store, preparation = describe_data(TABLE_2, choice, list_runs(TABLE_2, choice))
+    store, preparation = describe_data(choice, list_runs(TABLE_2, choice))
     tokens = load_corpora()['pg19']['text_bytes'] / load_corpora()['pg19']['bytes_per_token']
-    assert f'{tokens / 1e9:.2f}B tokens, {2 * tokens / 1e9:.3g}' in store
+    assert f'{tokens / 1e9:.2f}B tokens, {2 * tokens / 1e9:.3g} GB, from 11 GB of text' in store
     assert preparation.startswith('preparation: about 0.583 hours')  # 11 GB at 190.7 s each
     induction = find_description('polysketchformer/appendix_f2')
-    assert describe_data(induction, TableChoice(), list_runs(induction, TableChoice())) == [
+    assert describe_data(TableChoice(), list_runs(induction, TableChoice())) == [
         'data: drawn by the training, no store'
+    ]
+
+
+def test_each_corpus_of_a_table_has_its_size():
+    draft = find_description('polysketchformer_draft/section_5')
+    lines = describe_data(TableChoice(), list_runs(draft, TableChoice()))
+    assert [line.partition(':')[0] for line in lines] == ['store', 'preparation'] * 2
+    assert 'data/pg19.gin' in lines[0]
+    assert '10.6 GB of text (data/wiki40b.gin)' in lines[2]
+    proteins = find_description('performer/figure_5_proteins')
+    assert describe_data(TableChoice(), list_runs(proteins, TableChoice())) == [
+        'store and preparation of data/proteins: configs/papers/corpora.toml has no size of this corpus'
     ]

@@ -496,6 +496,26 @@ def test_no_pod_is_requested_if_the_check_refuses(script, tmp_path):
         assert 'CHECK=0' in done.stderr
 
 
+def test_a_sweep_whose_points_lie_in_its_folder_is_checked(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=1)
+    checking(cloud, 2)
+    command = ['lm', 'sweep', '--run_dir', 'gs://ours/s', '--index', '1']
+    assert cloud.run('supervise.sh', *command, **OURS, CHECK='1').returncode == 2
+    words = (cloud.path / 'checked').read_text().splitlines()
+    assert words == ['check', '--index', '1', *command[2:4], '--topology', 'v4-8', '--if_possible']
+
+
+def test_the_slice_of_the_settings_is_printed(tmp_path):
+    cloud = FakeCloud(tmp_path / 'cloud', workers=1)
+    asked = ['sweep.sh', '--slice', 'gs://ours/table']
+    assert cloud.run(*asked, **OURS, CHECK='1').stdout == 'v4-8\n'
+    assert cloud.run(*asked, **OURS, CHECK='1', SLICES='2').stdout == '2*v4-8\n'
+    assert cloud.run(*asked, **OURS, CHECK='0').stdout == ''
+    refused = cloud.run(*asked[:2], 'gs://my-bucket/table', **OURS, CHECK='1')
+    assert refused.returncode == 2
+    assert 'my-bucket is the name in the example' in refused.stderr
+
+
 @pytest.mark.parametrize(
     ('given', 'settings', 'name'),
     [
