@@ -33,6 +33,7 @@ from lm.interop.checkpoints import (
 )
 from lm.interop.families import Family, check_layers, choose, reading_config
 from lm.interop.names import Place, find_places, from_tensors
+from lm.interop.tensors import predict_memory
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
@@ -43,8 +44,6 @@ from lm.training.inputs import check_vocabulary
 
 log = logging.getLogger(__name__)
 
-TENSORS_HELD, BESIDE_TENSORS = 3, 1e9
-"""An import holds the largest tensor at most so often, and needs so many bytes beside it."""
 SHAPE = 'model.gin'
 """The model of an import without its mechanism, for runs that continue with another mechanism."""
 LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', 'train.adapters', *OF_THE_JOB)
@@ -115,7 +114,7 @@ def import_run(
         print(checkpoint.notes)
     functions = ModelFunctions(experiment.model, jnp.float32)
     tensors, expected = find_tensors(family, checkpoint, functions)
-    print(predict_memory(expected, functions))
+    print(describe_memory(expected, functions))
     check_finite(checkpoint)
     parameters = sum(functions.count_parameters().values())
     if unfinished:
@@ -211,13 +210,12 @@ def check_finite(checkpoint: Checkpoint) -> None:
             )
 
 
-def predict_memory(expected: Sequence[Place], functions: ModelFunctions) -> str:
+def describe_memory(expected: Sequence[Place], functions: ModelFunctions) -> str:
     """Returns a line on the memory that an import needs: it holds one tensor at a time."""
     flat = flatten(functions.abstract)
     largest = max(expected, key=lambda place: math.prod(place.shape_in(flat[place.source])))
     size = 4 * math.prod(largest.shape_in(flat[largest.source]))
-    most = (TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
-    return f'takes at most {most:.1f} GB of memory: its largest tensor, {largest.name}, has {size / 1e9:.2f} GB'
+    return predict_memory(size, f'its largest tensor, {largest.name},')
 
 
 def find_tensors(

@@ -471,6 +471,21 @@ def test_weights_of_half_the_bits_lie_in_several_files(reference_run, tokens, tm
     jax.tree.map(np.testing.assert_array_equal, halved, lm.load(str(back)).weights)
 
 
+def test_exports_of_equal_tensors_have_equal_bytes(reference_run, tmp_path, capsys):
+    run_dir, folders = str(reference_run[0]), [tmp_path / name for name in 'ab']
+    for folder in folders:
+        assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(folder)]) == 0
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert first == second
+    said = 'takes at most 1.0 GB of memory: its largest tensor, embedding.weight, has 0.00 GB'
+    assert capsys.readouterr().out.count(said) == 2
+    weights = to_tensors(lm.load(run_dir).weights)
+    found = load_file(folders[0] / 'model.safetensors')
+    assert found.keys() == weights.keys()
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, weights[name])
+
+
 def test_an_export_has_a_model_card(reference_run, tmp_path):
     run_dir, out = str(reference_run[0]), tmp_path / 'out'
     assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(out)]) == 0

@@ -215,7 +215,7 @@ class Decoder(Family):
             begin = f'layers.{i}.'
             layer = Outgoing({name.removeprefix(begin): ours[name] for name in ours if name.startswith(begin)})
             self.exchange(layer, model, i)
-            theirs |= {f'model.layers.{i}.{name}': np.ascontiguousarray(x) for name, x in layer.made.items()}
+            theirs |= {f'model.layers.{i}.{name}': x for name, x in layer.made.items()}
         return theirs
 
     def scale_of(self, model: ModelConfig) -> float:
