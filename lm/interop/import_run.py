@@ -21,7 +21,7 @@ from lm.data.tokenizers.companions import read_companions, write_companions
 from lm.data.tokenizers.marks import TextMarks, read_marks
 from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
-from lm.files import local_path, write_atomically
+from lm.files import AnyPath, local_path, open_path, write_atomically
 from lm.inference.no_data import check_pieces
 from lm.interop.checkpoints import (
     Checkpoint,
@@ -60,7 +60,7 @@ def load_given(
 
     Raises the errors of `open_checkpoint`, `choose_family` and `lm.config.load.load`.
     """
-    path = local_path(folder_name, 'DIR')
+    path = open_path(folder_name, 'DIR')
     checkpoint = open_checkpoint(path)
     config, family = checkpoint.config, choose_family(checkpoint)
     if settings := family.settings(path):
@@ -97,7 +97,7 @@ def import_run(
 
     Raises the errors of `open_checkpoint`, `choose_family`, `check_given` and `from_tensors`.
     """
-    path, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
+    path, run = open_path(folder_name, 'DIR'), RunDir(run_dir)
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # after a kill or a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
@@ -172,7 +172,7 @@ def find_marks_of_import(info: Mapping[str, Any], file: pathlib.Path) -> TextMar
     Where the checkpoint is gone, the folder of the tokenizer's `file` counts, and then run.json.
     """
     try:
-        found = open_checkpoint(pathlib.Path(info['imported'])).marks
+        found = open_checkpoint(open_path(info['imported'])).marks
     except LmError:
         found = read_marks(file.parent)
     end = info.get('end_id')
@@ -249,7 +249,7 @@ def advise_on_names(missing: str, names: Sequence[str]) -> str:
     return '; fetch it again'
 
 
-def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
+def check_given(given: Experiment, imported: Experiment, folder: AnyPath) -> None:
     """Raises ConfigError if a setting of the model differs from the checkpoint's: it would have no effect."""
     default = parse_bindings(dump(Experiment()))
     for name, imported_value, asked in compare_texts(dump(imported), dump(given)):
@@ -297,7 +297,7 @@ class ChosenTokenizers(NamedTuple):
 
 
 def choose_tokenizers(
-    experiment: Experiment, found: Sequence[FoundTokenizer], path: pathlib.Path, marks: TextMarks
+    experiment: Experiment, found: Sequence[FoundTokenizer], path: AnyPath, marks: TextMarks
 ) -> ChosenTokenizers:
     """Returns the tokenizer of the data, or else all tokenizers of the checkpoint at `path`, which says `marks`.
 

@@ -15,23 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.errors import MismatchError, MissingPackageError, writing
-from lm.files import parse_json
+from lm.files import AnyPath, is_remote, parse_json
 from lm.interop.deferred import Deferred
+from lm.interop.remote_file import TYPES, RemoteFile
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 """The file that lists the file of each tensor, if there are several files."""
 PART = 'model-{:05}-of-{:05}.safetensors'
 """The name of one of several files, by its number and their number."""
-KINDS = ('F32', 'BF16', 'F16', 'F64')
-"""The types of the numbers that are read, as the headers of files name them."""
 WRAPPERS = ('_orig_mod.', 'module.')
 """Beginnings of all names of a model that was saved inside torch.compile, or inside a data-parallel wrapper."""
 WRITTEN_BYTES = 2**26
 """So much of a tensor is converted at a time, or one of its rows."""
 TENSORS_HELD, BESIDE_TENSORS = 3, 1e9
 """An import or export holds the largest tensor at most so often, and needs so many bytes beside it."""
-NAMES = {'float32': 'F32', 'bfloat16': 'BF16'}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 """Type → its name in the header of a file."""
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(jnp.bfloat16)}
 """The types of the numbers that are written."""
@@ -103,7 +102,7 @@ def begin_file(
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {'dtype': NAMES[dtype.name], 'shape': list(shape), 'data_offsets': [begins[name], end]}
+        header[name] = {'dtype': NAMES[dtype], 'shape': list(shape), 'data_offsets': [begins[name], end]}
     text = json.dumps(header, separators=(',', ':')).encode()
     text += b' ' * (-len(text) % 8)
     with writing(path), path.open('wb') as file:
@@ -122,7 +121,7 @@ def write_tensor(path: pathlib.Path, begin: int, tensor: Deferred, dtype: np.dty
             file.write(part.reshape(-1).view(np.uint8).data)
 
 
-def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
+def read_tensors(folder: AnyPath) -> dict[str, Any]:
     """Returns name → float32 array of all tensors of a folder, which is read when it is asked for (`Deferred`).
 
     Raises MismatchError if there are none, or damaged ones.
@@ -134,9 +133,9 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 described = file.get_slice(name)
                 kind = described.get_dtype()
-                if kind not in KINDS:
+                if kind not in TYPES:
                     raise MismatchError(
-                        f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(KINDS)}; "
+                        f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(TYPES)}; "
                         'fetch a checkpoint that is not quantized'
                     )
                 tensor = Deferred(described.get_shape(), functools.partial(_read_tensor, path, name))
@@ -149,13 +148,13 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
     return drop_wrappers(tensors)
 
 
-def _read_tensor(path: pathlib.Path, name: str) -> np.ndarray:
+def _read_tensor(path: AnyPath | RemoteFile, name: str) -> np.ndarray:
     """Reads one tensor as float32. The file is closed again: what was read of it would stay in memory."""
     with _open(path) as file:
         return np.asarray(file.get_tensor(name).astype(jnp.float32))
 
 
-def count_tensors(folder: pathlib.Path) -> int:
+def count_tensors(folder: AnyPath) -> int:
     """Returns how many tensors the files of a folder hold. Raises MismatchError as `read_tensors`."""
     count = 0
     for path in _files(folder):
@@ -173,8 +172,11 @@ def drop_wrappers(tensors: dict[str, object]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[Any]:
+def _open(path: AnyPath | RemoteFile) -> Iterator[Any]:
     """Opens one file of tensors. Raises MismatchError if it cannot be read."""
+    if isinstance(path, RemoteFile):
+        yield path
+        return
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -184,24 +186,27 @@ def _open(path: pathlib.Path) -> Iterator[Any]:
         raise MismatchError(f'{path} cannot be read ({" ".join(str(error).split())}); fetch it again') from None
 
 
-def read_metadata(folder: pathlib.Path) -> dict[str, str]:
+def read_metadata(folder: AnyPath) -> dict[str, str]:
     """Returns the texts in the header of the first file of tensors; {} where none can be read: `read_tensors` tells."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(_files(folder)[0], framework='numpy') as file:
+        with _open(_files(folder)[0]) as file:
             return file.metadata() or {}
-    except (OSError, SafetensorError, MismatchError, IndexError):
+    except (MismatchError, IndexError):
         return {}
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+def _files(folder: AnyPath) -> list[AnyPath] | list[RemoteFile]:
+    found = [folder / name for name in _list_names(folder)]
+    return [RemoteFile(path) for path in found] if is_remote(folder) else found
+
+
+def _list_names(folder: AnyPath) -> list[str]:
     if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+        return [WEIGHTS]
     if not (folder / INDEX).exists():
         raise MismatchError(f'{folder}: holds neither {WEIGHTS} nor {INDEX}; other formats are not read')
     try:
         parts = parse_json((folder / INDEX).read_bytes())['weight_map'].values()
-        return [folder / pathlib.PurePath(part).name for part in sorted(set(parts))]
+        return [pathlib.PurePath(part).name for part in sorted(set(parts))]
     except (ValueError, KeyError, AttributeError, TypeError):
         raise MismatchError(f'{folder / INDEX}: is damaged; fetch it again') from None

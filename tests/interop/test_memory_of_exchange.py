@@ -10,20 +10,22 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-WIDTH, HIDDEN, LAYERS, VOCABULARY = 1024, 4096, 12, 2000
+WIDTH, HIDDEN, LAYERS, VOCABULARY = 1024, 4096, 20, 2000
 MEASURE = """
-import resource, sys
+import pathlib, re, sys
 from lm.cli import main
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # in bytes, since the last call
+    found = re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())
+    pathlib.Path('/proc/self/clear_refs').write_text('5')
+    return int(found[1]) * 1024
 
-small, large, folder = sys.argv[1:]
+small, large, folder, tokenizer = sys.argv[1:]
 for model in (small, large):  # the small one brings everything that is imported into memory
     before, run = peak(), f'{folder}/run_of_{model.rpartition("/")[2]}'
-    main(['import', model, '--run_dir', run])
+    assert not main(['import', model, '--run_dir', run, '--tokenizer', tokenizer])
     between = peak()
-    main(['export', '--run_dir', run, '--format', 'native', '--out', f'{run}/out', '--dtype', 'bfloat16'])
+    assert not main(['export', '--run_dir', run, '--format', 'native', '--out', f'{run}/out', '--dtype', 'bfloat16'])
 print('took', between - before, peak() - before)
 """
 
@@ -54,15 +56,15 @@ def write_model(folder, width, hidden, layers):
 
 
 @pytest.mark.slow
-def test_the_memory_is_the_predicted_one(tmp_path):
+def test_the_memory_is_the_predicted_one(tokens, tmp_path):
     write_model(tmp_path / 'small', 64, 128, 1)
     total, largest = write_model(tmp_path / 'large', WIDTH, HIDDEN, LAYERS)
-    command = [sys.executable, '-c', MEASURE, *(str(tmp_path / name) for name in ('small', 'large', ''))]
+    paths = tmp_path / 'small', tmp_path / 'large', tmp_path, tokens / 'tokenizer.model'
+    command = [sys.executable, '-c', MEASURE, *map(str, paths)]
     done = subprocess.run(command, env=tiny.environment(), cwd=tiny.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     predicted = re.findall(r'takes at most ([\d.]+) GB of memory', done.stdout)
-    assert predicted[2:] == [f'{(3 * largest + 1e9) / 1e9:.1f}'] * 2
+    # The checkpoint has chunks of 64 MiB, two of the largest tensors.
+    assert predicted[2:] == [f'{(3 * size + 1e9) / 1e9:.1f}' for size in (largest, 2 * largest)]
     import_took, export_took = map(int, re.search(r'took (\d+) (\d+)', done.stdout).groups())
-    # A share of what may stand beside the tensors: all weights at once would take more.
-    limit = 3 * largest + 3e8
-    assert max(import_took, export_took) < limit < total / 1.5
+    assert max(import_took, export_took) < 3 * largest + 6e8 < total / 1.8  # the weights at once would take more
