@@ -20,7 +20,6 @@ from lm.data.tokenizers.companions import COMPANIONS, GENERATION_CONFIG
 from lm.errors import ConfigError, writing
 from lm.inference.loaded_run import LoadedRun
 from lm.interop.card import CARD
-from lm.interop.deferred import Deferred
 from lm.interop.names import to_tensors
 from lm.interop.proof import FILE as PROOF
 from lm.interop.tensors import WeightFiles, is_weights
@@ -99,7 +98,7 @@ class Safetensors:
             with writing(folder / name):
                 (folder / name).write_bytes(contents)
 
-    def tensors(self, run: LoadedRun) -> dict[str, Deferred]:
+    def tensors(self, run: LoadedRun) -> dict[str, Any]:
         """Returns the tensors by their names in the file; they are read when they are asked for."""
         return to_tensors(run.weights)
 

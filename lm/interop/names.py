@@ -82,8 +82,8 @@ def places(weights: Mapping[str, Any]) -> list[Place]:
     return found
 
 
-def to_tensors(weights: Mapping[str, object]) -> dict[str, Deferred]:
-    """Returns exported name → float32 array. An array on disk is read when a tensor is asked for."""
+def to_tensors(weights: Mapping[str, object]) -> dict[str, Any]:
+    """Returns exported name → float32 array (`Deferred`). An array on disk is read when a tensor is asked for."""
     flat = flatten(weights)
     order = {name: i for i, name in enumerate(flat)}
     return {

@@ -15,7 +15,7 @@ import numpy as np
 
 from lm.buckets import NoAnswerError
 from lm.errors import LmError, MismatchError
-from lm.files import GONE, AnyPath, parse_json_object, reaching
+from lm.files import GONE, AnyPath, JsonObject, parse_json, reaching
 
 TYPES = {
     'F32': np.dtype(np.float32),
@@ -78,10 +78,10 @@ class RemoteFile:
             raise self._refuse(f'a header of {size:,} bytes')
         begin = 8 + size
         try:
-            entries = parse_json_object(self._read(8, begin).tobytes())
+            entries = dict(parse_json(self._read(8, begin).tobytes()))
             metadata = entries.pop('__metadata__', {})
             tensors = {name: read_entry(entry) for name, entry in entries.items()}
-            found = {str(name): str(text) for name, text in dict(metadata).items()}  # pyright: ignore
+            found = {name: str(text) for name, text in metadata.items()}
         except (ValueError, TypeError, KeyError, AttributeError):
             raise self._refuse('no header') from None
         return begin, found, tensors
@@ -119,13 +119,12 @@ class RemoteFile:
         return MismatchError(f'{self.path} cannot be read (it has {what}); copy it there again')
 
 
-def read_entry(entry: object) -> RemoteTensor:
+def read_entry(entry: JsonObject) -> RemoteTensor:
     """Reads the entry of a tensor in a header. Raises ValueError, TypeError or KeyError if it contradicts itself.
 
     Types that no weights have are left to the reader of the tensors, which names them.
     """
-    found = dict(entry)  # pyright: ignore
-    kind, shape, (begin, end) = found['dtype'], [int(n) for n in found['shape']], found['data_offsets']
+    kind, shape, (begin, end) = entry['dtype'], [int(n) for n in entry['shape']], entry['data_offsets']
     if min(begin, *shape, 0) < 0 or (kind in TYPES and end - begin != math.prod(shape) * TYPES[kind].itemsize):
         raise ValueError('its size is not the one of its shape')
     return RemoteTensor(str(kind), shape, (begin, end))
