@@ -1,7 +1,7 @@
 """An array of a saved step that stays on disk and is read in pieces.
 
 A piece has as many rows (entries of the first axis) as a chunk of the files, for a chunk is decoded as a whole. The
-chunks of an import have few rows. Those of a run of `lm train` have all rows that a device held.
+chunks of an import have few rows, and the chunks of a run of `lm train` have all rows that a device held.
 """
 
 import math

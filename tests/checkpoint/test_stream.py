@@ -44,7 +44,7 @@ def test_a_streamed_step_is_restored(chunk_bytes, parts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('chunk_bytes', [2**26, 340, 64])
 def test_arrays_are_read_from_disk_in_pieces(chunk_bytes, tmp_path, monkeypatch):
-    """Of whole arrays, of two rows, and of parts of a row."""
+    """The chunks are whole arrays, two rows, or parts of a row."""
     monkeypatch.setattr(stream, 'CHUNK_BYTES', chunk_bytes)
     arrays = make_arrays()
     write(tmp_path, arrays)
