@@ -44,15 +44,15 @@ class ExportTester:
     batch_size, seq_length, is_training = 3, 7, True
     hidden_size, num_hidden_layers, vocab_size, num_attention_heads = 32, 2, 97, 4
 
-    def __init__(self, form: str):
-        self.experiment = shapes.experiment(MECHANISMS[form], n_layers=2)
+    def __init__(self, form: str, spread: float):
+        self.experiment, self.spread = shapes.experiment(MECHANISMS[form], n_layers=2), spread
 
     def get_config(self):
         from lm.interop.modeling_lm import LmConfig
 
         described = describe(shapes.run_of(self.experiment, None))
         entries = {name: x for name, x in described.items() if name not in OF_THE_CLASS}
-        return LmConfig(**entries | {'pad_token_id': 0, 'bos_token_id': 1})
+        return LmConfig(**entries | {'pad_token_id': 0, 'bos_token_id': 1, 'initializer_range': self.spread})
 
     def prepare_config_and_inputs_for_common(self):
         shape = self.batch_size, self.seq_length
@@ -60,8 +60,8 @@ class ExportTester:
         return self.get_config(), {'input_ids': ids, 'attention_mask': torch.ones_like(ids)}
 
 
-def make_case(form: str, *mixins: type) -> type[unittest.TestCase]:
-    """Returns the tests of a mechanism as a class."""
+def make_case(form: str, *mixins: type, spread: float = 0.02) -> type[unittest.TestCase]:
+    """Returns the tests of a mechanism as a class; `spread` is the standard deviation of the weights."""
     from lm.interop.modeling_lm import LmForCausalLM
 
     def prepare(self, inputs, model_class, return_labels=False):
@@ -72,7 +72,7 @@ def make_case(form: str, *mixins: type) -> type[unittest.TestCase]:
         'all_model_classes': (LmForCausalLM,),
         'all_generative_model_classes': (LmForCausalLM,),
         'has_attentions': False,
-        'setUp': lambda self: setattr(self, 'model_tester', ExportTester(form)),
+        'setUp': lambda self: setattr(self, 'model_tester', ExportTester(form, spread)),
         '_prepare_for_class': prepare,
     }
     return type('ExportedClass', (*mixins, unittest.TestCase), members)
@@ -87,6 +87,7 @@ def run_tests(case: type[unittest.TestCase], mixin: type) -> tuple[dict[str, str
     for name in (name for name in dir(mixin) if name.startswith('test_') and callable(getattr(mixin, name))):
         result, test = unittest.TestResult(), case(name)
         test.has_attentions = name == PADS
+        torch.manual_seed(0)
         test.run(result)
         if wrong := [*result.errors, *result.failures]:
             failed[name] = wrong[0][1].strip().splitlines()[-1]
@@ -115,7 +116,9 @@ def test_the_library_generates_with_the_class_of_a_mechanism(form, library):
     mixin = library.GenerationTesterMixin
     if not hasattr(mixin, PADS):
         pytest.skip('a release has no tests of generate: $TRANSFORMERS_TESTS names the folder of a checkout')
-    failed, skipped, passed = run_tests(make_case(form, mixin, library.ModelTesterMixin), mixin)
+    # With smaller weights, the logits depend on the last token alone, as far as the library's tolerance goes.
+    case = make_case(form, mixin, library.ModelTesterMixin, spread=0.2)
+    failed, skipped, passed = run_tests(case, mixin)
     assert failed == {}
     assert {name: why for name, why in skipped.items() if not any(known in why for known in LEFT_OUT)} == {}
     assert passed >= 20
