@@ -14,6 +14,8 @@ import pytest
 from lm import buckets
 from lm.buckets import NoAnswerError
 from lm.files import open_path, read_bytes
+from lm.interop.checkpoints import open_checkpoint
+from lm.interop.remote_file import RemoteFile
 
 
 @pytest.fixture
@@ -66,6 +68,8 @@ CALLS = {
     'iterdir': lambda path: list(path.iterdir()),
     'read_text': lambda path: path.read_text(),
     'read_bytes': read_bytes,
+    'open_checkpoint': open_checkpoint,
+    'RemoteFile': lambda path: RemoteFile(path).keys(),
     'write_text': lambda path: path.write_text('x'),
     'unlink': lambda path: path.unlink(),
 }

@@ -7,7 +7,7 @@ as done.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from lm.checkpoint.clock import SaveClock
 from lm.checkpoint.config import CheckpointConfig
 from lm.checkpoint.finite import describe_not_finite, find_not_finite
-from lm.checkpoint.folder import agree_on_steps, remove_failed, remove_unfinished, set_aside
+from lm.checkpoint.folder import agree_on_steps, check_step, remove_failed, remove_unfinished, set_aside
 from lm.checkpoint.log_filter import WriteErrorFilter
 from lm.checkpoint.losses import Losses
 from lm.checkpoint.shared_memory import SharedMemory
@@ -31,8 +31,9 @@ from lm.checkpoint.snapshot import (
     flatten,
     list_last,
     make_record,
+    refuse_damage,
 )
-from lm.errors import ConfigError, Diverged, LmError, MismatchError, WrongResults
+from lm.errors import Diverged, LmError, MismatchError, WrongResults
 from lm.files import is_remote, settle
 
 if TYPE_CHECKING:
@@ -230,11 +231,7 @@ class Checkpointer:
         """
         self._finish()
         known = agree_on_steps(self.directory)
-        if step is not None and step not in known:
-            wrong = ConfigError if known else MismatchError
-            raise wrong(
-                f'checkpoint step {step}: not in {self.directory}, which has {list_last(known)}; choose one of these'
-            )
+        check_step(step, known, self.directory)
         tried: set[int] = set()
         held = self._memory.find_steps() if self._memory and step is None else []
         while True:
@@ -281,7 +278,7 @@ class Checkpointer:
         Raises MismatchError if anything is damaged or not finite.
         """
         not_finite = None
-        with _refuse_damage(step):
+        with refuse_damage(step):
             snapshot = Snapshot(self.directory, step)
             record = snapshot.record()
             for name, leaf in record['leaves'].items():
@@ -300,7 +297,7 @@ class Checkpointer:
 
     def read_record(self, step: int) -> dict:
         """Returns the JSON record of a step (`lm.checkpoint.snapshot`). Raises MismatchError if it is damaged."""
-        with _refuse_damage(step):
+        with refuse_damage(step):
             return Snapshot(self.directory, step).record()
 
     def _restore_from_memory(self, abstract_state: object, step: int, stored: int | None) -> Restored | None:
@@ -384,15 +381,6 @@ class Checkpointer:
         if is_fatal or self.config.on_failed_save == 'stop':
             raise LmError(message) from error
         log.warning('%s', message)
-
-
-@contextlib.contextmanager
-def _refuse_damage(step: int) -> Iterator[None]:
-    """Turns damage of `step` into a MismatchError."""
-    try:
-        yield
-    except Damaged as damage:
-        raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
 
 
 def _barrier(name: str) -> None:

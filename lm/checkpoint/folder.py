@@ -8,7 +8,8 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from lm.checkpoint.snapshot import COMMITTED, find_committed_steps, find_steps
+from lm.checkpoint.snapshot import COMMITTED, find_committed_steps, find_steps, list_last
+from lm.errors import ConfigError, MismatchError
 from lm.files import is_remote
 
 TEMPORARY = '.orbax-checkpoint-tmp'
@@ -57,3 +58,11 @@ def agree_on_steps(directory: epath.Path) -> list[int]:
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
     steps = multihost_utils.broadcast_one_to_all(np.resize(np.array(steps or [0], np.int32), count))
     return steps.tolist()
+
+
+def check_step(step: int | None, known: list[int], directory: epath.Path) -> None:
+    """Raises ConfigError for a step that is not among the `known` ones; MismatchError if there are none."""
+    if step is not None and step not in known:
+        wrong = ConfigError if known else MismatchError
+        there = f'not in {directory}, which has {list_last(known)}'
+        raise wrong(f'checkpoint step {step}: {there}; choose one of these')

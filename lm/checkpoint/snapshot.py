@@ -9,12 +9,13 @@ Orbax writes this layout. It is read with TensorStore directly. Orbax's restore 
 hangs when a single process meets a bad file. It also casts dtypes silently, and hides the name of the bad file.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -96,7 +97,7 @@ class Snapshot:
             if partial:
                 abstract_state = _intersect(abstract_state, record['leaves'])
             abstract = flatten(abstract_state)
-            self._compare(record, abstract, fingerprints, partial)
+            self.compare(record, abstract, fingerprints, partial)
         arrays = self.read(abstract, record)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in abstract]), record
 
@@ -107,13 +108,8 @@ class Snapshot:
         budget = ReadBudget(max(READ_AT_LEAST, int(READ_SHARE * sum(sizes.values()))))
 
         def read_one(name: str) -> jax.Array:
-            try:
-                with budget.spend(sizes[name]):
-                    return self._read_array(name, abstract[name], context)
-            except Exception as error:
-                if not is_damage(error):
-                    raise _out_of_reach(f'{name} in {self.path / "state"}', error) from error
-                raise Damaged(f'{name} in {self.path / "state"} cannot be read ({describe_error(error)})') from None
+            with self.reading(name), budget.spend(sizes[name]):
+                return self._read_array(name, abstract[name], context)
 
         with Agreement(self.step), ThreadPoolExecutor(PARALLEL_ARRAYS) as pool:
             arrays = dict(zip(abstract, pool.map(read_one, abstract), strict=True))
@@ -138,7 +134,18 @@ class Snapshot:
         except OSError as error:
             raise _out_of_reach(path, error) from error
 
-    def _read_array(self, name: str, target: Any, context: ts.Context) -> jax.Array:
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """A block that reads the array `name`. Raises Damaged or LmError, as `restore` does."""
+        try:
+            yield
+        except Exception as error:
+            if not is_damage(error):
+                raise _out_of_reach(f'{name} in {self.path / "state"}', error) from error
+            raise Damaged(f'{name} in {self.path / "state"} cannot be read ({describe_error(error)})') from None
+
+    def open_array(self, name: str, target: Any, context: ts.Context) -> ts.TensorStore:
+        """Opens an array for reading. Raises ValueError if it has another shape or type than `target`."""
         spec = {
             'driver': 'zarr',
             'kvstore': {'driver': 'ocdbt', 'base': folder_spec(self.path / 'state'), 'path': name + '/'},
@@ -151,6 +158,10 @@ class Snapshot:
         if any(size > max(1, length) for size, length in zip(chunk, store.shape, strict=False)):
             # A chunk is decoded whole: a few bytes may claim to be more than the memory holds.
             raise ValueError(f'its chunks of {chunk} are larger than itself, {list(store.shape)}')
+        return store
+
+    def _read_array(self, name: str, target: Any, context: ts.Context) -> jax.Array:
+        store = self.open_array(name, target, context)
         sharding = getattr(target, 'sharding', None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         indices = sharding.addressable_devices_indices_map(store.shape)
         keys = {device: str(index) for device, index in indices.items()}
@@ -159,7 +170,7 @@ class Snapshot:
         shards = [jax.device_put(reads[keys[device]].result(), device) for device in indices]
         return jax.make_array_from_single_device_arrays(store.shape, sharding, shards)
 
-    def _compare(self, record: dict, abstract: Mapping, fingerprints: Mapping[str, str], partial: bool) -> None:
+    def compare(self, record: dict, abstract: Mapping, fingerprints: Mapping[str, str], partial: bool = False) -> None:
         """Raises MismatchError unless fingerprints, names, shapes and dtypes match this run."""
         for name, value in fingerprints.items():
             saved = record['fingerprints'].get(name)
@@ -300,6 +311,15 @@ class Agreement:
         failure = LmError(message)
         failure.exit_code = worst - FAILED
         raise failure
+
+
+@contextlib.contextmanager
+def refuse_damage(step: int) -> Iterator[None]:
+    """Turns damage of `step` into a MismatchError."""
+    try:
+        yield
+    except Damaged as damage:
+        raise MismatchError(f'checkpoint step {step} is damaged: {damage}; choose another step') from None
 
 
 def _out_of_reach(what: object, error: Exception) -> LmError:

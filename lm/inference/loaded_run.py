@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.finite import refuse_not_finite
+from lm.checkpoint.stored_array import open_arrays
 from lm.config.text import dump
 from lm.data.dataset import DataConfig, Store
 from lm.data.tokenizers import Tokenizer
@@ -130,8 +131,11 @@ def open_run(run_dir: str, gin_params: Sequence[str] = (), step: int | None = No
     return load_run(load_of_run(run_dir, (), gin_params), run_dir, step)
 
 
-def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> LoadedRun:
+def load_run(experiment: Experiment, run_dir: str, step: int | None = None, *, on_disk: bool = False) -> LoadedRun:
     """Loads the weights of the run in `run_dir` at `step` (None: the newest), laid out on all present devices.
+
+    Args:
+        on_disk: leave them where they are, each a `StoredArray`, which is not verified yet; merged adapters are read.
 
     Raises MismatchError if the checkpoint does not fit the model, was trained with another tokenizer, or has weights
     that are not finite.
@@ -156,10 +160,14 @@ def load_run(experiment: Experiment, run_dir: str, step: int | None = None) -> L
             place(functions.abstract, mesh, functions.declared)
         )
         return LoadedRun(experiment, directory, store, mesh, functions, weights, chosen.chosen)
-    with Checkpointer(directory.checkpoints, experiment.checkpoint, fingerprints) as saved:
-        restored = saved.restore(abstract, step=step)
-    if restored is None:
+    if on_disk:
+        found = open_arrays(directory.checkpoints, abstract, step, fingerprints)
+    else:
+        with Checkpointer(directory.checkpoints, experiment.checkpoint, fingerprints) as saved:
+            found = saved.restore(abstract, step=step)
+    if found is None:
         raise MismatchError(f'--run_dir {run_dir}: holds no checkpoint; train it first with lm train')
-    weights = {'params': restored[0][name], 'buffers': restored[0]['buffers']}
-    refuse_not_finite(weights, f'--run_dir {run_dir}, step {restored.step}', 'choose another step or run')
-    return LoadedRun(experiment, directory, store, mesh, functions, weights, restored[1])
+    weights = {'params': found[0][name], 'buffers': found[0]['buffers']}
+    if not on_disk:
+        refuse_not_finite(weights, f'--run_dir {run_dir}, step {found[1]}', 'choose another step or run')
+    return LoadedRun(experiment, directory, store, mesh, functions, weights, found[1])

@@ -11,7 +11,7 @@ from lm.data import tokenizers
 from lm.data.tokenizers.companions import GENERATION_CONFIG, OF_THE_TOKENIZER, TEMPLATE, read_companions
 from lm.data.tokenizers.marks import TextMarks, check_marks, find_marks, read_config_marks
 from lm.errors import ConfigError, MismatchError
-from lm.files import parse_json_object, refuse_special_files
+from lm.files import AnyPath, is_remote, parse_json_object, refuse_special_files
 from lm.interop.export_run import UNFINISHED
 from lm.interop.families import reading_config
 from lm.interop.families.base import Tensors
@@ -20,6 +20,8 @@ from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import UnreadableTokenizerError
 from lm.interop.hyperparameters import Hyperparameters
 from lm.interop.tensors import check_safetensors, count_tensors, read_metadata, read_tensors
+
+GGUF = '.gguf'
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class FoundTokenizer(NamedTuple):
     """
 
     tokenizer: tokenizers.Tokenizer
-    where: pathlib.Path
+    where: AnyPath
     begin_id: int | None = None
 
 
@@ -43,10 +45,11 @@ class CheckpointFolder:
 
     notes = ''
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: AnyPath):
         """Raises MismatchError if the folder holds an unfinished export, or a pipe or device among its files."""
         check_safetensors()
-        refuse_special_files(path)
+        if not is_remote(path):
+            refuse_special_files(pathlib.Path(path))
         if (path / UNFINISHED).exists():
             raise MismatchError(f'{path}: holds half an export; run that lm export again, or wait for its end')
         self.path = path
@@ -105,7 +108,7 @@ class CheckpointFolder:
         found = [self._read_tokenizer(path) for path in paths if path.exists()]
         return [one for one in found if one is not None]
 
-    def _read_tokenizer(self, path: pathlib.Path) -> FoundTokenizer | None:
+    def _read_tokenizer(self, path: AnyPath) -> FoundTokenizer | None:
         try:
             return read_tokenizer(path, self.marks)
         except ConfigError as error:
@@ -172,12 +175,12 @@ def choose_companions(checkpoint: 'Checkpoint', tokenizer: pathlib.Path | None) 
     return {name: contents for name, contents in found.items() if name not in OF_THE_TOKENIZER} | own
 
 
-def read_tokenizer(path: pathlib.Path, marks: TextMarks) -> FoundTokenizer:
+def read_tokenizer(path: AnyPath, marks: TextMarks) -> FoundTokenizer:
     """Reads the tokenizer in a file; the checkpoint says `marks`. Raises ConfigError as `lm.data.tokenizers.load`."""
     return add_begin(tokenizers.load(path, marks=marks), path, marks)
 
 
-def add_begin(tokenizer: tokenizers.Tokenizer, where: pathlib.Path, marks: TextMarks) -> FoundTokenizer:
+def add_begin(tokenizer: tokenizers.Tokenizer, where: AnyPath, marks: TextMarks) -> FoundTokenizer:
     """Returns a tokenizer with the token that stands before every text."""
     names_begin = tokenizer.names_begin and not marks.is_exact
     return FoundTokenizer(tokenizer, where, tokenizer.begin_id if names_begin else marks.begin)
@@ -186,6 +189,8 @@ def add_begin(tokenizer: tokenizers.Tokenizer, where: pathlib.Path, marks: TextM
 Checkpoint = CheckpointFolder | GgufCheckpoint
 
 
-def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-    """Opens a folder, or a GGUF file. Raises the errors of `CheckpointFolder` and `GgufFile`."""
-    return GgufCheckpoint(path) if path.is_file() else CheckpointFolder(path)
+def open_checkpoint(path: AnyPath) -> Checkpoint:
+    """Opens a folder, also in a bucket, or a GGUF file. Raises the errors of `CheckpointFolder` and `GgufFile`."""
+    if path.suffix == GGUF and is_remote(path):
+        raise ConfigError(f'{path}: GGUF files must lie on a disk of this machine; copy it from there')
+    return CheckpointFolder(path) if is_remote(path) or not path.is_file() else GgufCheckpoint(pathlib.Path(path))

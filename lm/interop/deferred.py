@@ -6,7 +6,7 @@ The families (`lm.interop.families`) transform tensors by few functions of NumPy
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,16 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
 class Deferred(NDArrayOperatorsMixin):
-    """An array of float32 of a known shape. `compute` gives it, and may be called again."""
+    """An array of float32 of a known shape. `compute` gives it, and may be called again.
+
+    Attributes:
+        origin: where the first of its numbers are kept; those who read many arrays in this order read less.
+    """
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, shape: Sequence[int], compute: Callable[[], np.ndarray]):
-        self.shape, self._compute = tuple(int(n) for n in shape), compute
+    def __init__(self, shape: Sequence[int], compute: Callable[[], np.ndarray], origin: tuple[int, ...] = ()):
+        self.shape, self._compute, self.origin = tuple(int(n) for n in shape), compute, origin
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = np.asarray(self._compute(), dtype or np.float32)
@@ -31,7 +35,7 @@ class Deferred(NDArrayOperatorsMixin):
         if method != '__call__' or options or ufunc.nout != 1:
             return getattr(ufunc, method)(*map(_settle, inputs), **options)
         shape = np.broadcast_shapes(*map(_find_shape, inputs))
-        return Deferred(shape, lambda: ufunc(*map(_settle, inputs)))
+        return Deferred(shape, lambda: ufunc(*map(_settle, inputs)), _find_origin(inputs))
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
         name = getattr(function, '__name__', '')
@@ -77,11 +81,15 @@ class Deferred(NDArrayOperatorsMixin):
         return self._then(np.empty(self.shape, bool)[key].shape, lambda x: x[key])
 
     def _then(self, shape: Sequence[int], function: Callable[[np.ndarray], np.ndarray]) -> 'Deferred':
-        return Deferred(shape, lambda: function(np.asarray(self)))
+        return Deferred(shape, lambda: function(np.asarray(self)), self.origin)
 
 
 def _find_shape(x: Any) -> tuple[int, ...]:
     return x.shape if isinstance(x, Deferred) else np.shape(x)
+
+
+def _find_origin(inputs: Iterable[Any]) -> tuple[int, ...]:
+    return next((x.origin for x in inputs if isinstance(x, Deferred)), ())
 
 
 def _settle(x: Any) -> Any:
@@ -103,7 +111,7 @@ def _concatenate(arrays: Sequence[Any], axis: int = 0) -> Deferred:
             start = end
         return made
 
-    return Deferred(whole, compute)
+    return Deferred(whole, compute, _find_origin(arrays))
 
 
 def _stack(arrays: Sequence[Any], axis: int = 0) -> Deferred:

@@ -2,16 +2,19 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from lm.checkpoint.snapshot import flatten
+from lm.checkpoint.stored_array import StoredArray
 from lm.errors import ConfigError, writing
 from lm.experiment import Experiment
 from lm.files import local_path
-from lm.inference.loaded_run import load_run
+from lm.inference.loaded_run import LoadedRun, load_run
 from lm.interop.card import write_card
+from lm.interop.deferred import Deferred
 from lm.interop.formats import FORMATS, is_exported
 from lm.interop.native import NativeFormat, find_family
-from lm.interop.tensors import WeightFiles, check_safetensors
+from lm.interop.tensors import WeightFiles, predict_memory
 from lm.lease import HeldError, Lease
 from lm.model import ModelConfig
 
@@ -37,12 +40,15 @@ def write_export(
     experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str, weights: WeightFiles
 ) -> int:
     """Does the work of `export_run`, and returns the step."""
-    check_safetensors()
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')
     check_out(folder, (folder / UNFINISHED).is_file())
     format.check(experiment.model)
-    run = load_run(experiment, run_dir, step)
+    run = load_run(experiment, run_dir, step, on_disk=True)
+    print(describe_memory(format.tensors(run), run))
+    for array in flatten(run.weights).values():
+        if isinstance(array, StoredArray):
+            array.verify()
     with exporting(folder):
         format.write(run, folder, weights)
         write_card(run, folder, format_name, weights.dtype, format.find_imports(experiment.model))
@@ -51,6 +57,21 @@ def write_export(
     if format_name != NativeFormat.name:
         print(describe_classes(experiment.model))
     return run.step
+
+
+def describe_memory(tensors: Mapping[str, Deferred], run: LoadedRun) -> str:
+    """Returns a line on the memory that an export needs: it holds one tensor at a time, or one piece of a checkpoint.
+
+    Adapters are merged in memory.
+    """
+    arrays = flatten(run.weights)
+    if run.experiment.train.adapters:
+        return predict_memory(sum(x.nbytes for x in arrays.values()), 'the model with merged adapters')
+    largest = max(tensors, key=lambda name: tensors[name].nbytes)
+    piece = max(arrays, key=lambda name: arrays[name].piece_bytes)
+    if arrays[piece].piece_bytes > tensors[largest].nbytes:
+        return predict_memory(arrays[piece].piece_bytes, f'{piece}, which the checkpoint holds in one piece,')
+    return predict_memory(tensors[largest].nbytes, f'its largest tensor, {largest},')
 
 
 def describe_classes(model: ModelConfig) -> str:

@@ -98,8 +98,8 @@ class Safetensors:
             with writing(folder / name):
                 (folder / name).write_bytes(contents)
 
-    def tensors(self, run: LoadedRun) -> dict[str, np.ndarray]:
-        """Returns the tensors by their names in the file."""
+    def tensors(self, run: LoadedRun) -> dict[str, Any]:
+        """Returns the tensors by their names in the file; they are read when they are asked for."""
         return to_tensors(run.weights)
 
     def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from lm.data.tokenizers.companions import read_companions, write_companions
 from lm.data.tokenizers.marks import TextMarks, read_marks
 from lm.errors import ConfigError, LmError, MismatchError, writing
 from lm.experiment import OF_THE_JOB, Experiment, load, load_of_run
-from lm.files import local_path, write_atomically
+from lm.files import AnyPath, local_path, open_path, write_atomically
 from lm.inference.no_data import check_pieces
 from lm.interop.checkpoints import (
     Checkpoint,
@@ -33,6 +33,7 @@ from lm.interop.checkpoints import (
 )
 from lm.interop.families import Family, check_layers, choose, reading_config
 from lm.interop.names import Place, find_places, from_tensors
+from lm.interop.tensors import predict_memory
 from lm.model import ModelConfig
 from lm.model.functions import ModelFunctions
 from lm.runs.config_diff import compare_texts, parse_bindings
@@ -43,8 +44,6 @@ from lm.training.inputs import check_vocabulary
 
 log = logging.getLogger(__name__)
 
-TENSORS_HELD, BESIDE_TENSORS = 3, 1e9
-"""An import holds the largest tensor at most so often, and needs so many bytes beside it."""
 SHAPE = 'model.gin'
 """The model of an import without its mechanism, for runs that continue with another mechanism."""
 LEFT_OUT = ('data.path', 'data.mixture', 'train.init_from', 'train.adapters', *OF_THE_JOB)
@@ -61,7 +60,7 @@ def load_given(
 
     Raises the errors of `open_checkpoint`, `choose_family` and `lm.config.load.load`.
     """
-    path = local_path(folder_name, 'DIR')
+    path = open_path(folder_name, 'DIR')
     checkpoint = open_checkpoint(path)
     config, family = checkpoint.config, choose_family(checkpoint)
     if settings := family.settings(path):
@@ -98,7 +97,7 @@ def import_run(
 
     Raises the errors of `open_checkpoint`, `choose_family`, `check_given` and `from_tensors`.
     """
-    path, run = local_path(folder_name, 'DIR'), RunDir(run_dir)
+    path, run = open_path(folder_name, 'DIR'), RunDir(run_dir)
     unfinished = 'imported' in read_raw(run.info) and not run.has_checkpoint()  # after a kill or a full disk
     if run.path.exists() and not unfinished and (not run.path.is_dir() or any(run.path.iterdir())):
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
@@ -115,7 +114,7 @@ def import_run(
         print(checkpoint.notes)
     functions = ModelFunctions(experiment.model, jnp.float32)
     tensors, expected = find_tensors(family, checkpoint, functions)
-    print(predict_memory(expected, functions))
+    print(describe_memory(expected, functions))
     check_finite(checkpoint)
     parameters = sum(functions.count_parameters().values())
     if unfinished:
@@ -173,7 +172,7 @@ def find_marks_of_import(info: Mapping[str, Any], file: pathlib.Path) -> TextMar
     Where the checkpoint is gone, the folder of the tokenizer's `file` counts, and then run.json.
     """
     try:
-        found = open_checkpoint(pathlib.Path(info['imported'])).marks
+        found = open_checkpoint(open_path(info['imported'])).marks
     except LmError:
         found = read_marks(file.parent)
     end = info.get('end_id')
@@ -211,13 +210,12 @@ def check_finite(checkpoint: Checkpoint) -> None:
             )
 
 
-def predict_memory(expected: Sequence[Place], functions: ModelFunctions) -> str:
+def describe_memory(expected: Sequence[Place], functions: ModelFunctions) -> str:
     """Returns a line on the memory that an import needs: it holds one tensor at a time."""
     flat = flatten(functions.abstract)
     largest = max(expected, key=lambda place: math.prod(place.shape_in(flat[place.source])))
     size = 4 * math.prod(largest.shape_in(flat[largest.source]))
-    most = (TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
-    return f'takes at most {most:.1f} GB of memory: its largest tensor, {largest.name}, has {size / 1e9:.2f} GB'
+    return predict_memory(size, f'its largest tensor, {largest.name},')
 
 
 def find_tensors(
@@ -251,7 +249,7 @@ def advise_on_names(missing: str, names: Sequence[str]) -> str:
     return '; fetch it again'
 
 
-def check_given(given: Experiment, imported: Experiment, folder: pathlib.Path) -> None:
+def check_given(given: Experiment, imported: Experiment, folder: AnyPath) -> None:
     """Raises ConfigError if a setting of the model differs from the checkpoint's: it would have no effect."""
     default = parse_bindings(dump(Experiment()))
     for name, imported_value, asked in compare_texts(dump(imported), dump(given)):
@@ -299,7 +297,7 @@ class ChosenTokenizers(NamedTuple):
 
 
 def choose_tokenizers(
-    experiment: Experiment, found: Sequence[FoundTokenizer], path: pathlib.Path, marks: TextMarks
+    experiment: Experiment, found: Sequence[FoundTokenizer], path: AnyPath, marks: TextMarks
 ) -> ChosenTokenizers:
     """Returns the tokenizer of the data, or else all tokenizers of the checkpoint at `path`, which says `marks`.
 

@@ -176,10 +176,13 @@ class LmForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(
         self, input_ids, cache=None, attention_mask=None, inputs_embeds=None, use_cache=None, position_ids=None,
-        next_sequence_length=None, is_first_iteration=False, **others,
+        next_sequence_length=None, is_first_iteration=False, **kwargs,
     ):  # fmt: skip
-        """Returns the inputs of the next call: the tokens that the cache has not. The mask says the positions."""
-        given = {'cache': cache, 'attention_mask': attention_mask, 'use_cache': use_cache, **others}
+        """Returns the inputs of the next call: the tokens that the cache has not. The mask says the positions.
+
+        By the name `kwargs`, `generate` knows that it may pass on all inputs of `forward`.
+        """
+        given = {'cache': cache, 'attention_mask': attention_mask, 'use_cache': use_cache, **kwargs}
         read = 0 if cache is None else cache.length
         if inputs_embeds is None or read >= inputs_embeds.shape[1]:
             new = 1 if inputs_embeds is not None else input_ids.shape[1] - read

@@ -17,6 +17,7 @@ values, in that order), attention_out, glu_norm, glu_in (values, then gates, if 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,9 @@ import jax
 import numpy as np
 
 from lm.checkpoint.snapshot import flatten
+from lm.checkpoint.stored_array import StoredArray
 from lm.errors import MismatchError
+from lm.interop.deferred import Deferred
 
 ENDINGS = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'head': 'head.weight'}
 
@@ -42,6 +45,14 @@ class Place:
         """Returns the numbers of this place of the array."""
         tensor = np.asarray(tensors[self.name])
         return tensor.T if self.transposed else tensor
+
+    def take(self, leaf: Any) -> np.ndarray:
+        """Returns the tensor, from the array."""
+        if isinstance(leaf, StoredArray):
+            found = leaf.read_all() if self.layer is None else leaf.read_row(self.layer)
+        else:
+            found = np.asarray(leaf)[... if self.layer is None else self.layer]
+        return found.T if self.transposed else found
 
     def shape_in(self, leaf: Any) -> tuple[int, ...]:
         """Returns the tensor's shape, from the array's shape."""
@@ -71,14 +82,18 @@ def places(weights: Mapping[str, Any]) -> list[Place]:
     return found
 
 
-def to_tensors(weights: Mapping[str, object]) -> dict[str, np.ndarray]:
-    """Returns exported name → float32 array."""
-    arrays = {name: np.asarray(leaf) for name, leaf in flatten(weights).items()}
-    tensors = {}
-    for place in places(weights):
-        array = arrays[place.source] if place.layer is None else arrays[place.source][place.layer]
-        tensors[place.name] = np.ascontiguousarray(array.T if place.transposed else array)
-    return tensors
+def to_tensors(weights: Mapping[str, object]) -> dict[str, Any]:
+    """Returns exported name → float32 array (`Deferred`). An array on disk is read when a tensor is asked for."""
+    flat = flatten(weights)
+    order = {name: i for i, name in enumerate(flat)}
+    return {
+        place.name: Deferred(
+            place.shape_in(flat[place.source]),
+            functools.partial(place.take, flat[place.source]),
+            (order[place.source], place.layer or 0),
+        )
+        for place in places(weights)
+    }
 
 
 def from_tensors(tensors: Mapping[str, object], abstract: Mapping[str, object], what: str) -> Any:

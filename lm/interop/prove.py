@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lm.errors import writing
 from lm.experiment import Experiment, load_of_run
-from lm.files import local_path
+from lm.files import local_path, open_path
 from lm.interop.card import CARD
 from lm.interop.checkpoints import open_checkpoint
 from lm.interop.export_run import write_export
@@ -27,7 +27,7 @@ def import_and_prove(experiment: Experiment, folder_name: str, run_dir: str, **o
     Only exports of lm that were proved have a proof. Raises the errors of `import_run` and `Proof.compare`.
     """
     import_run(experiment, folder_name, run_dir, **options)
-    run, source = RunDir(run_dir), local_path(folder_name, 'DIR')
+    run, source = RunDir(run_dir), open_path(folder_name, 'DIR')
     proof, known = prove_run(run, 0), read_proof(source) if source.is_dir() else None
     proof.write(run.path)
     kept = f'the logits of a fixed prompt are kept in {run.path / FILE}'

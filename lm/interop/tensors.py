@@ -5,30 +5,41 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
+import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from lm.errors import MismatchError, MissingPackageError, writing
-from lm.files import parse_json
+from lm.files import AnyPath, is_remote, parse_json
 from lm.interop.deferred import Deferred
+from lm.interop.remote_file import TYPES, RemoteFile
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 """The file that lists the file of each tensor, if there are several files."""
 PART = 'model-{:05}-of-{:05}.safetensors'
 """The name of one of several files, by its number and their number."""
-KINDS = ('F32', 'BF16', 'F16', 'F64')
-"""The types of the numbers that are read, as the headers of files name them."""
 WRAPPERS = ('_orig_mod.', 'module.')
 """Beginnings of all names of a model that was saved inside torch.compile, or inside a data-parallel wrapper."""
+WRITTEN_BYTES = 2**26
+"""So much of a tensor is converted at a time, or one of its rows."""
+TENSORS_HELD, BESIDE_TENSORS = 3, 1e9
+"""An import or export holds the largest tensor at most so often, and needs so many bytes beside it."""
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+"""Type → its name in the header of a file."""
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(jnp.bfloat16)}
 """The types of the numbers that are written."""
+
+
+def predict_memory(size: int, what: str) -> str:
+    """Returns a line on the memory that an import or export needs, whose largest piece is `what` of `size` bytes."""
+    most = (TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
+    return f'takes at most {most:.1f} GB of memory: {what} has {size / 1e9:.2f} GB'
 
 
 def check_safetensors() -> None:
@@ -44,29 +55,34 @@ class WeightFiles:
     dtype: str = 'float32'
     most_bytes: int | None = None
 
-    def write(self, folder: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    def write(self, folder: pathlib.Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str]) -> None:
         """Writes model.safetensors, or several files and their index, with `metadata` in the headers.
 
-        A tensor is never cut: a larger one has a file of its own. Raises LmError if a file cannot be written.
+        The memory holds one tensor at a time. Equal tensors give equal bytes. A tensor is never cut: a larger one has a
+        file of its own. Raises LmError if a file cannot be written.
         """
-        parts: list[dict[str, np.ndarray]] = [{}]
-        size, total = 0, 0
+        parts: list[list[str]] = [[]]
+        size, dtype = 0, DTYPES[self.dtype]
         for name, tensor in tensors.items():
-            converted = np.ascontiguousarray(tensor.astype(DTYPES[self.dtype]))
-            if self.most_bytes is not None and parts[-1] and size + converted.nbytes > self.most_bytes:
-                parts, size = [*parts, {}], 0
-            parts[-1][name] = converted
-            size, total = size + converted.nbytes, total + converted.nbytes
-        if len(parts) == 1:
-            write_file(folder / WEIGHTS, parts[0], metadata)
-            return
-        named = {PART.format(i, len(parts)): part for i, part in enumerate(parts, 1)}
-        for name, part in named.items():
-            write_file(folder / name, part, metadata)
-        places = {tensor: name for name, part in named.items() for tensor in part}
-        index = {'metadata': {'total_size': total}, 'weight_map': dict(sorted(places.items()))}
-        with writing(folder / INDEX):
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
+            own = tensor.size * dtype.itemsize
+            if self.most_bytes is not None and parts[-1] and size + own > self.most_bytes:
+                parts, size = [*parts, []], 0
+            parts[-1].append(name)
+            size += own
+        files = [WEIGHTS] if len(parts) == 1 else [PART.format(i, len(parts)) for i in range(1, len(parts) + 1)]
+        places: dict[str, tuple[str, int]] = {}
+        for file, names in zip(files, parts, strict=True):
+            begins = begin_file(folder / file, {name: tensors[name].shape for name in names}, dtype, metadata)
+            places |= {name: (file, begin) for name, begin in begins.items()}
+        for name in sorted(tensors, key=lambda name: tensors[name].origin):
+            file, begin = places[name]
+            write_tensor(folder / file, begin, tensors[name], dtype)
+        if len(parts) > 1:
+            total = sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
+            weight_map = {name: file for name, (file, _) in sorted(places.items())}
+            with writing(folder / INDEX):
+                index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+                (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
 
 
 def is_weights(name: str) -> bool:
@@ -74,24 +90,38 @@ def is_weights(name: str) -> bool:
     return name in (WEIGHTS, INDEX) or re.fullmatch(r'model-\d{5}-of-\d{5}\.safetensors', name) is not None
 
 
-def write_file(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes one file of tensors with `metadata` in its header. Raises LmError if it cannot be written."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
+def begin_file(
+    path: pathlib.Path, shapes: Mapping[str, Sequence[int]], dtype: np.dtype, metadata: Mapping[str, str]
+) -> dict[str, int]:
+    """Makes a file of tensors of these shapes with `metadata` in its header; returns where each tensor begins in it.
 
-    with writing(path):
-        try:
-            save_file(dict(tensors), path, {'format': 'pt', **metadata})
-        except SafetensorError as error:  # names and sizes are right here, so it is an error of the system
-            raise OSError(str(error).rpartition('I/O error: ')[2]) from error
-        # The library makes a file that only its owner may read. The other files of an export have the mode of the
-        # umask.
-        mask = os.umask(0)
-        os.umask(mask)
-        path.chmod(0o666 & ~mask)
+    The library itself writes what is in memory as a whole, and the order of its metadata changes from call to call.
+    https://huggingface.co/docs/safetensors describes the format.
+    """
+    header: dict[str, object] = {'__metadata__': {'format': 'pt', **metadata}}
+    begins, end = {}, 0
+    for name, shape in shapes.items():
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {'dtype': NAMES[dtype], 'shape': list(shape), 'data_offsets': [begins[name], end]}
+    text = json.dumps(header, separators=(',', ':')).encode()
+    text += b' ' * (-len(text) % 8)
+    with writing(path), path.open('wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+    return {name: 8 + len(text) + begin for name, begin in begins.items()}
 
 
-def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
+def write_tensor(path: pathlib.Path, begin: int, tensor: Deferred, dtype: np.dtype) -> None:
+    """Writes a tensor to its place in a file, some rows at a time. Raises LmError if the file cannot be written."""
+    rows = np.atleast_1d(np.asarray(tensor))
+    several = max(1, WRITTEN_BYTES // max(1, rows[:1].size * dtype.itemsize))
+    with writing(path), path.open('r+b') as file:
+        file.seek(begin)
+        for start in range(0, len(rows), several):
+            part = np.ascontiguousarray(rows[start : start + several], dtype)
+            file.write(part.reshape(-1).view(np.uint8).data)
+
+
+def read_tensors(folder: AnyPath) -> dict[str, Any]:
     """Returns name → float32 array of all tensors of a folder, which is read when it is asked for (`Deferred`).
 
     Raises MismatchError if there are none, or damaged ones.
@@ -103,9 +133,9 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 described = file.get_slice(name)
                 kind = described.get_dtype()
-                if kind not in KINDS:
+                if kind not in TYPES:
                     raise MismatchError(
-                        f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(KINDS)}; "
+                        f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(TYPES)}; "
                         'fetch a checkpoint that is not quantized'
                     )
                 tensor = Deferred(described.get_shape(), functools.partial(_read_tensor, path, name))
@@ -118,13 +148,13 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Any]:
     return drop_wrappers(tensors)
 
 
-def _read_tensor(path: pathlib.Path, name: str) -> np.ndarray:
+def _read_tensor(path: AnyPath | RemoteFile, name: str) -> np.ndarray:
     """Reads one tensor as float32. The file is closed again: what was read of it would stay in memory."""
     with _open(path) as file:
         return np.asarray(file.get_tensor(name).astype(jnp.float32))
 
 
-def count_tensors(folder: pathlib.Path) -> int:
+def count_tensors(folder: AnyPath) -> int:
     """Returns how many tensors the files of a folder hold. Raises MismatchError as `read_tensors`."""
     count = 0
     for path in _files(folder):
@@ -142,8 +172,11 @@ def drop_wrappers(tensors: dict[str, object]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[Any]:
+def _open(path: AnyPath | RemoteFile) -> Iterator[Any]:
     """Opens one file of tensors. Raises MismatchError if it cannot be read."""
+    if isinstance(path, RemoteFile):
+        yield path
+        return
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -153,24 +186,27 @@ def _open(path: pathlib.Path) -> Iterator[Any]:
         raise MismatchError(f'{path} cannot be read ({" ".join(str(error).split())}); fetch it again') from None
 
 
-def read_metadata(folder: pathlib.Path) -> dict[str, str]:
+def read_metadata(folder: AnyPath) -> dict[str, str]:
     """Returns the texts in the header of the first file of tensors; {} where none can be read: `read_tensors` tells."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(_files(folder)[0], framework='numpy') as file:
+        with _open(_files(folder)[0]) as file:
             return file.metadata() or {}
-    except (OSError, SafetensorError, MismatchError, IndexError):
+    except (MismatchError, IndexError):
         return {}
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+def _files(folder: AnyPath) -> list[AnyPath] | list[RemoteFile]:
+    found = [folder / name for name in _list_names(folder)]
+    return [RemoteFile(path) for path in found] if is_remote(folder) else found
+
+
+def _list_names(folder: AnyPath) -> list[str]:
     if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+        return [WEIGHTS]
     if not (folder / INDEX).exists():
         raise MismatchError(f'{folder}: holds neither {WEIGHTS} nor {INDEX}; other formats are not read')
     try:
         parts = parse_json((folder / INDEX).read_bytes())['weight_map'].values()
-        return [folder / pathlib.PurePath(part).name for part in sorted(set(parts))]
+        return [pathlib.PurePath(part).name for part in sorted(set(parts))]
     except (ValueError, KeyError, AttributeError, TypeError):
         raise MismatchError(f'{folder / INDEX}: is damaged; fetch it again') from None

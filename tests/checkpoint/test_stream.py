@@ -9,8 +9,9 @@ from etils import epath
 from lm.checkpoint import checksum, stream
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.snapshot import Snapshot
+from lm.checkpoint.stored_array import open_arrays
 from lm.checkpoint.stream import StepWriter, choose_chunk, cut_part
-from lm.errors import LmError
+from lm.errors import LmError, MismatchError
 
 
 def make_arrays() -> dict[str, np.ndarray]:
@@ -39,6 +40,45 @@ def test_a_streamed_step_is_restored(chunk_bytes, parts, tmp_path, monkeypatch):
         found, step, metadata = saved.restore(abstract)
     jax.tree.map(np.testing.assert_array_equal, found, arrays)
     assert (step, metadata['config']) == (0, 'y')
+
+
+@pytest.mark.parametrize('chunk_bytes', [2**26, 340, 64])
+def test_arrays_are_read_from_disk_in_pieces(chunk_bytes, tmp_path, monkeypatch):
+    """The chunks are whole arrays, two rows, or parts of a row."""
+    monkeypatch.setattr(stream, 'CHUNK_BYTES', chunk_bytes)
+    arrays = make_arrays()
+    write(tmp_path, arrays)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    found, step = open_arrays(epath.Path(tmp_path), abstract, None, {'tokenizer': 'x'})
+    assert step == 0
+    for name, x in arrays.items():
+        found[name].verify()
+        np.testing.assert_array_equal(found[name].read_all(), x)
+        for row in (1, 0, len(x) - 1):
+            np.testing.assert_array_equal(found[name].read_row(row), x[row])
+    assert found['params.a'].piece_bytes == {2**26: 840, 340: 336, 64: 168}[chunk_bytes]
+    assert open_arrays(epath.Path(tmp_path) / 'nothing', abstract, None, {}) is None
+    with pytest.raises(MismatchError, match='tokenizer is x, of this run z'):
+        open_arrays(epath.Path(tmp_path), abstract, None, {'tokenizer': 'z'})
+
+
+@pytest.mark.parametrize(
+    ('number', 'said'), [(2, 'is damaged: .*the checksum of params.a'), (np.nan, 'params.a are not all finite')]
+)
+def test_arrays_on_disk_tell_their_damage(number, said, tmp_path):
+    x = np.ones((4, 3), np.float32)
+    wrong, writer = x.copy(), StepWriter(epath.Path(tmp_path), 0)
+    wrong[3, 1] = number
+    for name, array in (('params.a', wrong), ('params.sound', x)):
+        writer.write(name, x.shape, x.dtype, [array])
+    if np.isfinite(number):
+        writer.leaves['params.a'] = writer.leaves['params.sound']
+    writer.commit({}, {})
+    target = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    (opened, _) = open_arrays(epath.Path(tmp_path), {'params.a': target, 'params.sound': target}, 0, {})
+    opened['params.sound'].verify()
+    with pytest.raises(MismatchError, match=f'checkpoint step 0.*{said}.*; choose another step'):
+        opened['params.a'].verify()
 
 
 def test_its_checksums_are_the_ones_of_whole_arrays(tmp_path, monkeypatch):

@@ -4,9 +4,10 @@ They come with the source of the installed version, which pip fetches. The tests
 transformers alone: $TRANSFORMERS_TESTS names its folder `tests`.
 """
 
-import importlib
+import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -36,9 +37,12 @@ def find_folder(cache: pathlib.Path) -> pathlib.Path:
     return cache / name / 'tests'
 
 
-def load(cache: pathlib.Path) -> types.ModuleType:
-    """Returns the module with `ModelTesterMixin`."""
-    folder = find_folder(cache)
+def load(cache: pathlib.Path, config: pytest.Config) -> types.ModuleType:
+    """Returns the module with `ModelTesterMixin`; `config` learns the library's marks, for unknown ones are errors."""
+    folder, own = find_folder(cache), importlib.util.find_spec('transformers.testing_utils').origin
+    files = [*folder.glob('*.py'), *folder.glob('generation/*.py'), pathlib.Path(own)]
+    for name in sorted({mark for file in files for mark in re.findall(r'\bmark\.(\w+)', file.read_text())}):
+        config.addinivalue_line('markers', f'{name}: a mark of transformers')
     package = types.ModuleType('transformers_tests')
     package.__path__ = [str(folder)]
     sys.modules['transformers_tests'] = package

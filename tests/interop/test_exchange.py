@@ -138,8 +138,7 @@ def test_an_exported_run_can_be_imported(reference_run, tmp_path, tokens, capsys
     assert capsys.readouterr().err.count('is there already') == 2
     # Neither writes folders called gs:, nor looks for them.
     assert main(['export', '--run_dir', run_dir, '--out', 'gs://b/x']) == 2
-    assert main(['import', 'gs://b/x', '--run_dir', str(back.with_name('other'))]) == 2
-    assert capsys.readouterr().err.count('must lie on a disk of this machine') == 2
+    assert 'must lie on a disk of this machine' in capsys.readouterr().err
 
 
 @contextlib.contextmanager
@@ -469,6 +468,21 @@ def test_weights_of_half_the_bits_lie_in_several_files(reference_run, tokens, tm
     assert main(['import', str(out), '--run_dir', str(back), '--set', f'data.path={tokens}']) == 0
     halved = jax.tree.map(lambda x: x.astype('bfloat16').astype('float32'), run.weights)
     jax.tree.map(np.testing.assert_array_equal, halved, lm.load(str(back)).weights)
+
+
+def test_exports_of_equal_tensors_have_equal_bytes(reference_run, tmp_path, capsys):
+    run_dir, folders = str(reference_run[0]), [tmp_path / name for name in 'ab']
+    for folder in folders:
+        assert main(['export', '--run_dir', run_dir, '--format', 'huggingface', '--out', str(folder)]) == 0
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert first == second
+    said = 'takes at most 1.0 GB of memory: its largest tensor, embedding.weight, has 0.00 GB'
+    assert capsys.readouterr().out.count(said) == 2
+    weights = to_tensors(lm.load(run_dir).weights)
+    found = load_file(folders[0] / 'model.safetensors')
+    assert found.keys() == weights.keys()
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, weights[name])
 
 
 def test_an_export_has_a_model_card(reference_run, tmp_path):

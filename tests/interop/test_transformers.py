@@ -310,7 +310,7 @@ def test_gpt2_is_imported_and_exported(tied, tmp_path, tokens):
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=56, tie_word_embeddings=tied,
-            initializer_range=0.3,
+            initializer_range=0.3, bos_token_id=0, eos_token_id=0,
         )
     ).eval()  # fmt: skip
     with torch.no_grad():  # transformers initializes biases to 0 and gains to 1

@@ -1,6 +1,5 @@
 """Tokenizers: text ↔ token ids, one file per kind. Importing this package registers all of them."""
 
-import pathlib
 from collections.abc import Callable
 from typing import cast
 
@@ -9,7 +8,7 @@ from lm.data.tokenizers.base import Tokenizer, token_dtype
 from lm.data.tokenizers.config import TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.marks import TextMarks, read_marks
 from lm.errors import ConfigError, MismatchError
-from lm.files import open_path
+from lm.files import AnyPath, open_path
 
 import_modules(__name__, __path__)
 
@@ -65,9 +64,7 @@ def from_marked(model: bytes, marks: TextMarks, name: str = 'tokenizer.model') -
     return made if end == made.eod_id else from_bytes(model, end, name)
 
 
-def load(
-    path: str | pathlib.Path, config: TokenizerConfig | None = None, *, marks: TextMarks | None = None
-) -> Tokenizer:
+def load(path: str | AnyPath, config: TokenizerConfig | None = None, *, marks: TextMarks | None = None) -> Tokenizer:
     """Reads the file of a tokenizer, or the one in a folder, such as an imported run.
 
     Args:

@@ -2,11 +2,11 @@
 
 import contextlib
 import difflib
-import pathlib
 from collections.abc import Callable, Iterator
 
 from lm.config.configurable import import_modules
 from lm.errors import ConfigError, MismatchError
+from lm.files import AnyPath
 from lm.interop.families.base import FAMILIES, Family
 from lm.interop.hyperparameters import Hyperparameters
 
@@ -20,7 +20,7 @@ MANY_LAYERS = 1000
 """More layers than any published model has."""
 
 
-def choose(config: Hyperparameters, path: pathlib.Path) -> Family:
+def choose(config: Hyperparameters, path: AnyPath) -> Family:
     """Returns the family of a checkpoint with this config.json, which lies at `path`.
 
     Raises ConfigError if no family reads the checkpoint, or no model here computes the same; the message names what
@@ -51,7 +51,7 @@ def describe_nearest(kind: object, config: Hyperparameters) -> str:
     return f'. The nearest is {names[0]}; what differs: {differs}'
 
 
-def check_layers(config: Hyperparameters, count_tensors: Callable[[], int], path: pathlib.Path) -> None:
+def check_layers(config: Hyperparameters, count_tensors: Callable[[], int], path: AnyPath) -> None:
     """Raises MismatchError if the checkpoint at `path` names many layers, and more than it has tensors.
 
     A description of so many layers could take hours.
@@ -62,7 +62,7 @@ def check_layers(config: Hyperparameters, count_tensors: Callable[[], int], path
 
 
 @contextlib.contextmanager
-def reading_config(path: pathlib.Path) -> Iterator[None]:
+def reading_config(path: AnyPath) -> Iterator[None]:
     """Turns what the configuration of the checkpoint at `path` lacks, and values of another kind, into a
     MismatchError."""
     try:

@@ -1,12 +1,12 @@
 """A shape of checkpoints that `lm import` reads. Adding one means adding one file with a class."""
 
 import abc
-import pathlib
 from typing import ClassVar
 
 import numpy as np
 
 from lm.errors import MismatchError
+from lm.files import AnyPath
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
@@ -45,7 +45,7 @@ class Family(abc.ABC):
         """Returns in words what no model here can compute; empty if a model here computes the same."""
         return []
 
-    def settings(self, folder: pathlib.Path) -> str | None:
+    def settings(self, folder: AnyPath) -> str | None:
         """Returns the config.gin with all settings of the training, or None: such checkpoints have none."""
         return None
 
@@ -54,7 +54,7 @@ class Family(abc.ABC):
         return config.find_integer('max_position_embeddings')
 
     @abc.abstractmethod
-    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: AnyPath, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         """Returns the model that computes the same. `allow_imports`: a config.gin in `folder` may import modules."""
 
     @abc.abstractmethod

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from lm.attention import DEFAULT, Attention
 from lm.attention.options import LayerOptions
+from lm.files import AnyPath
 from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.families.exchange import Exchange, Incoming, Outgoing
 from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
@@ -117,7 +117,7 @@ class Decoder(Family):
         }
         return [*rotary] + [what for what, differs in found.items() if differs]
 
-    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: AnyPath, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         rotary, heads = self.rotary(config), config.integer('num_attention_heads')
         further: dict[str, object] = {'embedding_scale': 1.0, 'rotary_base': rotary.base, **self.options(config)}
         model = ModelConfig(
@@ -215,7 +215,7 @@ class Decoder(Family):
             begin = f'layers.{i}.'
             layer = Outgoing({name.removeprefix(begin): ours[name] for name in ours if name.startswith(begin)})
             self.exchange(layer, model, i)
-            theirs |= {f'model.layers.{i}.{name}': np.ascontiguousarray(x) for name, x in layer.made.items()}
+            theirs |= {f'model.layers.{i}.{name}': x for name, x in layer.made.items()}
         return theirs
 
     def scale_of(self, model: ModelConfig) -> float:

@@ -1,7 +1,6 @@
 """Gemma 3 with its tower for pictures: the language model alone."""
 
-import pathlib
-
+from lm.files import AnyPath
 from lm.interop.families.base import Tensors
 from lm.interop.families.gemma3 import Gemma3
 from lm.interop.hyperparameters import Hyperparameters
@@ -32,7 +31,7 @@ class Gemma3Vision(Gemma3):
     def context_length(self, config: Hyperparameters) -> int | None:
         return super().context_length(_text(config))
 
-    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: AnyPath, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         return super().model(folder, _text(config), allow_imports)
 
     def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:

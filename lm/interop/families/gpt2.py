@@ -1,9 +1,9 @@
 """GPT-2."""
 
-import pathlib
 from typing import ClassVar
 
 from lm.attention.options import LayerOptions
+from lm.files import AnyPath
 from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -31,7 +31,7 @@ class Gpt2(Family):
     def context_length(self, config: Hyperparameters) -> int | None:
         return config.find_integer('n_positions')
 
-    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: AnyPath, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         width, heads = config.integer('n_embd'), config.integer('n_head')
         return ModelConfig(
             vocab_size=config.integer('vocab_size'),

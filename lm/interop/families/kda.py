@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm.interop.deferred import Deferred
 from lm.interop.families.exchange import Exchange, Incoming, Outgoing
 from lm.interop.families.gated_deltanet import GatedDeltaNet
 from lm.interop.families.recurrent_decoder import move_bias
@@ -47,7 +48,8 @@ class Kda(GatedDeltaNet):
         tensors.move('output_gate.down.weight', 'attn.g_proj.0.weight')
         tensors.move('output_gate.up.weight', 'attn.g_proj.1.weight')
         if isinstance(tensors, Outgoing):
-            tensors.made[GATE_BIAS] = np.zeros(len(tensors.ours['output_gate.up.weight']), np.float32)
+            size = len(tensors.ours['output_gate.up.weight'])
+            tensors.made[GATE_BIAS] = Deferred([size], lambda: np.zeros(size, np.float32))  # pyright: ignore
         elif isinstance(tensors, Incoming) and not np.any(tensors.theirs.get(place := tensors.begin + GATE_BIAS, 0)):
             tensors.theirs.pop(place, None)
 

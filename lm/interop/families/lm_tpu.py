@@ -1,8 +1,7 @@
 """Checkpoints that `lm export` has written."""
 
-import pathlib
-
 from lm.experiment import load
+from lm.files import AnyPath
 from lm.interop.families.base import Family, Tensors
 from lm.interop.formats import MODEL_TYPE
 from lm.interop.hyperparameters import Hyperparameters
@@ -14,10 +13,10 @@ class Ours(Family):
 
     model_types = (MODEL_TYPE,)
 
-    def settings(self, folder: pathlib.Path) -> str:
+    def settings(self, folder: AnyPath) -> str:
         return str(folder / 'config.gin')
 
-    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: AnyPath, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         return load([self.settings(folder)], allow_imports=allow_imports).model
 
     def tensors(self, theirs: Tensors, config: Hyperparameters, model: ModelConfig) -> Tensors:

@@ -1,12 +1,12 @@
 """The decoder of flash-linear-attention, with what its classes change."""
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from typing import ClassVar
 
 from lm.attention import Attention, find_layer_type
 from lm.attention.options import LayerOptions
+from lm.files import AnyPath
 from lm.interop.families.decoder import Decoder
 from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
 from lm.interop.hyperparameters import Hyperparameters
@@ -68,7 +68,7 @@ class RecurrentDecoder(Decoder):
         wrong = [f'{name} = {found[name]!r}' for name, value in only.items() if found.get(name, value) != value]
         return super().differences(config) + wrong
 
-    def model(self, folder: pathlib.Path, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
+    def model(self, folder: AnyPath, config: Hyperparameters, allow_imports: bool = False) -> ModelConfig:
         found = self.read(config)
         sizes = self.sizes(found)
         width = int(found.integer('hidden_size') * (found.find_number('hidden_ratio') or 4) * 2 / 3)
