@@ -38,26 +38,26 @@ from lm.ops.linear_attention.gpu.recurrent.plan import (
     Ref,
     SideArrays,
 )
-from lm.ops.linear_attention.gpu.recurrent.results import Results, SideResults
+from lm.ops.linear_attention.gpu.recurrent.results import Results, allocate_results, describe_results
 from lm.ops.linear_attention.gpu.recurrent.sums import Carry, RunningSums
 
 
-def differentiate_queries(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideResults[jax.Array]:
+def differentiate_queries(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideArrays[jax.Array]:
     """Computes the gradients of queries, the own side of `inputs`; `plan` is the forward kernel's."""
     return _call(plan, TileGradients.differentiate_query, 'query', inputs)
 
 
-def differentiate_keys(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideResults[jax.Array]:
+def differentiate_keys(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideArrays[jax.Array]:
     """Computes the gradients of keys, the own side of `inputs`, and of values; `plan` is the forward kernel's."""
     return _call(plan, TileGradients.differentiate_key, 'key', inputs)
 
 
 def _call(
     plan: RecurrentPlan, differentiate: Callable[['TileGradients'], None], name: str, inputs: RecurrentArrays[jax.Array]
-) -> SideResults[jax.Array]:
+) -> SideArrays[jax.Array]:
     is_key, g = name == 'key', cast(jax.Array, inputs.g)
 
-    def body(inputs: RecurrentArrays[Ref], outputs: SideResults[Ref], *, features, sums, staging, register):
+    def body(inputs: RecurrentArrays[Ref], outputs: SideArrays[Ref], *, features, sums, staging, register):
         sides = [(inputs.own, not is_key), (cast(SideArrays, inputs.other), is_key)]
         own, other = Features.load_sides(plan, sides, inputs.rows, features)
         results = Results(plan, own, outputs, staging, register)
@@ -85,14 +85,14 @@ def _call(
     body.__name__ = f'linear_attention_recurrent_{name}_gradients'
     return plgpu.kernel(
         body,
-        out_type=(SideResults.describe(plan, g.shape, with_values=is_key),),
+        out_type=(describe_results(plan, g.shape, with_values=is_key),),
         grid=(plan.slices, g.shape[0] * plan.heads * plan.segments),
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types={
             'features': FeaturesMemory.allocate(plan, placed=(False, True)),
             'sums': RunningSums.allocate(plan),
-            'staging': SideResults.allocate(plan, with_values=is_key),
+            'staging': allocate_results(plan, with_values=is_key),
             'register': allocate_operand(plan.interpreted),
         },
     )(inputs)[0]
