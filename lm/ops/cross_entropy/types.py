@@ -8,8 +8,6 @@ from typing import Protocol
 
 import jax
 
-from lm.ops.platform import Implementation
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class WeightedCall(CrossEntropyCall):
     z_loss: float = dataclasses.field(default=0.0, metadata={'static': True})
 
 
-class CrossEntropyImplementation(Implementation[CrossEntropyCall], Protocol):
+class CrossEntropyImplementation(Protocol):
     """A module that computes cross-entropies."""
 
     def cross_entropy(self, call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:

@@ -59,10 +59,6 @@ def weighted_cross_entropy(call: WeightedCall) -> tuple[jax.Array, jax.Array]:
     return total_Px1, lax.stop_gradient(nats_BxL)
 
 
-def unsupported(call: CrossEntropyCall) -> None:
-    """Everything is supported."""
-
-
 def _chunk(call: CrossEntropyCall) -> int:
     """Returns the positions per chunk."""
     (batch, length), chunk, target = call.targets_BxL.shape, call.chunk, platform.target_platform()
