@@ -35,8 +35,6 @@ IDS, LOGS, RECORD = 'ids', 'logs', 'logits.json'
 TYPES = {IDS: 'uint32', LOGS: 'float32'}
 PARTIAL = 'unfinished.json'
 """The record of unfinished predictions: files of other ones are deleted before the work goes on."""
-
-
 REMEDY = 'the predictions are damaged; delete this folder, and make them again with lm distill --cache'
 
 
