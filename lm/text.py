@@ -2,8 +2,12 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CONTROLS = re.compile('[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
 """Characters that move the cursor, colour the text or turn its direction, and halves of pairs, which no file holds."""
@@ -79,6 +83,30 @@ def make_markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], 
 
 def _cells(cells: Sequence[str]) -> str:
     return '| ' + ' | '.join(' '.join(cell.replace('|', r'\|').split()) for cell in cells) + ' |'
+
+
+def make_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = (), title: str | None = None
+) -> 'Table':
+    """Returns a table for a terminal; the columns `left` hold words, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify='left')
+    for heading in headings:
+        table.add_column(heading, justify='left' if heading in left else 'right', overflow='fold')
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = (), title: str | None = None
+) -> None:
+    """Prints the table of `make_table` as it is: its words are no markup. A file or a pipe gets 160 columns."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    console.print(make_table(headings, rows, left, title))
 
 
 def format_duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm.attention.options import LayerOptions, leave_to_model
+from lm.config.configurable import configurable_base
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
@@ -44,7 +45,7 @@ class HeadDims:
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 @leave_to_model
 class Attention(LayerOptions, abc.ABC):
     """Base of the attention configurations (frozen dataclasses made by `@configurable`).

@@ -12,7 +12,7 @@ from flax import nnx
 
 from lm.attention.base import HeadDims
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.maps.two_sided import TwoSidedSoftmax, make_weights, weight_flops
+from lm.attention.maps.two_sided import TWO_SIDED, make_weights, weight_flops
 from lm.config.configurable import configurable, field
 from lm.ops.linear_attention import LinearCall, Options
 
@@ -48,6 +48,6 @@ class HedgehogAttention(LinearModule):
         self.q_weight, self.k_weight = make_weights(dims, config.per_head)
 
     def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
-        options = Options(feature_map=TwoSidedSoftmax(), denominator_bias=0.0)
+        options = Options(feature_map=TWO_SIDED, denominator_bias=0.0)
         weights = (self.q_weight[...], self.k_weight[...])
         return LinearCall(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *weights, options=options)

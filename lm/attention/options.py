@@ -12,7 +12,7 @@ import jax
 
 from lm.attention.branches import BranchPart
 from lm.attention.rotary_scaling import RotaryScaling
-from lm.config.configurable import Configurable, field
+from lm.config.configurable import Configurable, configurable_base, field
 
 MODEL: Literal['model'] = 'model'
 """The default of a mechanism's options: the layer has the model's value."""
@@ -30,7 +30,7 @@ def _read_gate(value: object) -> dict[str, Any]:
     return {'output_gate': True, 'output_gate_form': value} if is_form else {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class LayerOptions(Configurable):
     """The options of all layers whose mechanism has none of its own."""
 
@@ -79,7 +79,7 @@ class LayerOptions(Configurable):
     rotary_fraction: float = field(
         default=1.0, above=0, maximum=1, help='share of the channels of each head that rotary positions turn'
     )
-    rotary_scaling: RotaryScaling | None = field(  # noqa: RUF009
+    rotary_scaling: RotaryScaling | None = field(
         default=None, help='change of the frequencies of rotary positions for longer contexts; None: none'
     )
     key_offset: float = field(
@@ -119,7 +119,7 @@ class LayerOptions(Configurable):
         minimum=1,
         help='rank of the matrix of the output gate, which is then two (Kimi Linear: the head size); None: it is whole',
     )
-    branch: BranchPart | None = field(  # noqa: RUF009
+    branch: BranchPart | None = field(
         default=None,
         omit_default=True,
         help='a part that attention and feed-forward layer pass before they are added, such as gains; None: no such',

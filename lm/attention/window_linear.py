@@ -25,7 +25,7 @@ from flax import nnx
 
 from lm.attention.base import HeadDims, exact_flops_per_token
 from lm.attention.linear import LinearAttention, LinearModule, linear_flops_per_token
-from lm.attention.maps.two_sided import TwoSidedSoftmax, make_weights, weight_flops
+from lm.attention.maps.two_sided import TWO_SIDED, make_weights, weight_flops
 from lm.attention.options import MODEL, LayerOptions
 from lm.attention.windowed import WindowedAttention
 from lm.config.configurable import configurable, field
@@ -163,7 +163,7 @@ class WindowLinearAttention(LinearModule):
     def _call_of_map(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         if self.config.map is None:
             weights = (self.q_weight[...], self.k_weight[...])
-            options = Options(feature_map=TwoSidedSoftmax())
+            options = Options(feature_map=TWO_SIDED)
             return LinearCall(q_BxLxHxD, k_BxLxKxD, v_BxLxKxD, *weights, options=options)
         return self.map.make_call(*self.map.normalize(q_BxLxHxD, k_BxLxKxD), v_BxLxKxD)
 

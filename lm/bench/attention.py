@@ -18,9 +18,10 @@ from jax.typing import DTypeLike
 from lm.attention import DEFAULT, HeadDims
 from lm.attention.linear import LinearAttention, LinearModule
 from lm.bench import results, timing
-from lm.bench.candidates import BASELINE, Candidate, read_candidates
+from lm.bench.candidates import BASELINE, read_candidates
 from lm.bench.options import AttentionOptions
 from lm.errors import ConfigError
+from lm.experiment import Experiment
 from lm.ops import linear_attention
 from lm.ops.linear_attention import LinearCall
 from lm.text import format_count, format_digits
@@ -101,9 +102,9 @@ def bench_attention(options: AttentionOptions) -> None:
     per_call = ' to '.join(f'{count:,}' for count in dict.fromkeys((counts[0], counts[-1])))
     printer.line(f'{what}, {size}, {dtype}, {per_call} tokens per call')
     given = options.features_given
-    for candidate in found:
-        check(candidate, given)
-    layers = {candidate.name: build(candidate, dims, given) for candidate in found}
+    for name, experiment in found.items():
+        check(name, experiment, given)
+    layers = {name: build(experiment, dims, given) for name, experiment in found.items()}
     sizes = contexts, options.passes, tokens, dims, jnp.dtype(dtype), options.repeats
     rows = measure(layers, *sizes, say=printer.progress)
     printer.progress()
@@ -118,19 +119,19 @@ def bench_attention(options: AttentionOptions) -> None:
         'dtype': dtype,
         'repeats': options.repeats,
         'features_given': options.features_given,
-        'mechanisms': {c.name: str(c.experiment.model.pattern[0]) for c in found},
+        'mechanisms': {name: str(experiment.model.pattern[0]) for name, experiment in found.items()},
     }
     output.write('attention', machine, settings, rows)
     for name in draw(rows, output.pictures, dtype) if output.pictures else ():
         printer.line(f'wrote {name}')
 
 
-def choose_dims(options: AttentionOptions, found: Sequence[Candidate], is_cpu: bool) -> HeadDims:
+def choose_dims(options: AttentionOptions, found: Mapping[str, Experiment], is_cpu: bool) -> HeadDims:
     """Returns the heads of the model that `--gin_file` configures, or as many as the flags say.
 
     Raises ConfigError if flags and model are given together.
     """
-    model = found[0].experiment.model
+    model = next(iter(found.values())).model
     dims = model.resolve(next(iter(model.pattern))).dims
     if options.gin_file and (options.heads or options.head_dim):
         raise ConfigError('--heads and --head_dim: the model of --gin_file has its heads; set model.n_heads there')
@@ -178,19 +179,19 @@ def measure(
     return [_row(key, shapes[key[1]][0], times, memory[key]) for key in memory]
 
 
-def check(candidate: Candidate, given: bool) -> None:
+def check(name: str, experiment: Experiment, given: bool) -> None:
     """Raises ConfigError unless the candidate is one layer that can be measured."""
-    pattern = candidate.experiment.model.pattern
+    pattern = experiment.model.pattern
     if len(pattern) > 1:
         names = ', '.join(attention.gin_name for attention in pattern)
-        raise ConfigError(f'--mechanisms {candidate.name}: has layers of {names}; name one of them (lm bench step can)')
+        raise ConfigError(f'--mechanisms {name}: has layers of {names}; name one of them (lm bench step can)')
     attention = next(iter(pattern))
     if given and not isinstance(attention, LinearAttention | DEFAULT):
-        raise ConfigError(f'--features_given: {candidate.name} is neither linear nor {BASELINE}; leave it out')
+        raise ConfigError(f'--features_given: {name} is neither linear nor {BASELINE}; leave it out')
 
 
 def build(
-    candidate: Candidate,
+    experiment: Experiment,
     dims: HeadDims,
     given: bool = False,
     compute: Callable[[LinearCall], jax.Array] | None = None,
@@ -199,11 +200,12 @@ def build(
 
     `compute`: computes the operation of a linear mechanism in another way (`scripts.kernels.formulations`).
     """
-    (attention,) = candidate.experiment.model.pattern
+    (attention,) = experiment.model.pattern
     layer = attention.build(dims, nnx.Rngs(0))
     graph, parameters, buffers = nnx.split(layer, nnx.Param, ...)
     if given and isinstance(layer, LinearModule):
-        return _operation(layer, dims, compute or _compute_by(layer.implementation))
+        by_layer = lambda call: linear_attention.compute(call, layer.implementation).o_BxLxHxD  # noqa: E731
+        return _operation(layer, dims, compute or by_layer)
 
     def whole(weights, *qkv):
         layer = nnx.merge(graph, *weights)
@@ -239,10 +241,6 @@ def _operation(layer: LinearModule, dims: HeadDims, compute: Callable) -> Layer:
 
 def _make_call(layer: LinearModule, q: jax.Array, k: jax.Array, v: jax.Array) -> LinearCall:
     return layer.make_call(*layer.normalize(q, k), v)
-
-
-def _compute_by(implementation: str | None) -> Callable[[LinearCall], jax.Array]:
-    return lambda call: linear_attention.compute(call, implementation).o_BxLxHxD
 
 
 def _inputs(n: int, layer: Layer, dims: HeadDims, dtype: DTypeLike) -> tuple[jax.Array, ...]:

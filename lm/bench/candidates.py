@@ -8,7 +8,7 @@ configs/attention/llops.gin what the file says of model.attention, and of everyt
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from lm.attention import DEFAULT, mechanisms
@@ -37,22 +37,14 @@ def featured() -> str:
     return chosen['model.attention'].selector
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A configuration, and its name in tables."""
-
-    name: str
-    experiment: Experiment
-
-
 def candidates(
     names: Sequence[str] | None,
     gin_files: Sequence[str],
     gin_params: Sequence[str],
     *,
     allow_imports: bool = False,
-) -> list[Candidate]:
-    """Returns the configurations of the names, each resolved and checked.
+) -> dict[str, Experiment]:
+    """Returns the configurations of the names, each resolved and checked, by their names in tables.
 
     Args:
         names: as described above; None: the baseline, and the value of `model.attention`, or else the featured
@@ -69,7 +61,7 @@ def candidates(
         names = [BASELINE, '' if 'model.attention' in base | params else featured()]
     if not names:
         raise ConfigError('--mechanisms: name at least one')
-    resolved: list[tuple[Candidate, dict[str, Statement], Any]] = []
+    resolved: list[tuple[str, Experiment, dict[str, Statement], Any]] = []
     for name in dict.fromkeys(names):
         own = {}
         if name.endswith('.gin'):
@@ -82,18 +74,18 @@ def candidates(
         bindings = base | params | own if not name.endswith('.gin') else base | own | params
         experiment, calls = resolve(bindings, Experiment)
         label = pathlib.Path(name).stem if name.endswith('.gin') else name or _label(experiment)
-        resolved.append((Candidate(label, experiment), bindings, calls))
-    used_somewhere = set().union(*(find_used_bindings(bindings, calls) for _, bindings, calls in resolved))
-    for _, bindings, calls in resolved:
+        resolved.append((label, experiment, bindings, calls))
+    used_somewhere = set().union(*(find_used_bindings(bindings, calls) for *_, bindings, calls in resolved))
+    for *_, bindings, calls in resolved:
         used = find_used_bindings(bindings, calls)
         kept = {key: s for key, s in bindings.items() if key in used or key not in used_somewhere}
         check_used(kept, calls, set(map_sections(Experiment).values()))
     if is_default:  # the baseline itself may be configured
-        resolved = list({entry[0].name: entry for entry in resolved}.values())
-    labels = [candidate.name for candidate, *_ in resolved]
+        resolved = list({entry[0]: entry for entry in resolved}.values())
+    labels = [label for label, *_ in resolved]
     if twice := {label for label in labels if labels.count(label) > 1}:
         raise ConfigError(f'--mechanisms: two of them are called {min(twice)}; name one of them, or use a scope')
-    return [candidate for candidate, *_ in resolved]
+    return {label: experiment for label, experiment, *_ in resolved}
 
 
 def with_model(options: Chosen, on_cpu: bool) -> Chosen:
@@ -103,18 +95,18 @@ def with_model(options: Chosen, on_cpu: bool) -> Chosen:
     return dataclasses.replace(options, gin_file=[CPU_MODEL if on_cpu else MODEL])
 
 
-def read_candidates(options: ComparedOptions) -> list[Candidate]:
+def read_candidates(options: ComparedOptions) -> dict[str, Experiment]:
     """Returns the configurations that the options name, as `candidates` does."""
     given = options.mechanisms, options.gin_file, options.gin_param
     return candidates(*given, allow_imports=options.allow_gin_imports)
 
 
-def describe_settings(options: ComparedOptions, found: Sequence[Candidate]) -> dict[str, Any]:
+def describe_settings(options: ComparedOptions, found: Mapping[str, Experiment]) -> dict[str, Any]:
     """Returns the files, parameters and mechanisms of a benchmark as its JSON file states them."""
     return {
         'gin_files': list(options.gin_file),
         'gin_params': list(options.gin_param),
-        'mechanisms': {one.name: [str(attention) for attention in one.experiment.model.pattern] for one in found},
+        'mechanisms': {name: [str(attention) for attention in one.model.pattern] for name, one in found.items()},
     }
 
 

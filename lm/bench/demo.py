@@ -4,7 +4,7 @@ It is `lm bench attention` with settings that take less than a minute of process
 """
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,10 @@ def show_costs(
         [make_cells(row) for row in rows],
         {name: COLUMNS[name] for name in ('context', 'mechanism', 'time', 'cpu_milliseconds')},
     )
-    costs = {name: find_costs([row for row in rows if row.mechanism == name], is_cpu) for name in _names(rows)}
+    costs = {
+        name: find_costs([row for row in rows if row.mechanism == name], is_cpu)
+        for name in dict.fromkeys(row.mechanism for row in rows)
+    }
     for name, points in costs.items():
         printer.line(describe_growth(name, points, is_cpu))
     settings = {'repeats': repeats, 'heads': dims.n_heads, 'head_dim': dims.head_dim, 'dtype': 'float32'}
@@ -69,7 +72,7 @@ def show_costs(
 def _build_layers(dims: HeadDims) -> dict[str, Layer]:
     names = (BASELINE, FEATURED, LINEAR)
     options = AttentionOptions(mechanisms=names, gin_param=[f'polysketch.block = {BLOCK}'])
-    return {candidate.name: build(candidate, dims) for candidate in read_candidates(options)}
+    return {name: build(experiment, dims) for name, experiment in read_candidates(options).items()}
 
 
 def find_costs(rows: Sequence[LayerRow], is_cpu: bool) -> list[results.ContextFigure]:
@@ -91,10 +94,6 @@ def describe_growth(name: str, points: Sequence[results.ContextFigure], is_cpu: 
     first, last = points[0], points[-1]
     growth = f'{last.value / first.value:.1f} times the {"processor " if is_cpu else ""}time at {first.context:,}'
     return f'{name}: {last.value:.1f} µs per token at {last.context:,} tokens, {growth}'
-
-
-def _names(rows: Sequence[LayerRow]) -> Mapping[str, None]:
-    return dict.fromkeys(row.mechanism for row in rows)
 
 
 def _label(is_cpu: bool) -> str:

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import BASELINE, Candidate, change_context, describe_settings, read_candidates, with_model
+from lm.bench.candidates import BASELINE, change_context, describe_settings, read_candidates, with_model
 from lm.bench.options import StepOptions
 from lm.cost_model.forecast import forecast_step
 from lm.cost_model.step_time import PARTS, StepTime
+from lm.experiment import Experiment
 from lm.hardware import Target, Topology, generation, smallest
 from lm.pod.mesh import MeshConfig
 from lm.text import shorten
@@ -67,9 +68,9 @@ def forecast_steps(options: StepOptions) -> None:
         topology = smallest(chip)
         made: list[ForecastRow] = []
         for context in contexts:
-            for candidate in found:
-                printer.progress(f'compiling {chip.name}, {context:,}, {candidate.name}')
-                made.append(make_row(candidate, context, tokens, limit, topology))
+            for name, experiment in found.items():
+                printer.progress(f'compiling {chip.name}, {context:,}, {name}')
+                made.append(make_row(name, experiment, context, tokens, limit, topology))
                 made = results.add_speed_ratios(made, lambda row: row.time and 1 / row.time.seconds)
                 content = [asdict(row) for row in rows + made]  # compilation takes minutes, so each result is kept
                 output.write('step', machine, settings, content)
@@ -80,18 +81,20 @@ def forecast_steps(options: StepOptions) -> None:
         printer.line(f'wrote {name}')
 
 
-def make_row(candidate: Candidate, context: int, tokens: int, limit: int, topology: Topology) -> ForecastRow:
+def make_row(
+    name: str, experiment: Experiment, context: int, tokens: int, limit: int, topology: Topology
+) -> ForecastRow:
     """Forecasts the step of a candidate on one device of `topology`.
 
     Args:
         tokens: tokens per step.
         limit: the most tokens to process together, unless one sequence is longer.
     """
-    experiment = dataclasses.replace(candidate.experiment, mesh=MeshConfig())
+    experiment = dataclasses.replace(experiment, mesh=MeshConfig())
     experiment = change_context(experiment, context, tokens, limit, Target('tpu', (1,)))
     return ForecastRow(
         generation=topology.chip.name,
-        mechanism=candidate.name,
+        mechanism=name,
         context=context,
         windows=experiment.train.batch_size,
         microbatches=experiment.train.microbatches,

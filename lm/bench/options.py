@@ -8,18 +8,15 @@ from collections.abc import Sequence
 
 from lm.options import option
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """The option of all parts."""
-
-    save: str | None = option('also write everything to this file, as JSON', 'FILE')
+SAVE = 'also write everything to this file, as JSON'
+"""The help of the option that all parts have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(BenchOptions):
+class ModelOptions:
     """The options of parts that read a configuration."""
 
+    save: str | None = option(SAVE, 'FILE')
     gin_file: Sequence[str] = ()
     gin_param: Sequence[str] = ()
     allow_gin_imports: bool = False
@@ -78,9 +75,10 @@ class StepOptions(TimedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataOptions(BenchOptions):
+class DataOptions:
     """The options of `bench_data`."""
 
+    save: str | None = option(SAVE, 'FILE')
     text: str | None = option('UTF-8 text to tokenise; default: made from the documentation', 'FILE')
     megabytes: float | None = option('how much text is tokenised; default: the file, or 4', 'X')
     document_bytes: int = option('bytes per document; default: 8192', 'N', 8192)

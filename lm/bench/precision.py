@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm.bench import results
-from lm.bench.candidates import Candidate, read_candidates, with_model
+from lm.bench.candidates import read_candidates, with_model
 from lm.bench.options import ComparedOptions
 from lm.errors import ConfigError
 from lm.experiment import Experiment
@@ -95,10 +95,10 @@ def bench_precision(options: ComparedOptions, job: JobAddress) -> int:
     printer.line(results.heading('lm bench precision', machine))
     printer.line('errors against float32 without kernels; beside each error, the error of XLA alone in the same type')
     rows = []
-    for candidate in read_candidates(options):
+    for name, experiment in read_candidates(options).items():
         for context in options.contexts or (CPU_CONTEXTS if is_cpu else CONTEXTS):
-            printer.progress(f'{candidate.name}, {context:,} tokens …')
-            rows.append(compared(candidate, context))
+            printer.progress(f'{name}, {context:,} tokens …')
+            rows.append(compared(name, experiment, context))
     printer.progress()
     printer.table(rows, COLUMNS)
     settings = {'gin_files': list(options.gin_file), 'gin_params': list(options.gin_param)}
@@ -120,16 +120,16 @@ def failure(row: PrecisionRow) -> str:
     )
 
 
-def compared(candidate: Candidate, context: int) -> PrecisionRow:
+def compared(name: str, experiment: Experiment, context: int) -> PrecisionRow:
     """Compares the configured, the portable and the reference program of one configuration.
 
     Raises ConfigError if the mechanisms cannot compute a window of this length.
     """
-    model = candidate.experiment.model
+    model = experiment.model
     if not model.causal:
-        raise ConfigError(f'{candidate.name}: lm bench precision is for causal models')
+        raise ConfigError(f'{name}: lm bench precision is for causal models')
     small = dataclasses.replace(model, n_layers=len(model.pattern))
-    experiment = dataclasses.replace(candidate.experiment, model=small, mesh=MeshConfig())
+    experiment = dataclasses.replace(experiment, model=small, mesh=MeshConfig())
     exact = dataclasses.replace(experiment, model=dataclasses.replace(small, dtype='float32'))
     (configured, again), used = values_of(experiment, context, runs=2)
     (portable, portable_again), _ = values_of(experiment, context, portable=True, runs=2)
@@ -141,7 +141,7 @@ def compared(candidate: Candidate, context: int) -> PrecisionRow:
     excess = {name: errors[name] / (ALLOWED * others[name] + ROUNDING) for name in errors}
     worst = max(excess, key=lambda name: np.nan_to_num(excess[name], nan=np.inf))
     return PrecisionRow(
-        mechanism=candidate.name,
+        mechanism=name,
         context=context,
         kernels=', '.join(f'{operation}: {name}' for operation, name in used.items() if name != 'xla') or '–',
         loss=abs(float(of_loss[0] / loss - 1)),

@@ -9,16 +9,17 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lm.bench import results, timing
-from lm.bench.candidates import Candidate, change_context, describe_settings, read_candidates, with_model
+from lm.bench.candidates import change_context, describe_settings, read_candidates, with_model
 from lm.bench.forecast import forecast_steps
 from lm.bench.options import StepOptions
+from lm.experiment import Experiment
 from lm.hardware import Target, peak_flops
 from lm.plan import PlanCache, StepPlan, plan_step
 from lm.pod.job import JobAddress, initialize_distributed
@@ -174,14 +175,14 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
     limit, steps = options.microbatch_tokens or MICROBATCH_TOKENS, options.steps or (1 if is_cpu else 3)
     printer, machine = results.Printer(), results.machine()
     printer.line(results.heading('lm bench step', machine))
-    model = found[0].experiment.model
+    model = next(iter(found.values())).model
     dtype = model.resolve_dtype(jax.default_backend()).name
     printer.line(
         f'{format_count(model.n_layers, "layer")} of width {model.d_model}, {tokens:,} tokens per step, {dtype}'
     )
     rows = []
     # An accelerator's memory should hold one state. On a shared CPU, all candidates take turns.
-    for group in [found] if is_cpu else [[candidate] for candidate in found]:
+    for group in [found] if is_cpu else [{name: experiment} for name, experiment in found.items()]:
         rows += measure(group, contexts, tokens, limit, steps, options.repeats)
     rows = results.add_speed_ratios(sorted(rows, key=lambda row: row.context), lambda row: row.steps_per_second)
     printer.table(rows, COLUMNS)
@@ -197,7 +198,7 @@ def bench_step(options: StepOptions, job: JobAddress) -> None:
 
 
 def measure(
-    found: Sequence[Candidate], contexts: Sequence[int], tokens: int, limit: int, steps: int, repeats: int
+    found: Mapping[str, Experiment], contexts: Sequence[int], tokens: int, limit: int, steps: int, repeats: int
 ) -> list[StepRow]:
     """Compiles the step of each candidate at each context, and times them in turns.
 
@@ -208,11 +209,11 @@ def measure(
     """
     target, cache = Target.of_devices(jax.devices()), PlanCache()
     plans = {
-        (one.name, context): plan_step(change_context(one.experiment, context, tokens, limit, target), target, cache)
-        for one in found
+        (name, context): plan_step(change_context(experiment, context, tokens, limit, target), target, cache)
+        for name, experiment in found.items()
         for context in contexts
     }
-    states: dict[str, dict[str, Any]] = {candidate.name: {} for candidate in found}
+    states: dict[str, dict[str, Any]] = {name: {} for name in found}
     programs: dict[tuple[str, int], TimedStep] = {}
     for (name, context), plan in plans.items():
         program, model = TimedStep(plan, states[name], steps), plan.experiment.model

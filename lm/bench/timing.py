@@ -73,8 +73,7 @@ def in_turns(
             alone = jax.default_backend() == 'cpu' or jax.process_count() > 1
             counts[key] = 1 if alone else max(1, round(LEAST_SECONDS / max(seconds, 1e-6)))
         except Exception as error:
-            if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
-                raise
+            _raise_others(error)
     draw, found = random.Random(seed), {key: [] for key in counts}
     for i in range(repeats):
         say(f'round {i + 1} of {repeats}')
@@ -86,12 +85,17 @@ def in_turns(
                     result = calls[key]()
                 jax.block_until_ready(result)
             except Exception as error:  # fragmentation can take memory that the first call still had
-                if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
-                    raise
+                _raise_others(error)
                 del found[key]
                 continue
             found[key].append(((time.perf_counter() - start) / n, (time.process_time() - cpu) / n))
     return {key: _times(found[key]) if key in found else None for key in calls}
+
+
+def _raise_others(error: Exception) -> None:
+    """Raises an error that does not say that the memory did not suffice."""
+    if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+        raise error
 
 
 def all_in_turns(calls: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, Times]:
@@ -112,8 +116,7 @@ def compile_if_fits(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | 
     try:
         compiled = lowered.compile()
     except Exception as error:
-        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
-            raise
+        _raise_others(error)
         return None, {}
     memory = memory_mib(compiled)
     # No compiler refuses a CPU's program: the system would end the process.

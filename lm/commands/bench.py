@@ -9,7 +9,6 @@ from typing import Any
 
 from lm.bench.options import (
     AttentionOptions,
-    BenchOptions,
     CheckpointOptions,
     ChipOptions,
     ComparedOptions,
@@ -42,7 +41,7 @@ class BenchPart:
 
     help: str
     example: str
-    options: type[BenchOptions]
+    options: type[ModelOptions | DataOptions]
     work: str
     has_job: bool = False
     check: Callable[[argparse.Namespace, Any], None] = lambda arguments, options: None

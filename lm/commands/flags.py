@@ -113,7 +113,9 @@ def add_gin_flags(parser: argparse.ArgumentParser) -> None:
         help='read a gin file; later files win over earlier ones',
     )
     add_binding_flags(group)
-    add_imports_flag(group)
+    group.add_argument(
+        '--allow_gin_imports', action='store_true', help='let gin files import modules: they then run code'
+    )
 
 
 def add_binding_flags(parser: argparse._ActionsContainer) -> None:
@@ -141,13 +143,6 @@ def setting(text: str) -> str:
         return write_binding(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def add_imports_flag(parser: argparse._ActionsContainer) -> None:
-    """Adds the flag of a verb that reads the configuration of a run."""
-    parser.add_argument(
-        '--allow_gin_imports', action='store_true', help='let gin files import modules: they then run code'
-    )
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:

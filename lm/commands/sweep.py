@@ -92,11 +92,6 @@ def make_train_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(run_sweep, sweep, read_sweep_options(arguments), dry_run=arguments.dry_run)
 
 
-def make_count_call(arguments: argparse.Namespace) -> Call:
-    """Returns the call of --count."""
-    return functools.partial(print, len(find_points(arguments)))
-
-
 def make_point_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --index."""
     from lm.sweep.run import run_point
@@ -229,7 +224,12 @@ MODES = (
     Mode('status', make_status_call, (), '--status starts nothing'),
     Mode('search', make_search_call, (*RUN_FLAGS, *name_flags(SearchOptions)), '--search draws the points'),
     Mode('index', make_point_call, ADDRESS_FLAGS, '--index runs one point, in this process'),
-    Mode('count', make_count_call, (), '--count is of all points'),
+    Mode(
+        'count',
+        lambda arguments: functools.partial(print, len(find_points(arguments))),
+        (),
+        '--count is of all points',
+    ),
 )
 """The first whose flag is given answers."""
 TRAIN = Mode('', make_train_call, RUN_FLAGS)

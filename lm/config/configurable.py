@@ -148,6 +148,12 @@ def is_stated(value: object, spec: dataclasses.Field) -> bool:
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def configurable_base(cls: type[T]) -> type[T]:
+    """Makes a class with fields, which gin files do not know, a base of configurables."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type[T]]:
     """Makes a class a frozen keyword-only dataclass, checked at construction, that gin files know as `name`.
 
@@ -169,7 +175,7 @@ def configurable(name: str, *, resume: bool = False) -> Callable[[type[T]], type
         cls.gin_resume = resume or cls.gin_resume
         if '__repr__' not in cls.__dict__:
             cls.__repr__ = Configurable.__repr__
-        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        cls = configurable_base(cls)
         if _list_inlined(cls):
             cls.__init__ = _construct_inlined(cls)
         known = REGISTRY.setdefault(name, cls)

@@ -11,15 +11,16 @@ COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'coll
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A communication between the chips, with its number of runs.
+    """A communication between the chips, or between slices, with its number of runs.
 
     Attributes:
         name: of its first instruction.
         computation: the computation of that instruction.
-        kind: one of `COLLECTIVES`.
-        devices: the number of participants.
+        kind: one of `COLLECTIVES`; between slices the compiler's word, such as 'ALL_REDUCE'.
+        devices: the number of participants; between slices the number of slices.
         times: runs per step.
-        bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run.
+        bytes: of the whole array (the input of a reduction, the output of a gather) on one device, per run; between
+            slices, of the part of an array that a device has reduced.
         sent: bytes that each device must send per run, by the bandwidth-optimal algorithm.
         shapes: of the result arrays.
     """
@@ -32,31 +33,6 @@ class Collective:
     bytes: float
     sent: float
     shapes: tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class SliceTransfer:
-    """A transfer from a device to the network between slices: its part of an array that its slice has reduced.
-
-    Attributes:
-        name: of the sending instruction.
-        computation: the computation of that instruction.
-        kind: the compiler's word, such as 'ALL_REDUCE'.
-        times: runs per step.
-        bytes: of the part, per run.
-    """
-
-    name: str
-    computation: str
-    kind: str
-    times: int
-    bytes: float
-
-    def sent(self, slices: int) -> float:
-        """The bytes that the device must send to other slices per run, by the bandwidth-optimal algorithm."""
-        n = slices
-        share = {'ALL_REDUCE': 2 * (n - 1) / n, 'REDUCE_SCATTER': (n - 1) / n, 'ALL_GATHER': n - 1}
-        return share.get(self.kind, 1.0) * self.bytes
 
 
 def async_fusion(program: HloProgram, instruction: Instruction) -> tuple[str | None, bool]:
@@ -96,14 +72,18 @@ def collectives(program: HloProgram) -> list[Collective]:
     return result
 
 
-def transfers(program: HloProgram) -> list[SliceTransfer]:
-    """Lists all transfers between slices in one run of the program."""
+def transfers(program: HloProgram, slices: int) -> list[Collective]:
+    """Lists all transfers from a device to other slices in one run of the program."""
+    shares = {'ALL_REDUCE': 2 * (slices - 1) / slices, 'REDUCE_SCATTER': (slices - 1) / slices}
+    shares['ALL_GATHER'] = slices - 1
     result = []
     for computation, times in program.times.items():
         for i in program.computations[computation]:
-            kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
-            if kind and i.opcode == 'send':
-                result.append(SliceTransfer(i.name, computation, kind[1], times, i.arrays[0].size))
+            found = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
+            if found and i.opcode == 'send':
+                kind, size, shape = found[1], i.arrays[0].size, tuple(i.arrays[0].shape)
+                sent = shares.get(kind, 1.0) * size
+                result.append(Collective(i.name, computation, kind, slices, times, size, sent, (shape,)))
     return result
 
 

@@ -7,12 +7,12 @@ for a large model on a laptop.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from lm.compilation.compiler import CompiledProgram
+from jax.sharding import Mesh
+
 from lm.compilation.memory import ProgramMemory
 from lm.cost_model.kernel_cycles import KernelCycles
 from lm.cost_model.program import HloProgram
@@ -157,28 +157,28 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     devices, start = describe_devices(topology), time.perf_counter()
     plan = plan_step(experiment, Target.of_devices(devices))
     mesh = plan.mesh.arrange(devices)
-    compiled = compile_described(plan.program, mesh, topology)
-    replayed = None
-    if experiment.train.replay_every and not isinstance(compiled, StepTooLarge):
-        replayed = compile_described(plan.program, mesh, topology, lower_replay)
     limit = topology.chip.limits.hbm_gib
+    try:
+        compiled = compile_described(plan.program, mesh, topology)
+        assert compiled.memory is not None, 'compilers for TPUs describe the memory'
+        memory, text = _make_memory(compiled.memory, limit), compiled.text
+        if experiment.train.replay_every:
+            memory = _add_replay(memory, plan, mesh, topology)
+    except StepTooLarge as error:
+        memory, text = Memory(limit, error.needed_gib), None
     refused = Check(
         topology=topology.name,
         chips=topology.chips,
         devices=len(devices),
         bindings=tuple(f'{name} = {value!r}' for name, value in bindings.items()),
         fits=False,
-        memory=Memory(limit, math.inf),
+        memory=memory,
         roofline=None,
         speed=None,
         compile_seconds=time.perf_counter() - start,
     )
-    if isinstance(compiled, StepTooLarge):
-        return dataclasses.replace(refused, memory=Memory(limit, compiled.needed_gib))
-    assert compiled.memory is not None, 'compilers for TPUs describe the memory'
-    memory, text = _make_memory(compiled.memory, limit), compiled.text
-    if replayed is not None:
-        memory = _add_replay(memory, replayed)
+    if text is None:
+        return refused
     layers = [(attention, experiment.model.resolve(attention).dims) for attention in experiment.model.pattern]
     undeclared = [(attention, dims) for attention, dims in layers if not attention.kernels_declare_cost(dims)]
     costs = [attention.flops_per_token(dims, experiment.train.context_length) for attention, dims in undeclared]
@@ -189,7 +189,6 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     return dataclasses.replace(
         refused,
         fits=memory.needed_gib <= limit,
-        memory=memory,
         roofline=bound,
         speed=_compute_speed(plan, bound.seconds, topology),
         predicted_step=model,
@@ -212,14 +211,14 @@ def _make_memory(found: ProgramMemory, limit: float) -> Memory:
     return Memory(limit, *(part / GIB for part in parts))
 
 
-def _add_replay(memory: Memory, replayed: CompiledProgram | StepTooLarge) -> Memory:
+def _add_replay(memory: Memory, plan: StepPlan, mesh: Mesh, topology: Topology) -> Memory:
     """Adds the memory of a replay, which takes no arrays from the state: all of it stays beside the temporaries."""
-    if isinstance(replayed, StepTooLarge):
-        needed = replayed.needed_gib
-    else:
-        assert replayed.memory is not None, 'compilers for TPUs describe the memory'
-        given, found = memory.arguments_gib or 0.0, replayed.memory
-        needed = given + (found.outputs + found.temporaries) / GIB
+    try:
+        found = compile_described(plan.program, mesh, topology, lower_replay).memory
+        assert found is not None, 'compilers for TPUs describe the memory'
+        needed = (memory.arguments_gib or 0.0) + (found.outputs + found.temporaries) / GIB
+    except StepTooLarge as error:
+        needed = error.needed_gib
     return dataclasses.replace(memory, replay_gib=needed, needed_gib=max(memory.needed_gib, needed))
 
 

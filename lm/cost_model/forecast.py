@@ -73,5 +73,7 @@ def plan_one(experiment: Experiment, topology: Topology) -> StepPlan:
 def compile_step(plan: StepPlan, topology: Topology) -> CompiledProgram | None:
     """Compiles the step for one device; None: it needs more memory than the device has."""
     mesh = plan.mesh.arrange(describe_devices(topology)[:1])
-    found = compile_described(plan.program, mesh, topology)
-    return None if isinstance(found, StepTooLarge) else found
+    try:
+        return compile_described(plan.program, mesh, topology)
+    except StepTooLarge:
+        return None

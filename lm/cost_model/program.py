@@ -203,19 +203,14 @@ class HloProgram:
         values = names.get(loop.operands[0])
         if values is None or values.opcode != 'tuple':
             return None
-        value = names.get(values.operands[index])
-        while value is not None and value.opcode in ('copy', 'bitcast'):
-            value = names.get(value.operands[0])
-        return _constant(value)
+        return _constant(_find_source(names, values.operands[index]))
 
     def _increment(self, loop: Instruction, index: int) -> int | None:
         body = self.by_name.get(loop.attribute('body'), {})
         root = next((i for i in body.values() if i.is_root), None)
         if root is None or root.opcode != 'tuple':
             return None
-        value = body.get(root.operands[index])
-        while value is not None and value.opcode in ('copy', 'bitcast'):
-            value = body.get(value.operands[0])
+        value = _find_source(body, root.operands[index])
         if value is None or value.opcode != 'add':
             return None
         steps = [_constant(body.get(name)) for name in value.operands]
@@ -299,6 +294,14 @@ def _bits(dtype: str) -> int:
         return BITS[dtype]
     found = re.match(r'(?:bf|f|s|u|c)(\d+)', dtype)
     return int(found[1]) if found else 0
+
+
+def _find_source(names: dict[str, Instruction], name: str) -> Instruction | None:
+    """Returns the instruction of a value, behind copies of it."""
+    found = names.get(name)
+    while found is not None and found.opcode in ('copy', 'bitcast'):
+        found = names.get(found.operands[0])
+    return found
 
 
 def _constant(instruction: Instruction | None) -> int | None:

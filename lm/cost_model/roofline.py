@@ -87,7 +87,7 @@ def roofline(text: str, topology: Topology, softmax_flops: float = 0.0, least_fl
             c.kind, old.times_per_step + c.times, old.gigabytes_sent_per_device + c.times * c.sent / 1e9
         )
     sent = sum(e.gigabytes_sent_per_device for e in by_kind.values()) * 1e9
-    between = sum(t.times * t.sent(topology.slices) for t in transfers(program))
+    between = sum(t.times * t.sent for t in transfers(program, topology.slices))
     dcn = 0.0
     if between:
         dcn = between / (chip.dcn_bytes / chip.devices) if chip.dcn_bytes else None

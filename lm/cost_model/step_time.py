@@ -160,7 +160,7 @@ class _Computation:
             if size := traffic(i, self.names, self.program):
                 moved[self._payer(i)] += size
         sent = {c.name: c.sent for c in collectives(self.program) if c.computation == self.name}
-        far = {t.name: t.sent(self.slices) for t in transfers(self.program) if t.computation == self.name}
+        far = {t.name: t.sent for t in transfers(self.program, self.slices) if t.computation == self.name}
         clock, link_free, far_free, ends, arrives = 0.0, 0.0, 0.0, {}, {}
         for i in self.names.values():
             if i.opcode in ('while', 'conditional', 'call'):

@@ -47,6 +47,7 @@ MARK = 2**31
 """The bit of a token that is read and not predicted, where a store marks answers."""
 MARKS = 'marks_answers'
 """The entry of dataset.json of such a store."""
+REMEDY = 'the token store is damaged; copy or prepare it again'
 VERIFIED = 2**24
 """Elements that `TokenStore.verify` holds in memory."""
 
@@ -180,14 +181,10 @@ class TokenStore:
         cached = self._find_cached(split, array)
         windows = None if cached is None else cached.read(np.asarray(starts, np.int64), length)
         if windows is None:
-            windows = np.empty((len(starts), length), array.dtype.numpy_dtype)
             try:
-                with ts.Batch() as batch:
-                    reads = [array[int(s) : int(s) + length].read(batch=batch) for s in starts]
-                for i, read in enumerate(reads):
-                    windows[i] = read.result()
+                (windows,) = read_windows([array], starts, length)
             except ValueError as error:
-                raise self._damage(split, 'tokens', error) from None
+                raise self.explain_damage(split, 'tokens', error) from None
         # An accelerator takes the nearest row of the embedding for such a token, and reports nothing.
         ids = windows & np.uint32(MARK - 1) if self.marks_answers else windows
         if ids.size and (largest := int(ids.max())) >= self.vocab_size:
@@ -201,7 +198,7 @@ class TokenStore:
         try:
             return self._array(split, 'document_ends')[start:stop].read().result()
         except ValueError as error:
-            raise self._damage(split, 'document_ends', error) from None
+            raise self.explain_damage(split, 'document_ends', error) from None
 
     def read_tokenizer_file(self) -> NamedFile:
         """Returns the name of the tokenizer's file and its contents, which need no library; None: it is missing."""
@@ -247,25 +244,24 @@ class TokenStore:
     def _array(self, split: str, name: str) -> ts.TensorStore:
         if (split, name) not in self._arrays:
             found = self._split(split)
-            try:
-                array = ts.open(
-                    {
-                        **_spec(self.path, split, name),
-                        'fill_missing_data_reads': False,
-                        'recheck_cached_data': False,
-                    },
-                    open=True,
-                    context=self._context,
-                ).result()
-            except ValueError as error:
-                raise self._damage(split, name, error) from None
             expected = {'tokens': (self.info['dtype'], found['tokens']), 'document_ends': ('int64', found['documents'])}
-            if (array.dtype.name, array.shape) != (expected[name][0], (expected[name][1],)):
-                raise self._damage(split, name, f'{array.dtype.name}{list(array.shape)} is not what dataset.json says')
+            array = self.open_array(split, name, *expected[name])
             if any((size or 0) > SHARD for size in array.chunk_layout.read_chunk.shape or ()):
-                raise self._damage(split, name, 'its chunks are larger than a file of a store')
+                raise self.explain_damage(split, name, 'its chunks are larger than a file of a store')
             self._arrays[split, name] = array
         return self._arrays[split, name]
+
+    def open_array(self, split: str, name: str, dtype: str, count: int, remedy: str = REMEDY) -> ts.TensorStore:
+        """Opens an array of `write_array_file` for reading. Raises the errors of `explain_damage`."""
+        spec = _spec(self.path, split, name) | {'fill_missing_data_reads': False, 'recheck_cached_data': False}
+        try:
+            array = ts.open(spec, open=True, context=self._context).result()
+        except ValueError as error:
+            raise self.explain_damage(split, name, error, remedy) from None
+        if (array.dtype.name, array.shape) != (dtype, (count,)):
+            what = f'is {array.dtype.name}{list(array.shape)}, not {dtype}[{count}]'
+            raise self.explain_damage(split, name, what, remedy)
+        return array
 
     def _find_cached(self, split: str, tokens: ts.TensorStore) -> CachedArray | None:
         """Returns the reader of tokens in the page cache; None where they lie in a bucket, or otherwise than here."""
@@ -280,11 +276,12 @@ class TokenStore:
             self._cached[split] = found
         return self._cached[split]
 
-    def _damage(self, split: str, name: str, error: Exception | str) -> LmError:
+    def explain_damage(self, split: str, name: str, error: Exception | str, remedy: str = REMEDY) -> LmError:
+        """Returns the error for an array: MismatchError if it is damaged, LmError if the read failed."""
         text = str(error).split(' [')[0]
         where = f'{self.path}: split {split!r}, array {name!r}: {text}'
         if is_damage(text):
-            return MismatchError(f'{where}: the token store is damaged; copy or prepare it again')
+            return MismatchError(f'{where}: {remedy}')
         return LmError(f'{where}: the read failed')
 
 
@@ -350,16 +347,15 @@ def find_missing_files(path: str, split: str, name: str, count: int) -> list[int
     return sorted(int(key.rpartition('/')[2]) for key in expected - found)
 
 
-def open_array(path: str, split: str, name: str, dtype: str, count: int) -> ts.TensorStore:
-    """Opens an array of `write_array_file` for reading. Raises MismatchError if it is missing or another one."""
-    where = f'{path}: split {split!r}, array {name!r}'
-    try:
-        array = ts.open({**_spec(path, split, name), 'fill_missing_data_reads': False}, open=True).result()
-    except ValueError as error:
-        raise MismatchError(f'{where}: {str(error).split(" [")[0]}; delete its folder, and make it again') from None
-    if (array.dtype.name, array.shape) != (dtype, (count,)):
-        raise MismatchError(f'{where}: is {array.dtype.name}{list(array.shape)}; delete its folder, and make it again')
-    return array
+def read_windows(arrays: Sequence[ts.TensorStore], starts: Sequence[int] | np.ndarray, length: int) -> list[np.ndarray]:
+    """Reads the elements [n, length] of each array from `starts` [n] on, all at once. Raises ValueError."""
+    windows = [np.empty((len(starts), length), array.dtype.numpy_dtype) for array in arrays]
+    with ts.Batch() as batch:
+        reads = [[array[int(s) : int(s) + length].read(batch=batch) for s in starts] for array in arrays]
+    for own, reads_of_array in zip(windows, reads, strict=True):
+        for i, read in enumerate(reads_of_array):
+            own[i] = read.result()
+    return windows
 
 
 def _new_array(path: str, split: str, name: str, count: int, dtype: str) -> dict[str, Any]:

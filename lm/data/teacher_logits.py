@@ -22,9 +22,9 @@ from lm.data.store import (
     SHARD,
     TokenStore,
     find_missing_files,
-    open_array,
     open_kvstore,
     read_file,
+    read_windows,
     write_array_file,
     write_file,
 )
@@ -35,6 +35,7 @@ IDS, LOGS, RECORD = 'ids', 'logs', 'logits.json'
 TYPES = {IDS: 'uint32', LOGS: 'float32'}
 PARTIAL = 'unfinished.json'
 """The record of unfinished predictions: files of other ones are deleted before the work goes on."""
+REMEDY = 'the predictions are damaged; delete this folder, and make them again with lm distill --cache'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ class TeacherLogits:
             raise MismatchError(f'distill.top_k = {key.k}: {place} is of another {wrong}; {remedy}')
         count = _count(store, key) * key.k
         self._arrays = {
-            name: open_array(store.path, key.split, f'{key.folder}/{name}', kind, count) for name, kind in TYPES.items()
+            name: store.open_array(key.split, f'{key.folder}/{name}', kind, count, REMEDY)
+            for name, kind in TYPES.items()
         }
 
     def read_many(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> dict[str, np.ndarray]:
@@ -95,27 +97,13 @@ class TeacherLogits:
             tokens [n, length], ids [n, length - 1, k] int32 and logs [n, length - 1, k] float32.
         """
         k, inputs = self.key.k, length - 1
-        with ts.Batch() as batch:
-            reads = {
-                name: [array[int(s) * k : (int(s) + inputs) * k].read(batch=batch) for s in starts]
-                for name, array in self._arrays.items()
-            }
+        arrays = [self._arrays[name] for name in (IDS, LOGS)]
         try:
-            read = {
-                name: np.stack([one.result() for one in each]).reshape(len(starts), inputs, k)
-                for name, each in reads.items()
-            }
+            found = read_windows(arrays, np.asarray(starts) * k, inputs * k)
         except ValueError as error:
-            where = f'{self.store.path}/{split}/{self.key.folder}'
-            raise MismatchError(
-                f'{where}: {str(error).split(" [")[0]}: the predictions are damaged; delete this folder, and make them '
-                'again with lm distill --cache'
-            ) from None
-        return {
-            'tokens': self.store.read_many(split, starts, length),
-            IDS: read[IDS].astype(np.int32),
-            LOGS: read[LOGS],
-        }
+            raise self.store.explain_damage(split, self.key.folder, error, REMEDY) from None
+        ids, logs = (array.reshape(len(starts), inputs, k) for array in found)
+        return {'tokens': self.store.read_many(split, starts, length), IDS: ids.astype(np.int32), LOGS: logs}
 
 
 def write_logits(

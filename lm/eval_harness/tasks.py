@@ -26,6 +26,7 @@ from lm.files import parse_json
 from lm.inference.loaded_run import LoadedRun, load_run
 from lm.pod.job import JobAddress, initialize_distributed
 from lm.runs.records import to_json
+from lm.text import print_table
 
 QUESTIONS = '.jsonl'
 """The ending of the name of a questions file."""
@@ -242,12 +243,7 @@ def known_task(name: str, known: list[str]) -> str | dict[str, object]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f'tasks at step {result["step"]}', title_justify='left')
-    for heading in ('task', 'shots', 'metric', 'value', '±'):
-        table.add_column(heading, justify='left' if heading in ('task', 'metric') else 'right')
+    rows = []
     for task, metrics in result['results'].items():
         shots = str(result['n-shot'].get(task, ''))
         for key, value in metrics.items():
@@ -257,5 +253,6 @@ def _print_table(result: dict[str, Any]) -> None:
             if metric.isdigit() and value < 0:  # lengths of RULER that were not requested
                 continue
             error = metrics.get(f'{metric}_stderr,{kind}')
-            table.add_row(task, shots, metric, f'{value:.4f}', f'{error:.4f}' if isinstance(error, float) else '')
-    Console(markup=False, emoji=False).print(table)
+            rows.append((task, shots, metric, f'{value:.4f}', f'{error:.4f}' if isinstance(error, float) else ''))
+    headings, title = ('task', 'shots', 'metric', 'value', '±'), f'tasks at step {result["step"]}'
+    print_table(headings, rows, left=('task', 'metric'), title=title)

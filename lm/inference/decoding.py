@@ -100,7 +100,10 @@ class TokenWriter:
         self.model, self.chunk = model, choose_chunk(model)
         # Weights and prompts are arguments: captured arrays would be compiled into the programs as constants.
         self.graph, self.weights = nnx.split(model)
-        self._start = jax.jit(self._make_start(), static_argnames=('rows', 'size'))
+        self._start = jax.jit(
+            lambda weights, rows, size: nnx.merge(self.graph, weights).init_state(rows, size),
+            static_argnames=('rows', 'size'),
+        )
         self._read = jax.jit(self._make_read(), static_argnames=DRAWING, donate_argnames='state')
         self._advance = {False: self._make_advance(self.graph)}
         self._separate = jax.jit(functools.partial(separate_state, model.config))
@@ -138,9 +141,6 @@ class TokenWriter:
         for position in range(start, total - 1, self.chunk):
             state, token_B, tokens_BxT = advance(weights, state, token_B, jnp.int32(position), given, sampling, pieces)
             yield np.asarray(tokens_BxT)[:, : total - 1 - position]
-
-    def _make_start(self) -> Any:
-        return lambda weights, rows, size: nnx.merge(self.graph, weights).init_state(rows, size)
 
     def _make_read(self) -> Any:
         def read(weights, state, tokens_BxT, position, given, sampling, pieces):

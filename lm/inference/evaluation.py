@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from lm.config.configurable import check_kind
 from lm.evaluation.conditioning import FIELD as CONDITIONING
@@ -22,7 +20,7 @@ from lm.inference.loaded_run import OPENED, LoadedRun, load_run
 from lm.ops.platform import SEQUENCE_AXIS
 from lm.pod.job import JobAddress, initialize_distributed
 from lm.runs.records import to_json
-from lm.text import make_visible, perplexity
+from lm.text import make_visible, perplexity, print_table
 from lm.training.objectives import check_objective
 
 IN_FILE_NAME = {f'evaluate.{name}' for name in ('split', 'context_length', 'window', 'batch_size', 'chunk')}
@@ -52,7 +50,7 @@ def evaluate_split(
     elif experiment.data.task:
         print(f'{result["split"]} at step {result["step"]}: {evaluator.describe(result)}', flush=True)
     else:
-        print_table(result)
+        print_result(result)
     run.directory.keep_evaluation(path, to_json(result) + '\n')  # the figures are already printed
     if not as_json:
         print(f'written to {path}')
@@ -93,9 +91,8 @@ def make_run_evaluator(run: LoadedRun, **settings: object) -> AnyEvaluator:
     return make_evaluator(plan, run.functions, run.mesh, functools.partial(refuse_not_finite, run.model))
 
 
-def print_table(result: dict) -> None:
+def print_result(result: dict) -> None:
     """Prints the result for people."""
-    table = Table(title=f'{result["split"]} at step {result["step"]}', show_header=False, title_justify='left')
     rows = describe_figures(result)
     if 'bits_per_byte' in result:
         counts = (f'{result[name]:,}' for name in ('words', 'bytes', 'documents'))
@@ -107,20 +104,15 @@ def print_table(result: dict) -> None:
         'before texts / windows': describe_conditioning(result[CONDITIONING]),
         'tokenizer': result['tokenizer_sha256'][:16],
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    by_position = Table(title='loss by position in the context', title_justify='left')
-    for heading in ('positions', 'loss', 'perplexity'):
-        by_position.add_column(heading, justify='right')
-    for bucket in result['loss_by_position']:
-        by_position.add_row(
-            f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{perplexity(bucket["loss"]):.2f}'
-        )
-    console = Console(markup=False, emoji=False)
-    console.print(table)
+    headings = ('', f'{result["split"]} at step {result["step"]}')
+    print_table(headings, rows.items(), left=headings)
     if result.get('sets'):
-        console.print(make_sets_table(result['sets']))
-    console.print(by_position)
+        print_sets(result['sets'])
+    buckets = [
+        (f'{bucket["start"]}–{bucket["end"] - 1}', f'{bucket["loss"]:.4f}', f'{perplexity(bucket["loss"]):.2f}')
+        for bucket in result['loss_by_position']
+    ]
+    print_table(('positions', 'loss', 'perplexity'), buckets, title='loss by position in the context')
 
 
 def describe_conditioning(stated: dict[str, Any]) -> str:
@@ -129,16 +121,12 @@ def describe_conditioning(stated: dict[str, Any]) -> str:
     return f'{stated["before_texts"]}{token} / {stated["before_windows"]}'
 
 
-def make_sets_table(sets: dict[str, dict]) -> Table:
-    """Makes the table of the figures of each set."""
-    table = Table(title='by set', title_justify='left')
+def print_sets(sets: dict[str, dict]) -> None:
+    """Prints the figures of each set."""
     rows = {name: describe_figures(found) | {'tokens': f'{found["tokens"]:,}'} for name, found in sets.items()}
     shown = [title for title in next(iter(rows.values())) if all(title in row for row in rows.values())]
-    for heading in ('set', 'split', *shown):
-        table.add_column(heading, justify='left' if heading in ('set', 'split') else 'right')
-    for name, row in rows.items():
-        table.add_row(name, sets[name]['split'], *(row[title] for title in shown))
-    return table
+    cells = [(name, sets[name]['split'], *(row[title] for title in shown)) for name, row in rows.items()]
+    print_table(('set', 'split', *shown), cells, left=('set', 'split'), title='by set')
 
 
 def describe_figures(result: dict) -> dict[str, str]:

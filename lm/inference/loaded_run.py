@@ -29,7 +29,7 @@ from lm.inference.no_data import NoData, choose_fingerprints, open_data
 from lm.model import Transformer
 from lm.model.functions import ModelFunctions, Weights
 from lm.parameters import AVERAGE
-from lm.plan import plan_adapted
+from lm.plan.weights import plan_adapted
 from lm.pod.mesh import place
 from lm.runs.config_diff import compare_texts
 from lm.runs.run_dir import RunDir

@@ -15,7 +15,7 @@ from lm.experiment import Experiment, list_not_inherited, load, load_of_run
 from lm.inference.loaded_run import load_run
 from lm.model.distillation import find_most_probable
 from lm.model.functions import over_windows
-from lm.plan import PlanCache, plan_weights
+from lm.plan.weights import PlanCache, plan_weights
 from lm.pod.mesh import batch_sharding, round_up_rows
 from lm.runs.paths import explain_absence, find_import
 from lm.runs.run_dir import RunDir

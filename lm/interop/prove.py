@@ -16,7 +16,7 @@ from lm.interop.import_run import choose_family, describe_model, import_run, rea
 from lm.interop.proof import FILE, Proof, compute_proof, read_proof
 from lm.interop.tensors import WeightFiles
 from lm.model.functions import ModelFunctions
-from lm.plan import PlanCache, plan_weights
+from lm.plan.weights import PlanCache, plan_weights
 from lm.pod.mesh import MeshConfig, make_mesh, place
 from lm.runs.run_dir import RunDir
 

@@ -8,7 +8,6 @@ Only A and B are parameters then. The model's own are the base: a step reads the
 Queries, keys and values, and the two halves of gated units, are separate matrices, though they are stored side by side.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -156,11 +155,6 @@ class AdaptedFunctions(ModelFunctions):
         Each product rounds them to it anyway, so nothing changes but the memory that they take.
         """
         return jax.tree.map(lambda one, x: x.astype(self.dtype) if _is_rounded(one) else x, self.base.declared, base)
-
-    @functools.cached_property
-    def abstract_base(self) -> dict:
-        """The base in a step as jax.ShapeDtypeStructs."""
-        return jax.eval_shape(self.cast, self.base.abstract['params'])
 
     def merge_params(self, adapters: dict, base: dict) -> dict:
         """Returns the parameters of the model without adapters that computes the same: W + (alpha / rank) A B."""

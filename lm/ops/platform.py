@@ -171,8 +171,9 @@ Call = TypeVar('Call')
 CallOfModule = TypeVar('CallOfModule', contravariant=True)
 
 
-class Implementation(Protocol[CallOfModule]):
-    """A module that computes an operation. It also has the operation's function, which takes the same call object."""
+@runtime_checkable
+class HasLimits(Protocol[CallOfModule]):
+    """An implementation that cannot compute every call. Modules without limits need no such function."""
 
     def unsupported(self, call: CallOfModule) -> str | None:
         """Returns why the module cannot compute the call, or None."""
@@ -188,7 +189,8 @@ class HasForms(Protocol[CallOfModule]):
         ...
 
 
-Module = TypeVar('Module', bound=Implementation)
+Module = TypeVar('Module')
+"""A module with the function of an operation, which takes a call object."""
 
 
 class Implementations(Mapping[str, Module], Generic[Module, Call]):
@@ -245,20 +247,25 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
             if requested not in self:
                 names = ', '.join(sorted(self))
                 raise OperationError(f'implementation = {requested!r}: {self.operation} has only {names}')
-            if reason := self[requested].unsupported(call):
+            if reason := self._find_limit(requested, call):
                 raise OperationError(
                     f'implementation = {requested!r}: {self.operation} {reason}; leave it unset to use the best'
                 )
             return requested
         reasons = []
         for name in self._preferred.get(target_platform(), ()):
-            reason = self[name].unsupported(call) or self._not_shown(name, call)
+            reason = self._find_limit(name, call) or self._not_shown(name, call)
             if reason is None:
                 return name
             reasons.append(f'{name} {reason}')
         if reasons:
             _warn_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
         return 'xla'
+
+    def _find_limit(self, name: str, call: Call) -> str | None:
+        """Returns why an implementation cannot compute the call, or None."""
+        module = self[name]
+        return module.unsupported(call) if isinstance(module, HasLimits) else None
 
     def _not_shown(self, name: str, call: Call) -> str | None:
         """Returns why an automatic choice leaves out an implementation that could compute the call, or None."""

@@ -51,13 +51,6 @@ class FinishedRun(NamedTuple):
     seconds: float | None
 
 
-class Missing(NamedTuple):
-    """A run without a result that can be compared, and the reason."""
-
-    run: Run
-    reason: str
-
-
 class Speedup(NamedTuple):
     """How many times the compute of a run the baseline needs for the same loss.
 
@@ -84,14 +77,14 @@ class Ladder:
         name: the runs of the baseline as the flag names them.
         baseline: its finished runs, at three budgets of compute or more.
         compared: the runs of the report that can be compared, the baseline's among them.
-        missing: all other runs.
+        missing: the names of all other runs, each with the reason.
         law: the curve.
     """
 
     name: str
     baseline: tuple[FinishedRun, ...]
     compared: tuple[FinishedRun, ...]
-    missing: tuple[Missing, ...]
+    missing: tuple[str, ...]
     law: PowerLaw
 
     @functools.cached_property
@@ -203,14 +196,14 @@ def make_ladder(name: str, baseline: Sequence[Run], runs: Sequence[Run], measure
     Raises:
         ConfigError: fewer than three sizes, runs of several recipes, or losses that do not fall.
     """
-    found = [measure_result(run, measures) for run in runs]
-    of_baseline = {str(run.directory.path) for run in baseline}
-    results = [r for r in found if isinstance(r, FinishedRun) and str(r.run.directory.path) in of_baseline]
-    absent = [m for m in found if isinstance(m, Missing) and str(m.run.directory.path) in of_baseline]
+    found = [(run, measure_result(run, measures)) for run in runs]
+    paths = {str(run.directory.path) for run in baseline}
+    of_baseline = [(run, result) for run, result in found if str(run.directory.path) in paths]
+    results = [result for _, result in of_baseline if isinstance(result, FinishedRun)]
     _check_one_recipe(name, results)
     sizes = sorted({result.compute for result in results})
     if len(sizes) < FEWEST_SIZES:
-        missing = '; '.join(f'{run.name} ({reason})' for run, reason in absent)
+        missing = '; '.join(_list_missing(of_baseline))
         raise ConfigError(
             f'--ladder {name}: has finished runs at {format_count(len(sizes), "size")}, and a curve needs '
             f'{FEWEST_SIZES}; train other sizes, such as by configs/sweeps/ladder.gin'
@@ -222,42 +215,43 @@ def make_ladder(name: str, baseline: Sequence[Run], runs: Sequence[Run], measure
     except ConfigError as error:
         raise ConfigError(f'--ladder {name}: {error}') from None
     judged = [
-        _compare_measures(one, results[0].run, measures) if isinstance(one, FinishedRun) else one for one in found
+        (run, _compare_measures(one, results[0].run, measures) if isinstance(one, FinishedRun) else one)
+        for run, one in found
     ]
-    return Ladder(
-        name,
-        tuple(results),
-        tuple(one for one in judged if isinstance(one, FinishedRun)),
-        tuple(one for one in judged if isinstance(one, Missing)),
-        law,
-    )
+    compared = tuple(one for _, one in judged if isinstance(one, FinishedRun))
+    return Ladder(name, tuple(results), compared, tuple(_list_missing(judged)), law)
 
 
-def measure_result(run: Run, measures: Measures) -> FinishedRun | Missing:
+def _list_missing(found: Sequence[tuple[Run, FinishedRun | str]]) -> list[str]:
+    """Returns the names of the runs without a result, each with the reason."""
+    return [f'{run.name} ({reason})' for run, reason in found if isinstance(reason, str)]
+
+
+def measure_result(run: Run, measures: Measures) -> FinishedRun | str:
     """Returns compute, loss and time of a run, or why it has none."""
     if (status := get_status(run)) != 'done':
-        return Missing(run, status)
+        return status
     measured = measures.find_newest(run)
     if measures.perplexity(run) is None or measured['step'] != run.total_steps:
-        return Missing(run, 'no loss on text after its last step')
+        return 'no loss on text after its last step'
     try:
         experiment = load([str(run.directory.config)])
     except ConfigError as error:
-        return Missing(run, f'its compute is not known: {error}')
+        return f'its compute is not known: {error}'
     train, rate = experiment.train, run.tokens_per_second
     tokens = train.steps * train.tokens_per_step
     compute = tokens * experiment.model.flops_per_token(train.context_length)
     return FinishedRun(run, compute, measured['loss'], tokens / rate if rate else None)
 
 
-def _compare_measures(result: FinishedRun, first: Run, measures: Measures) -> FinishedRun | Missing:
+def _compare_measures(result: FinishedRun, first: Run, measures: Measures) -> FinishedRun | str:
     """Returns the result, or what its loss measures otherwise than the loss of the baseline."""
     if result.run.info.get('data') != first.info.get('data'):
-        return Missing(result.run, 'other data than the baseline')
+        return 'other data than the baseline'
     ours, theirs = (measures.find_newest(run) for run in (result.run, first))
     for key, what in (('split', 'split'), ('context_length', 'context')):
         if ours.get(key) != theirs.get(key):
-            return Missing(result.run, f'evaluated on another {what} than the baseline')
+            return f'evaluated on another {what} than the baseline'
     return result
 
 

@@ -41,8 +41,7 @@ def list_notes(ladder: Ladder) -> list[str]:
             'Training time: tokens over the median of tokens/s.'
         )
     if ladder.missing:
-        named = '; '.join(f'{run.name} ({reason})' for run, reason in ladder.missing)
-        notes.append(f'Not compared with the baseline: {named}.')
+        notes.append(f'Not compared with the baseline: {"; ".join(ladder.missing)}.')
     return notes
 
 

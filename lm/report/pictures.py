@@ -172,7 +172,7 @@ class Pictures:
             'perplexity_steps': [make_evaluation_curve(s, context, 'perplexity') for s in self.series],
             'speed_steps': [make_speed_curve(s, context) for s in self.series],
         }
-        if self._has_accuracy():
+        if any(self.measures.accuracy(run) is not None for run in self.drawn):
             made.pop('perplexity_steps')
         for name, found in made.items():
             curves = [curve for curve in found if curve and len(curve.x) > 1]
@@ -185,9 +185,6 @@ class Pictures:
             options = {'right': SPEED['right']} if is_speed else {'markers': True}
             picture = Picture(f'{name}{suffix}', caption, curves, 'training steps', label, options)
             (self.made if len(self.drawn) == 1 else self.courses).append(picture)
-
-    def _has_accuracy(self) -> bool:
-        return any(self.measures.accuracy(run) is not None for run in self.drawn)
 
     def _name_devices(self) -> str:
         return '; '.join(sorted({name_devices(run) for run in self.drawn}))

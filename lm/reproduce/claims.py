@@ -2,17 +2,14 @@
 
 import dataclasses
 import functools
-import sys
 import tomllib
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from lm.config.project import project_root
 from lm.errors import ConfigError
 from lm.reproduce.descriptions import FOLDER, Description, load_descriptions
+from lm.text import print_table
 
 VERDICTS = ('repeated', 'refuted', 'untried', 'not ours')
 TRIED = ('repeated', 'refuted')
@@ -93,13 +90,12 @@ def describe_verdict(description: Description) -> str:
 
 def print_tables() -> None:
     """Prints every table and figure of the papers, what `lm reproduce` offers for it, and the verdicts."""
-    table = Table(title='Tables and figures of the papers', title_justify='left')
-    for heading in ('PAPER/TABLE', 'what', 'scales', 'verdicts'):
-        table.add_column(heading, overflow='fold')
-    for name, description in sort_by_paper().items():
-        scales = ', '.join(description.offered) or f'none: {description.missing}'
-        table.add_row(name, description.title, scales, describe_verdict(description))
-    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
+    headings = ('PAPER/TABLE', 'what', 'scales', 'verdicts')
+    rows = [
+        (name, one.title, ', '.join(one.offered) or f'none: {one.missing}', describe_verdict(one))
+        for name, one in sort_by_paper().items()
+    ]
+    print_table(headings, rows, left=headings, title='Tables and figures of the papers')
     print(
         'A verdict holds at the size that its claim names (configs/papers/claims.toml), not at the size of the paper.'
     )

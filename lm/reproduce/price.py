@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 from etils import epath
-from rich.console import Console
-from rich.table import Table
 
 from lm.config.text import dump
 from lm.cost_model.compiled_step import Check, check, compute_budget
@@ -27,7 +25,7 @@ from lm.reproduce.descriptions import Description, load_corpora, load_scales
 from lm.reproduce.runs import SEED, TableChoice, TableRun, list_runs
 from lm.runs.config_diff import parse_bindings
 from lm.runs.records import read_json, to_json
-from lm.text import format_count, format_digits, format_si
+from lm.text import format_count, format_digits, format_si, print_table
 
 NAME = 'price.json'
 BYTES_PER_TOKEN_IN_STORE = 2
@@ -80,8 +78,7 @@ def print_price(
         print(f'not priced, a command of this machine: {line}')
     prices = price_runs(runs, choice, epath.Path(root), topology)
     if prices:
-        console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
-        console.print(make_price_table(description, prices, topology))
+        print_prices(description, prices, topology)
         for line in sum_up(prices, topology, price_per_chip_hour):
             print(line)
     for line in describe_data(choice, runs):
@@ -143,20 +140,19 @@ def estimate_hours(flops: float, choice: TableChoice) -> float | None:
     return (flops / scale['flops_per_second'] + scale['seconds_to_start']) / 3600
 
 
-def make_price_table(description: Description, prices: Sequence[RunPrice], topology: Topology | None) -> Table:
-    """Returns the runs, one per line."""
+def print_prices(description: Description, prices: Sequence[RunPrice], topology: Topology | None) -> None:
+    """Prints the runs, one per line."""
     where = topology.name if topology else 'one processor core'
-    table = Table(title=f'{description.title}: {format_count(len(prices), "run")} on {where}', title_justify='left')
-    for i, heading in enumerate(('row', 'column', 'seed', 'FLOPs', 'GiB', 'fits', 'hours', 'chip-hours')):
-        table.add_column(heading, justify='right' if i else 'left', overflow='fold')
+    title, rows = f'{description.title}: {format_count(len(prices), "run")} on {where}', []
     for price in prices:
         run = price.run
         fits = {None: '–', True: 'yes', False: 'no'}[price.fits]
         column = '' if run.column is None else name_column(run.column)
         figures = (price.needed_gib, price.hours, price.chip_hours)
         gib, hours, chips = ('–' if figure is None else format_digits(figure) for figure in figures)
-        table.add_row(run.row.label, column, str(run.seed), format_si(price.flops), gib, fits, hours, chips)
-    return table
+        rows.append((run.row.label, column, str(run.seed), format_si(price.flops), gib, fits, hours, chips))
+    headings = ('row', 'column', 'seed', 'FLOPs', 'GiB', 'fits', 'hours', 'chip-hours')
+    print_table(headings, rows, left=('row',), title=title)
 
 
 def sum_up(prices: Sequence[RunPrice], topology: Topology | None, price_per_chip_hour: float | None) -> list[str]:

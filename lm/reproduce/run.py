@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from etils import epath
-from rich.console import Console
 
 from lm import plots
 from lm.config.project import project_root
@@ -116,8 +115,7 @@ def run_command(line: str, root: str) -> None:
 def show(table: ReproducedTable, folder: Path, pictures: bool) -> None:
     """Prints the table, and writes its files."""
     names = table.write(folder, pictures)
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
-    console.print(table.make_terminal_table())
+    table.print()
     for line in table.list_remarks():
         print(line)
     print(f'{format_count(len(names), "file")} in {folder}: {", ".join(names)}')

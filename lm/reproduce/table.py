@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from lm import plots
 from lm.files import write_atomically
@@ -23,7 +22,7 @@ from lm.reproduce.descriptions import PAPER_SCALE, Description
 from lm.reproduce.runs import TableChoice, TableRow, TableRun, name_axis
 from lm.runs.records import Run, is_run
 from lm.sweep.sweep import Sweep
-from lm.text import format_si, make_markdown_table
+from lm.text import format_si, make_markdown_table, print_table
 
 FEWEST_RANKED = 3
 """Rows that a rank correlation needs."""
@@ -62,10 +61,6 @@ class CellResult(NamedTuple):
             return '–'
         spread = f' ± {self.deviation:.2f}' if self.deviation is not None else ''
         return f'{self.mean:.2f}{spread}'
-
-    def format_both(self) -> str:
-        """Returns the paper's number / ours."""
-        return f'{"–" if self.printed is None else self.printed} / {self.format_ours()}'
 
 
 class RankCorrelation(NamedTuple):
@@ -161,7 +156,11 @@ class ReproducedTable:
 
     def make_rows(self) -> list[list[str]]:
         """Returns the cells as texts: a row per row of the paper."""
-        found = {(cell.row, cell.column, cell.measure): cell.format_both() for cell in self.cells}
+        found = {
+            (cell.row, cell.column, cell.measure): f'{"–" if cell.printed is None else cell.printed} / '
+            + cell.format_ours()
+            for cell in self.cells
+        }
         rows = dict.fromkeys(cell.row for cell in self.cells)
         return [[*row, *(found.get((row, *key), '') for key in self.columns)] for row in rows]
 
@@ -169,14 +168,10 @@ class ReproducedTable:
         """Returns the headings of `make_rows`."""
         return ['', 'row', *self.columns.values()]
 
-    def make_terminal_table(self) -> Table:
-        """Returns the table for a terminal."""
-        table = Table(title=f"{self.description.title}: the paper's number / ours", title_justify='left')
-        for i, heading in enumerate(self.make_headings()):
-            table.add_column(heading, justify='left' if i < 2 else 'right', overflow='fold')
-        for row in self.make_rows():
-            table.add_row(*row)
-        return table
+    def print(self) -> None:
+        """Prints the table."""
+        headings, title = self.make_headings(), f"{self.description.title}: the paper's number / ours"
+        print_table(headings, self.make_rows(), left=headings[:2], title=title)
 
     def format_markdown(self) -> str:
         sources = [f'{table.title}, {table.unit} ({table.source})' for table in self.tables]

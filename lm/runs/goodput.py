@@ -1,7 +1,7 @@
 """Goodput: the share of the wall clock of a run that went into steps that count, and the accounts of the rest.
 
 The ledger is cumulative over all starts of a run. Each moment is charged to one account. The accounts
-(`Accounts`) therefore add up to the wall clock since the first start, without the time in which the run was finished.
+(`ACCOUNTS`) therefore add up to the wall clock since the first start, without the time in which the run was finished.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from lm.files import JsonObject
 from lm.text import format_duration
@@ -17,25 +17,11 @@ from lm.text import format_duration
 T = TypeVar('T')
 
 
-class Accounts(TypedDict):
-    """Seconds by what they were spent on."""
-
-    step: float  #: steps that the run kept: the productive time
-    imports: float  #: from the begin of the process to the begin of the run
-    start: float  #: checks, devices, opening data
-    initialize: float  #: making the state of a new run
-    restore: float  #: reading a checkpoint of this run or of its parent
-    trace: float  #: waiting for JAX to trace the step
-    compile: float  #: waiting for the compiler
-    data: float  #: waiting for batches
-    checkpoint: float  #: waiting for saves
-    evaluation: float  #: evaluations
-    replay: float  #: comparing what chips compute (train.replay_every)
-    lost: float  #: steps that were done again after a restart
-    restart: float  #: between the last record of a process and the begin of the next process
-
-
-ACCOUNTS = tuple(Accounts.__annotations__)
+ACCOUNTS = (
+    *('step', 'imports', 'start', 'initialize', 'restore', 'trace', 'compile', 'data', 'checkpoint', 'evaluation'),
+    *('replay', 'lost', 'restart'),
+)
+"""The accounts, whose meanings the page on files has (`Accounts` in docs/extensions/lm_reference/keys.py)."""
 
 
 class Goodput:

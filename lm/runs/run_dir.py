@@ -115,12 +115,17 @@ class RunDir(RunPaths):
         return broadcast_text(read() if jax.process_index() == 0 else '')
 
     def record_saved(self, step: int) -> None:
-        """Notes in run.json that the checkpoint of `step` is complete. A failure is only a warning."""
-        self._note({'saved_step': step})
+        """Notes in run.json that the checkpoint of `step` is complete, as `record_facts` does."""
+        self.record_facts({'saved_step': step})
 
     def record_facts(self, facts: Mapping[str, object]) -> None:
-        """Puts facts about the run into run.json. A failure is only a warning."""
-        self._note(facts)
+        """Puts facts about the run into run.json, on process 0. A failure is only a warning."""
+        if jax.process_index() == 0:
+            try:
+                if info := read_raw(self.info):
+                    write_atomically(self.info, to_text({**info, **facts}))
+            except (OSError, LmError) as error:
+                log.warning('%s could not be written: %s', self.info, error)
 
     def record_difference(self, record: Mapping[str, object]) -> None:
         """Adds a difference between chips (`lm.pod.votes`) to run.json. A failure is only a warning."""
@@ -130,15 +135,15 @@ class RunDir(RunPaths):
             before = None
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
         kept = before[-MOST_DIFFERENCES:] if isinstance(before, list) else []
-        self._note({'differences': [*kept, {'when': now, **record}]})
+        self.record_facts({'differences': [*kept, {'when': now, **record}]})
 
     def read_goodput(self) -> JsonObject | None:
         """Returns the ledger of earlier starts (`lm.runs.goodput`); None where there is none."""
         return parse_ledger(read_raw(self.info).get('goodput'))
 
     def write_goodput(self, record: Mapping[str, object]) -> None:
-        """Puts the ledger into run.json. A failure is only a warning."""
-        self._note({'goodput': record})
+        """Puts the ledger into run.json, as `record_facts` does."""
+        self.record_facts({'goodput': record})
 
     def lock(self) -> RunLock:
         """Returns the context in which this job alone writes the directory. Enter it before the first write."""
@@ -168,14 +173,6 @@ class RunDir(RunPaths):
         rewinds = len(read_raw(self.info).get('rewinds') or ())
         facts = RunFacts(self.path.name, self.path, parse_bindings(text), start, rewinds)
         return Trackers(trackers, facts, enabled)
-
-    def _note(self, what: Mapping[str, object]) -> None:
-        if jax.process_index() == 0:
-            try:
-                if info := read_raw(self.info):
-                    write_atomically(self.info, to_text({**info, **what}))
-            except (OSError, LmError) as error:
-                log.warning('%s could not be written: %s', self.info, error)
 
     def _create_or_resume(self, text: str, info: Mapping[str, object], first_step: int, rewound: bool) -> bool:
         found = check_identity(self, text, rewound)

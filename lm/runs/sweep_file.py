@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
-from rich.table import Table
 
 from lm.errors import FINAL, Diverged, MismatchError
 from lm.files import open_path, write_atomically
 from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
-from lm.text import format_si
+from lm.text import format_si, print_table
 
 NAME, NOTES, MACHINES = SWEEP, 'points', 'machines'
 MEASURES = ('loss', 'perplexity', 'word_perplexity', 'bits_per_byte', 'accuracy')
@@ -98,22 +97,20 @@ def is_final(row: Row) -> bool:
     return row['status'] == 'failed' and row['exit_code'] in FINAL
 
 
-def make_results_table(rows: list[Row]) -> Table:
-    """Returns the results as text for people."""
+def print_results(rows: list[Row]) -> None:
+    """Prints the results."""
     measures = [m for m in ('perplexity', 'accuracy') if any(row[m] is not None for row in rows)] or ['perplexity']
     split = ', '.join(sorted({row['split'] for row in rows if row['split']}))
-    table = Table()
-    for heading in ('point', 'status', 'steps', *(f'{split} {m}'.strip() for m in measures), 'tokens/s', 'error'):
-        left = heading in ('point', 'status', 'error')
-        table.add_column(heading, justify='left' if left else 'right', overflow='fold')
-    for row in rows:
-        rate = row['tokens_per_second']
-        table.add_row(
+    headings = ('point', 'status', 'steps', *(f'{split} {m}'.strip() for m in measures), 'tokens/s', 'error')
+    cells = [
+        (
             row['point'],
             describe_status(row['status'], row['exit_code']),
             f'{row["step"]:,}/{row["steps"]:,}',
             *('–' if row[m] is None else f'{row[m]:.3f}' for m in measures),
-            '–' if rate is None else format_si(rate),
+            '–' if row['tokens_per_second'] is None else format_si(row['tokens_per_second']),
             row['error'] or '',
         )
-    return table
+        for row in rows
+    ]
+    print_table(headings, cells, left=('point', 'status', 'error'))

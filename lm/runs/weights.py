@@ -50,7 +50,7 @@ class SavedWeights:
             restored = saved.restore({name: abstract['params'], 'buffers': abstract['buffers']}, self.chosen)
         assert restored is not None, 'there is a record of this step'
         weights = {'params': restored[0][name], 'buffers': restored[0]['buffers']}
-        refuse_not_finite(weights, f'{self.setting} = {self.run_dir!r}, step {restored.step}', 'name another run')
+        refuse_not_finite(weights, f'{self.name}, step {restored.step}', 'name another run')
         return weights
 
     @functools.cached_property
@@ -59,9 +59,7 @@ class SavedWeights:
         with self._open() as saved:
             step = saved.latest_step() if self.step is None else self.step
         if step is None:
-            raise AbsentError(
-                f'{self.setting} = {self.run_dir!r}: holds no checkpoint; name a run of lm train or lm import'
-            )
+            raise AbsentError(f'{self.name}: holds no checkpoint; name a run of lm train or lm import')
         return step
 
     @functools.cached_property
@@ -69,9 +67,17 @@ class SavedWeights:
         with self._open() as saved:
             return saved.read_record(self.chosen)
 
+    @property
+    def name(self) -> str:
+        """The setting and the run, for messages."""
+        return f'{self.setting} = {self.run_dir!r}'
+
+    def open_run(self, fingerprints: Mapping[str, str] | None = None) -> Checkpointer:
+        """Opens the checkpoints of the run for reading, and compares `fingerprints` with theirs."""
+        return Checkpointer(RunDir(self.run_dir, found=True).checkpoints, fingerprints=fingerprints)
+
     def _open(self) -> Checkpointer:
-        known = {name: value for name, value in self.fingerprints.items() if name in CHECKED}
-        return Checkpointer(RunDir(self.run_dir, found=True).checkpoints, fingerprints=known)
+        return self.open_run({name: value for name, value in self.fingerprints.items() if name in CHECKED})
 
 
 def find_weights(leaves: Iterable[str]) -> str:

@@ -4,24 +4,21 @@ The weights of every mechanism are what it makes of one-hot values (Choromanski 
 so linear mechanisms, which never form them, are shown like softmax.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from lm import plots
-from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.finite import refuse_not_finite
 from lm.experiment import Experiment
 from lm.files import JsonObject
 from lm.inference.loaded_run import LoadedRun, load_run
 from lm.runs.records import to_json
+from lm.text import print_table
 
 MOST_TOKENS = 2048
 """A head then has 4M weights."""
@@ -78,7 +75,7 @@ def show_attention(
             if heads is None or (layer, head) in heads:
                 shown = weights_LxL[:tokens, :tokens]
                 drawn.append((f'{layer}-{head}, up to {shown.flat[np.abs(shown).argmax()]:.2g}', shown))
-    labels = name_tokens(run.tokenizer, ids[:tokens])
+    labels = [run.tokenizer.piece(int(index)) for index in ids[:tokens]]
     # Rows are layers if all have the same number of heads.
     columns = min(len(drawn), max(counts) if heads is None else 4)
     beside = labels if columns * len(labels) <= MOST_LABELS else None
@@ -124,19 +121,12 @@ def describe(weights_LxL: np.ndarray) -> dict[str, float]:
     }
 
 
-def name_tokens(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
-    """Names tokens as the tokenizer writes them."""
-    return [tokenizer.piece(int(index)) for index in ids]
-
-
 def print_heads(measured: Sequence[JsonObject]) -> None:
     """Prints where each head looks."""
-    table = Table(title='shares of the weights, and their mean distance in tokens', title_justify='left')
-    names = ('own token', 'neighbours', 'first token', 'distance', 'negative', 'sum of a query')
-    for name in ('layer', 'head', *names):
-        table.add_column(name, justify='right')
+    headings = 'layer', 'head', 'own token', 'neighbours', 'first token', 'distance', 'negative', 'sum of a query'
+    rows = []
     for row in measured:
         shares = (f'{100 * row[name]:.1f} %' for name in ('own', 'neighbours', 'first'))
         rest = (f'{row["distance"]:.1f}', f'{100 * row["negative"]:.1f} %', f'{row["sum"]:.3g}')
-        table.add_row(str(row['layer']), str(row['head']), *shares, *rest)
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+        rows.append((str(row['layer']), str(row['head']), *shares, *rest))
+    print_table(headings, rows, title='shares of the weights, and their mean distance in tokens')

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from lm.runs import sweep_file
 from lm.runs.goodput import describe
 from lm.runs.info import starts_left_out
-from lm.text import format_count, format_duration, format_si, make_visible, perplexity
+from lm.text import format_count, format_duration, format_si, make_table, make_visible, perplexity
 
 
 def print_run(found: Mapping[str, Any], console: Console) -> None:
@@ -59,17 +58,18 @@ def print_run(found: Mapping[str, Any], console: Console) -> None:
         'evaluations': f'{found["evaluations"]} of lm evaluate',
     }
     console.print(_pairs(rows))
-    table = _table('step', 'size', 'saved', 'evaluation loss', 'health')
-    for checkpoint in found['checkpoints']:
-        loss = checkpoint['loss']
-        table.add_row(
-            f'{checkpoint["step"]:,}',
-            f'{format_si(checkpoint["bytes"])}B',
-            checkpoint['saved'] or '–',
-            f'{loss:.4f}' if isinstance(loss, float) else '–',
-            make_visible(checkpoint['health']),
+    checkpoints = [
+        (
+            f'{one["step"]:,}',
+            f'{format_si(one["bytes"])}B',
+            one['saved'] or '–',
+            f'{one["loss"]:.4f}' if isinstance(one['loss'], float) else '–',
+            make_visible(one['health']),
         )
-    console.print(table if found['checkpoints'] else 'no checkpoints yet')
+        for one in found['checkpoints']
+    ]
+    table = make_table(('step', 'size', 'saved', 'evaluation loss', 'health'), checkpoints, left=('saved', 'health'))
+    console.print(table if checkpoints else 'no checkpoints yet')
     if found['set_aside']:
         console.print(f'set aside or unfinished: {", ".join(map(make_visible, found["set_aside"]))}')
 
@@ -83,20 +83,22 @@ def print_store(found: Mapping[str, Any], console: Console) -> None:
     rows = {'token store': found['path']}
     rows |= {k: pairs(v) for k, v in found.items() if k not in ('kind', 'path', 'splits', 'settings', 'damage')}
     console.print(_pairs(rows))
-    table = _table('split', 'documents', 'bytes', 'words', 'tokens', 'bytes/token', 'health')
-    for name, split in found['splits'].items():
-        table.add_row(
+    counts = 'documents', 'bytes', 'words', 'tokens'
+    splits = [
+        (
             name,
-            *(f'{split[column]:,}' for column in ('documents', 'bytes', 'words', 'tokens')),
+            *(f'{split[column]:,}' for column in counts),
             '–' if split['bytes_per_token'] is None else f'{split["bytes_per_token"]:.3f}',
             split['health'],
         )
-    console.print(table)
+        for name, split in found['splits'].items()
+    ]
+    console.print(make_table(('split', *counts, 'bytes/token', 'health'), splits, left=('split', 'health')))
 
 
 def print_sweep(found: Mapping[str, Any], console: Console) -> None:
     """Prints the table with which `lm sweep` ended."""
-    console.print(sweep_file.make_results_table(found['points']))
+    sweep_file.print_results(found['points'])
 
 
 def data_of(config: Mapping[str, str]) -> str:
@@ -111,14 +113,6 @@ def data_of(config: Mapping[str, str]) -> str:
 def _pairs(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
     return '\n'.join(f'{name:<{width}}  {make_visible(value)}' for name, value in rows.items())
-
-
-def _table(*headings: str) -> Table:
-    table = Table()
-    for heading in headings:
-        left = heading in ('saved', 'health', 'split')
-        table.add_column(heading, justify='left' if left else 'right')
-    return table
 
 
 def _counted(number: Any, noun: str, plural: str | None = None) -> str:

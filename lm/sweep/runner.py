@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from rich.console import Console
-
 from lm.errors import ConfigError, LmError, Preempted
 from lm.lease import HeldError, Lease
 from lm.runs import sweep_file
@@ -86,9 +84,7 @@ class Runner:
                 self._report()
                 time.sleep(POLL_SECONDS)
         rows = self.sweep.write_results()
-        Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(
-            sweep_file.make_results_table(rows)
-        )
+        sweep_file.print_results(rows)
         self.conclude(rows)
 
     @contextlib.contextmanager

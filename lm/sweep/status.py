@@ -1,19 +1,16 @@
 """`lm sweep --status`: how far the points are, read from their run directories, wherever these lie."""
 
-import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from etils import epath
-from rich.console import Console
-from rich.table import Table
 
 from lm.errors import ConfigError
 from lm.files import open_path
 from lm.lease import is_held, read_silence
 from lm.runs import sweep_file
 from lm.runs.records import Run, find_run_paths, is_run
-from lm.text import format_count, format_duration, make_visible
+from lm.text import format_count, format_duration, make_visible, print_table
 
 COLUMNS = ('point', 'status', 'steps', 'heartbeat', 'loss', 'reason')
 
@@ -44,18 +41,16 @@ def show_status(root: epath.PathLike) -> None:
     Raises ConfigError where there is neither a sweep nor a run.
     """
     found = read_status(root)
-    table = Table()
-    for heading in COLUMNS:
-        left = heading in ('point', 'status', 'reason')
-        table.add_column(heading, justify='left' if left else 'right', overflow='fold')
-    for row in found:
-        table.add_row(
+    rows = [
+        (
             *(row.point, row.status, f'{row.step:,}/{row.steps:,}'),
             '–' if row.silence is None else f'{format_duration(row.silence)} ago',
             '–' if row.loss is None else f'{row.loss:.4f}',
             row.reason,
         )
-    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
+        for row in found
+    ]
+    print_table(COLUMNS, rows, left=('point', 'status', 'reason'))
     counts = {
         status: sum(row.status.startswith(status) for row in found) for status in sorted({r.status for r in found})
     }

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm.config.configurable import Configurable, field
+from lm.config.configurable import Configurable, configurable_base, field
 from lm.errors import ConfigError
 from lm.tasks.draws import Draws
 
@@ -36,7 +36,7 @@ class Slice:
     context_length: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class Task(Configurable, abc.ABC):
     """Base of the tasks (frozen dataclasses made by `@configurable`)."""
 

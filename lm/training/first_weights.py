@@ -19,7 +19,7 @@ from lm.model.adapters import AdaptedFunctions
 from lm.model.functions import ModelFunctions, Weights
 from lm.model.layers import copy_layers, find_copied
 from lm.pod.mesh import place
-from lm.runs.initial import InitialParameters
+from lm.runs.initial import take_initial
 from lm.runs.weights import SavedWeights
 from lm.training.program import get_shardings
 from lm.training.step import Teaching
@@ -35,8 +35,8 @@ class FirstWeights:
     Attributes:
         functions: of the model, without adapters.
         seed: draws what is not taken.
-        initial: the run of `train.init_from`, whose arrays have the names of the model's; None: there is none.
-        given: the same run, read whole.
+        data: where the data of the run lie, for messages.
+        given: the run of `train.init_from`; None: there is none.
         source: the functions of the model of that run, if its layers lie in other stacks; None: names say enough.
         teaching: the comparison with the teacher; None: there is none.
         teacher: the weights of the teacher.
@@ -44,11 +44,16 @@ class FirstWeights:
 
     functions: ModelFunctions
     seed: int
-    initial: InitialParameters | None = None
+    data: str = ''
     given: 'SavedWeights | AdaptedWeights | None' = None
     source: ModelFunctions | None = None
     teaching: Teaching | None = None
     teacher: 'SavedWeights | AdaptedWeights | None' = None
+
+    @property
+    def initial(self) -> SavedWeights | None:
+        """The checkpoint of the run of `train.init_from`."""
+        return self.given.saved if isinstance(self.given, AdaptedWeights) else self.given
 
     @property
     def origins(self) -> list[str]:
@@ -84,7 +89,7 @@ class FirstWeights:
             the weights, one line that names what was not taken, and the parameters among it.
         """
         if self.initial and self.source is None:
-            return self.initial.take(drawn, abstract)
+            return take_initial(self.initial, self.data, drawn, abstract)
         return self._take_layers(drawn, abstract, teacher) if self.initial or teacher is not None else None
 
     def make_base(self, mesh: Mesh, teacher: Weights | None) -> tuple[Weights, str]:

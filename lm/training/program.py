@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -135,10 +135,12 @@ def compile_in_background(program: StepProgram, mesh: Mesh) -> Compilation:
     return Compilation(tracing, compiling)
 
 
-class StepTooLarge(NamedTuple):
-    """A compiler's refusal of a step that needs more memory than a device has."""
+class StepTooLarge(ConfigError):
+    """A compiler refuses a step, which needs so many GiB of memory: more than a device has."""
 
-    needed_gib: float
+    def __init__(self, needed_gib: float):
+        super().__init__(f'the training step needs {needed_gib:.2f} GiB of HBM, more than a device has')
+        self.needed_gib = needed_gib
 
 
 def compile_described(
@@ -146,18 +148,19 @@ def compile_described(
     mesh: Mesh,
     topology: Topology,
     lower: Callable[[StepProgram, Mesh], jax.stages.Lowered] | None = None,
-) -> CompiledProgram | StepTooLarge:
+) -> CompiledProgram:
     """Compiles the step, or what else `lower` traces, for the described devices of `topology`.
 
     Raises:
-        ConfigError: the compiler refuses it for another reason than memory.
+        StepTooLarge: it needs more memory than a device has.
+        ConfigError: the compiler refuses it for another reason.
     """
     try:
         with jax.set_mesh(mesh):
             return compile_with_text((lower or lower_step)(program, mesh))
     except jax.errors.JaxRuntimeError as error:
         if (needed := find_memory_needed(str(error))) is not None:
-            return StepTooLarge(needed)
+            raise StepTooLarge(needed) from error
         line = next(iter(str(error).splitlines()), '')
         raise ConfigError(f'--topology {topology.name}: the compiler refuses the training step: {line}') from error
 

@@ -169,8 +169,7 @@ class TrainStep:
                 The comparison with a teacher adds its own (`Distillation.compare`). Without a teacher, models with
                 experts add the measures of their routers (`lm.model.routers`).
         """
-        given = state['params'], state['buffers'], batch_AxBxL, fixed, state['step']
-        loss, gradients, others = self._gradients(*given)
+        loss, gradients, others = self._gradients(_join(state, fixed), batch_AxBxL, state['step'])
         squares = jax.tree.map(lambda x: optax.tree.norm(x, squared=True), gradients)
         norm = jnp.sqrt(optax.tree.sum(squares))
         updates, optimizer = self.transform.update(gradients, state['optimizer'], state['params'])
@@ -248,7 +247,7 @@ class TrainStep:
         groups = mesh.shape[axis]
         grad = jax.grad(self._make_objective(groups), has_aux=True)
 
-        def compute(given: _Given, turn: jax.Array, windows: _Windows) -> jax.Array:
+        def compute(given: Weights, turn: jax.Array, windows: _Windows) -> jax.Array:
             part = jax.lax.axis_index(axis) == turn % groups
 
             def take(x: jax.Array) -> jax.Array:
@@ -259,7 +258,7 @@ class TrainStep:
             rows = jax.tree.map(take, windows)
             counted = rows.unpack(self.unpack)[2]
             count = None if counted is None else jnp.maximum(counted.sum(), 1)
-            gradients, ((nats, _), _) = grad(given.params, given, count, rows)
+            gradients, ((nats, _), _) = grad(given['params'], given, count, rows)
             return jnp.stack([checksum(x) for x in (nats, *jax.tree.leaves(gradients))])[None]
 
         # Kernels are refused while the compiler may split an axis, even by one.
@@ -272,7 +271,7 @@ class TrainStep:
             out_specs=PartitionSpec(axis),
             axis_names=names,
             check_vma=False,
-        )(_Given(state['params'], state['buffers'], fixed or {}), turn, windows)
+        )(_join(state, fixed), turn, windows)
 
     def name_replayed(self) -> list[str]:
         """Lists the arrays whose checksums `replay` returns."""
@@ -294,7 +293,7 @@ class TrainStep:
 
     def _compare(
         self,
-        given: '_Given',
+        given: Weights,
         tokens_BxL: jax.Array,
         targets_BxL: jax.Array,
         share_BxL: jax.Array,
@@ -302,12 +301,12 @@ class TrainStep:
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns (the loss to minimize, the nats of each target, further measures): of routers, or with a teacher of
         the comparison with it."""
-        weights = {'params': given.params, 'buffers': given.buffers, **complete(given.fixed)}
+        weights = {name: arrays for name, arrays in given.items() if name != 'teacher'}
         if self.teaching is None:
             return self.weighted_loss(weights, tokens_BxL, targets_BxL, share_BxL)
         windows = self.documents, tokens_BxL, targets_BxL
         if self._computed:
-            pair = Pair(self.functions, weights, self._computed.functions, given.fixed['teacher'])
+            pair = Pair(self.functions, weights, self._computed.functions, given['teacher'])
             found = self.teaching.objective.compare(pair, *windows)
         else:
             found = self.teaching.objective.compare_with_cached(self.functions, weights, *windows, taught)
@@ -331,8 +330,10 @@ class TrainStep:
 
         def objective(params, given, count, windows):
             if self.has_frozen:
-                params = jax.tree.map(_stop_gradients, params, self.frozen)
-            given = given._replace(params=params)
+                # The gradient of a frozen array is not computed.
+                stop = lambda x, frozen: jax.lax.stop_gradient(x) if frozen else x  # noqa: E731
+                params = jax.tree.map(stop, params, self.frozen)
+            given = given | {'params': params}
             inputs_BxL, targets_BxL, counted_BxL = windows.unpack(self.unpack)
             if counted_BxL is None:
                 share_BxL = jnp.full(targets_BxL.shape, 1 / (targets_BxL.size * parts), jnp.float32)
@@ -345,15 +346,13 @@ class TrainStep:
 
         return objective
 
-    def _gradients(
-        self, params: object, buffers: object, batch: Batch, fixed: Fixed | None = None, step: jax.Array | int = 0
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+    def _gradients(self, given: Weights, batch: Batch, step: jax.Array) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """Returns (loss in nats without z-loss, gradients with it, other metrics).
 
         The loss is the mean over the counted targets of the whole batch, and not the mean of the means of microbatches.
         """
-        windows = self._number_windows(jnp.asarray(step), batch)
-        microbatches, given = windows.tokens.shape[0], _Given(params, buffers, fixed or {})
+        windows = self._number_windows(step, batch)
+        microbatches = windows.tokens.shape[0]
         counted_AxBxL = jax.vmap(lambda each: each.unpack(self.unpack))(windows)[2]
         count = None  # the mean number of targets per microbatch, over all devices
         if counted_AxBxL is not None:
@@ -365,15 +364,17 @@ class TrainStep:
 
         grad = jax.grad(self._make_objective(parts), has_aux=True)
         if microbatches == 1:
-            gradients, ((loss, measures), by_window) = grad(params, given, count, jax.tree.map(lambda x: x[0], windows))
+            gradients, ((loss, measures), by_window) = grad(
+                given['params'], given, count, jax.tree.map(lambda x: x[0], windows)
+            )
             return loss, gradients, measures | jax.tree.map(lambda x: x[None], by_window)
 
         def accumulated(given, count, windows):
             def accumulate(total, window):
-                gradients, (means, by_window) = grad(given.params, given, count, window)
+                gradients, (means, by_window) = grad(given['params'], given, count, window)
                 return jax.tree.map(jnp.add, total, (means, gradients)), by_window
 
-            zero = ((jnp.zeros(()), self._make_measures()), jax.tree.map(jnp.zeros_like, given.params))
+            zero = ((jnp.zeros(()), self._make_measures()), jax.tree.map(jnp.zeros_like, given['params']))
             total, by_window = jax.lax.scan(accumulate, zero, windows)
             return (jax.lax.psum(total, axes) if axes else total), by_window
 
@@ -411,22 +412,14 @@ class _Windows(NamedTuple):
         return unpack(self.tokens.astype(jnp.int32), *self.numbers)
 
 
-class _Given(NamedTuple):
-    """The arrays that a gradient is computed from, besides the windows."""
-
-    params: Any
-    buffers: Any
-    fixed: Fixed
+def _join(state: State, fixed: Fixed | None) -> Weights:
+    """Returns the arrays that a gradient is computed from, besides the windows."""
+    return {'params': state['params'], 'buffers': state['buffers'], **(fixed or {})}
 
 
 def complete(fixed: Fixed | None) -> Weights:
     """Returns what the weights of a state lack: the base under adapters, if there are any."""
     return {name: arrays for name, arrays in (fixed or {}).items() if name == 'base'}
-
-
-def _stop_gradients(x: jax.Array, frozen: bool) -> jax.Array:
-    """Returns x, which has no gradient if it is frozen: it is then not computed."""
-    return jax.lax.stop_gradient(x) if frozen else x
 
 
 def _count_lost(params: object) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ values, the normalized vectors for the exact weights, and options. The block mus
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -22,7 +22,8 @@ from jax import lax
 from lm.attention import HeadDims
 from lm.bench import results
 from lm.bench.attention import COLUMNS, HEAD_DIM, TOKENS, LayerRow, build, measure
-from lm.bench.candidates import Candidate, candidates, featured
+from lm.bench.candidates import candidates, featured
+from lm.experiment import Experiment
 from lm.ops.linear_attention import LOCAL_BLOCK, LinearCall, PolynomialKernel, xla
 from lm.ops.linear_attention.block import BlockTokens, Shape, fold, group, move_tokens_last, read, ungroup
 from lm.ops.linear_attention.types import Sides
@@ -126,11 +127,17 @@ FORMULATIONS: dict[str, Callable[[LinearCall], jax.Array]] = {'plain': plain, 'l
 
 
 def compare(
-    candidate: Candidate, dims: HeadDims, contexts: Sequence[int], tokens: int, repeats: int, given: bool = True
+    found: Mapping[str, Experiment],
+    dims: HeadDims,
+    contexts: Sequence[int],
+    tokens: int,
+    repeats: int,
+    given: bool = True,
 ) -> list[LayerRow]:
     """Times our operation and the other ways, or the whole layers without `given`, in turns, in float32."""
-    layers = {candidate.name: build(candidate, dims, given)}
-    layers |= {name: build(candidate, dims, given, compute) for name, compute in FORMULATIONS.items()}
+    layers = {name: build(experiment, dims, given) for name, experiment in found.items()}
+    for experiment in found.values():
+        layers |= {name: build(experiment, dims, given, compute) for name, compute in FORMULATIONS.items()}
     return measure(layers, contexts, ['forward+backward'], tokens, dims, jnp.float32, repeats)
 
 
@@ -146,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--save', help='also write everything to this file, as JSON')
     arguments = parser.parse_args(argv)
     output, printer, machine = results.Output(arguments.save), results.Printer(), results.machine()
-    (candidate,) = candidates([featured()], [], arguments.gin_param)
+    found = candidates([featured()], [], arguments.gin_param)
     dims = HeadDims(arguments.heads, arguments.heads, arguments.head_dim)
-    rows = compare(candidate, dims, arguments.contexts, arguments.tokens, arguments.repeats, given=not arguments.whole)
+    rows = compare(found, dims, arguments.contexts, arguments.tokens, arguments.repeats, given=not arguments.whole)
     printer.line(results.heading('formulations', machine))
     printer.table([{'time': f'{row.milliseconds:.1f}'} | vars(row) for row in rows if row.milliseconds], COLUMNS)
     output.write('formulations', machine, vars(arguments), rows)

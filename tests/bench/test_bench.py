@@ -99,8 +99,8 @@ def test_the_timed_program_calls_the_operation_with_given_features(name, given, 
     calls = []
     counted = lambda *a, **k: calls.append(k) or reference.linear_attention(*a, **k)  # noqa: E731
     monkeypatch.setattr('lm.ops.linear_attention.xla.linear_attention', counted)
-    (candidate,) = candidates.candidates([name], [], [])
-    layer = attention.build(candidate, HeadDims(2, 2, 8), given)
+    (experiment,) = candidates.candidates([name], [], []).values()
+    layer = attention.build(experiment, HeadDims(2, 2, 8), given)
     qkv = [jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)] * 3
     arrays = jax.eval_shape(layer.arrays, *qkv)
     assert len(arrays) == 3 if not given else len(arrays) >= 3
@@ -116,8 +116,8 @@ def test_the_requested_implementation_is_timed(given, monkeypatch):
     plain = reference.linear_attention
     monkeypatch.setattr(reference, 'linear_attention', lambda *a, **k: calls.append(k) or plain(*a, **k))
     for asked, expected in (([], 0), (["polysketch.implementation = 'reference'"], 1)):
-        (candidate,) = candidates.candidates(['polysketch'], [], [*SKETCH, *asked])
-        layer = attention.build(candidate, HeadDims(2, 2, 8), given)
+        (experiment,) = candidates.candidates(['polysketch'], [], [*SKETCH, *asked]).values()
+        layer = attention.build(experiment, HeadDims(2, 2, 8), given)
         arrays = jax.eval_shape(layer.arrays, *[jax.ShapeDtypeStruct((1, 32, 2, 8), jnp.float32)] * 3)
         jax.eval_shape(layer.function, layer.weights, *arrays)
         assert len(calls) == expected
@@ -128,8 +128,8 @@ def test_a_context_of_one_block_is_timed_as_the_layer_computes_it(monkeypatch):
     calls = []
     found = lambda call, _: calls.append(call) or LinearResult(call.v_BxLxKxD, None)  # noqa: E731
     monkeypatch.setattr('lm.attention.linear.compute', found)
-    (candidate,) = candidates.candidates(['polysketch'], [], SKETCH)
-    layer = attention.build(candidate, HeadDims(2, 2, 8))
+    (experiment,) = candidates.candidates(['polysketch'], [], SKETCH).values()
+    layer = attention.build(experiment, HeadDims(2, 2, 8))
     for length, expected in ((16, 0), (17, 1)):
         jax.eval_shape(layer.function, layer.weights, *[jnp.zeros((1, length, 2, 8))] * 3)
         assert len(calls) == expected
@@ -137,16 +137,14 @@ def test_a_context_of_one_block_is_timed_as_the_layer_computes_it(monkeypatch):
 
 def test_mechanisms_by_file_and_by_scope():
     found = candidates.candidates(['configs/attention/polysketch_random.gin', 'softmax'], [], [])
-    assert [c.name for c in found] == ['polysketch_random', 'softmax']
-    assert found[0].experiment.model.attention.sketch == 'gaussian'
+    assert list(found) == ['polysketch_random', 'softmax']
+    assert found['polysketch_random'].model.attention.sketch == 'gaussian'
     scoped = candidates.candidates(['a/polysketch', 'polysketch'], [], ["a/polysketch.sketch = 'srht'"])
-    assert [(c.name, c.experiment.model.attention.sketch) for c in scoped] == [
-        ('a/polysketch', 'srht'),
-        ('polysketch', 'learned'),
-    ]
+    sketches = {name: one.model.attention.sketch for name, one in scoped.items()}
+    assert sketches == {'a/polysketch': 'srht', 'polysketch': 'learned'}
     configured = candidates.candidates(None, ['configs/attention/llops.gin'], [])
-    assert [c.name for c in configured] == ['softmax', 'llops']
-    assert [c.name for c in candidates.candidates(None, ['configs/attention/softmax.gin'], [])] == ['softmax']
+    assert list(configured) == ['softmax', 'llops']
+    assert list(candidates.candidates(None, ['configs/attention/softmax.gin'], [])) == ['softmax']
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,7 @@ def test_a_layer_has_the_heads_of_the_configured_model(tmp_path):
     options = AttentionOptions(gin_file=['configs/models/tiny.gin'])
     found = candidates.candidates(['softmax'], ['configs/models/tiny.gin'], bindings)
     assert attention.choose_dims(options, found, is_cpu=True) == HeadDims(4, 2, 8, causal=False)
-    assert attention.choose_dims(AttentionOptions(heads=3), found[:1], is_cpu=True).n_kv_heads == 3
+    assert attention.choose_dims(AttentionOptions(heads=3), found, is_cpu=True).n_kv_heads == 3
     flags = ['--mechanisms', 'softmax,polynomial', '--gin_file', 'configs/models/tiny.gin', '--contexts', '24']
     flags += ['--tokens', '64', '--repeats', '1', '--json', str(tmp_path / 'a.json'), *params(bindings[::3])]
     assert main(['bench', 'attention', *flags]) == 0
@@ -328,10 +326,10 @@ def test_a_step_that_fails_leaves_the_state_intact(monkeypatch):
     monkeypatch.setattr(step, 'lower_step', lambda *_: None)
     monkeypatch.setattr(TrainStep, 'init', lambda self, seed: {'step': jnp.zeros((), jnp.int32)})
     monkeypatch.setattr(TrainStep, 'abstract', {'step': jax.ShapeDtypeStruct((), jnp.int32)})
-    (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
+    (experiment,) = candidates.candidates(['softmax'], [], SMALL_MODEL).values()
     state = {}
     target = Target.of_devices(jax.devices())
-    experiment = candidates.change_context(candidate.experiment, 16, 128, 128, target)
+    experiment = candidates.change_context(experiment, 16, 128, 128, target)
     program = step.TimedStep(plan_step(experiment, target), state, 2)
     program()
     assert int(state['state']['step']) == 2
@@ -434,6 +432,6 @@ def test_flags_without_effect_are_refused(flags, named, capsys):
 
 
 def test_an_impossible_number_of_tokens_per_step_is_refused():
-    (candidate,) = candidates.candidates(['softmax'], [], SMALL_MODEL)
+    (experiment,) = candidates.candidates(['softmax'], [], SMALL_MODEL).values()
     with pytest.raises(ConfigError, match='multiple'):
-        candidates.change_context(candidate.experiment, 48, 256, 256, Target('cpu', (1,)))
+        candidates.change_context(experiment, 48, 256, 256, Target('cpu', (1,)))

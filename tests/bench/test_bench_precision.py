@@ -58,15 +58,15 @@ def test_a_wrong_kernel_is_named(kernels, capsys):
 def test_a_value_that_is_not_finite_fails(kernels):
     right = exact_reference.softmax_attention
     kernels.setattr(exact_reference, 'softmax_attention', lambda *arrays, **rest: right(*arrays, **rest) * jnp.nan)
-    (candidate,) = candidates(['softmax'], [], MODEL)
-    row = precision.compared(candidate, 40)
+    ((name, experiment),) = candidates(['softmax'], [], MODEL).items()
+    row = precision.compared(name, experiment, 40)
     assert not row.right
     assert np.isnan(row.worst_error)
 
 
 def test_runs_that_differ_are_reported(kernels):
-    (candidate,) = candidates(['softmax'], [], MODEL)
-    row = dataclasses.replace(precision.compared(candidate, 40), repeats=False)
+    ((name, experiment),) = candidates(['softmax'], [], MODEL).items()
+    row = dataclasses.replace(precision.compared(name, experiment, 40), repeats=False)
     assert precision.failure(row) == 'softmax, 40 tokens: two runs differ; report it, with the table above'
     in_xla_too = dataclasses.replace(row, portable_repeats=False)
     assert (row.is_good, in_xla_too.is_good, in_xla_too.repetition) == (False, True, 'no, as XLA')
@@ -93,9 +93,9 @@ def test_models_that_are_not_causal_are_refused(capsys):
 def test_interpreted_tpu_kernels_pass(mechanism, bindings, monkeypatch):
     """One model has all kernels; its gradients must equal the gradients by XLA."""
     monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
-    (candidate,) = candidates([mechanism], [], [*MODEL, 'model.head_dim = 32', *bindings])
+    ((name, experiment),) = candidates([mechanism], [], [*MODEL, 'model.head_dim = 32', *bindings]).items()
     with interpret_kernels():
-        row = precision.compared(candidate, 256)
+        row = precision.compared(name, experiment, 256)
     assert row.right
     assert row.repeats
     assert 'rotary: pallas_tpu' in row.kernels

@@ -454,7 +454,13 @@ def test_a_replay_counts_if_it_needs_more_memory_than_a_step(on_cpus, monkeypatc
     # Two compilations of the same step may differ by a few bytes.
     assert found.needed_gib == pytest.approx(max(found.replay_gib, plain.memory.needed_gib), rel=1e-3)
     compiled = check.compile_described
-    monkeypatch.setattr(check, 'compile_described', lambda *a: check.StepTooLarge(99.0) if a[3:] else compiled(*a))
+
+    def compile_step(*arguments):
+        if arguments[3:]:
+            raise check.StepTooLarge(99.0)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(check, 'compile_described', compile_step)
     large = check.check(experiment, 'v5e:2x2')
     assert (large.memory.replay_gib, large.memory.needed_gib, large.fits) == (99.0, 99.0, False)
     tables.print_check(large, check.compute_budget(plan_step(SMALL)))

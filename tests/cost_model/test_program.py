@@ -224,11 +224,11 @@ ENTRY %main (x: f32[64,128]) -> f32[64,128] {
 
 def test_transfers_between_slices_and_inside_a_slice():
     program = HloProgram(SLICES)
-    (found,) = transfers(program)
+    (found,) = transfers(program, 2)
     assert (found.name, found.kind, found.times, found.bytes) == ('send', 'ALL_REDUCE', 1, 8 * 128 * 4)
-    assert [found.sent(n) for n in (2, 4)] == [4096, 1.5 * 4096]
+    assert [transfers(program, n)[0].sent for n in (2, 4)] == [4096, 1.5 * 4096]
     assert [(c.kind, c.bytes) for c in collectives(program)] == [('reduce-scatter', 32_768), ('all-gather', 32_768)]
-    assert transfers(HloProgram(PERMUTE)) == []
+    assert transfers(HloProgram(PERMUTE), 2) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -238,7 +238,7 @@ def test_a_reduction_over_two_slices_as_libtpu_writes_it():
     x = jax.ShapeDtypeStruct((8, 256, 128), jnp.float32, sharding=rows)
     program = HloProgram(jax.jit(lambda x: x.sum(0), out_shardings=whole).lower(x).compile().as_text())
     # Each of the four chips of a slice sends its quarter of the slice's result.
-    assert [(t.kind, t.times, t.bytes) for t in transfers(program)] == [('ALL_REDUCE', 1, 256 * 128 * 4 / 4)]
+    assert [(t.kind, t.times, t.bytes) for t in transfers(program, 2)] == [('ALL_REDUCE', 1, 256 * 128 * 4 / 4)]
     assert {c.devices for c in collectives(program)} == {4}
 
 

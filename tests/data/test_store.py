@@ -209,14 +209,14 @@ def test_damage_is_named(copy):
     ],
 )
 def test_messages_of_tensorstore_are_cut_to_a_line(original, text, kind, remedy):
-    error = TokenStore.open(str(original))._damage('train', 'tokens', ValueError(text))
+    error = TokenStore.open(str(original)).explain_damage('train', 'tokens', ValueError(text))
     assert type(error) is kind
     assert str(error) == f"{original}: split 'train', array 'tokens': {text.partition(' [')[0]}: {remedy}"
 
 
 def test_arrays_that_differ_from_the_description_are_refused(copy, tokens):
     tiny.write_array(copy, 'train', 'tokens', tokens[:-1])
-    with pytest.raises(MismatchError, match=r'is not what dataset.json says'):
+    with pytest.raises(MismatchError, match=r', not '):
         TokenStore.open(str(copy)).read('train', 0, 10)
     tiny.write_array(copy, 'train', 'tokens', tokens[::-1])
     with pytest.raises(MismatchError, match=r"split 'train' is not what dataset.json describes"):

@@ -19,7 +19,7 @@ from lm.errors import Diverged, MismatchError
 from lm.evaluation.finite import find_layer, name_places, refuse_not_finite
 from lm.inference.decoding import Sampling, generate_tokens
 from lm.model import ModelConfig, build
-from lm.runs.initial import InitialParameters
+from lm.runs.initial import take_initial
 from lm.runs.weights import SavedWeights
 
 pytestmark = pytest.mark.usefixtures('kept_programs')
@@ -99,9 +99,12 @@ def test_layers_that_overflow_are_named(too_large, tmp_path, capsys):
 
 def test_no_run_begins_with_weights_that_are_not_finite(without_a_number):
     abstract = lm.load(str(without_a_number), step=40).weights
+    teacher, initial = (
+        SavedWeights(setting, str(without_a_number), None, {}) for setting in ('distill.teacher', 'train.init_from')
+    )
     for call, setting in (
-        (lambda: SavedWeights('distill.teacher', str(without_a_number), None, {}).read(abstract), 'distill.teacher'),
-        (lambda: InitialParameters(str(without_a_number), {}, '').take(abstract, abstract), 'train.init_from'),
+        (lambda: teacher.read(abstract), 'distill.teacher'),
+        (lambda: take_initial(initial, '', abstract, abstract), 'train.init_from'),
     ):
         with pytest.raises(MismatchError, match=rf'{setting} = .*, step 41: the numbers of params\.final_norm\.scale'):
             call()

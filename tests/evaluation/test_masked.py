@@ -32,7 +32,7 @@ from lm.evaluation.plan import open_sets, plan_evaluation, settle_evaluation
 from lm.evaluation.scoring import Scorer
 from lm.evaluation.sets import flatten_result
 from lm.experiment import Experiment
-from lm.inference.evaluation import print_table
+from lm.inference.evaluation import print_result
 from lm.inference.generation import generate
 from lm.inference.loaded_run import open_run
 from lm.model import ModelConfig
@@ -247,7 +247,7 @@ def test_mixtures_and_other_sets(path, tmp_path):
 
 def test_a_table_for_people(path, capsys):
     result, _ = evaluated(path)
-    print_table(result | {'sets': {'ood': result}})
+    print_result(result | {'sets': {'ood': result}})
     out = capsys.readouterr().out
     for words in ('accuracy', 'frequencies alone: perplexity', f'{result["baseline_perplexity"]:.4f}', 'ood'):
         assert words in out

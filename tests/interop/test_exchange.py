@@ -40,8 +40,9 @@ from lm.interop.names import from_tensors, places, to_tensors
 from lm.interop.tensors import read_tensors
 from lm.lease import Lease
 from lm.model import ModelConfig
-from lm.runs.initial import InitialParameters
+from lm.runs.initial import take_initial
 from lm.runs.records import Run
+from lm.runs.weights import SavedWeights
 
 
 @pytest.mark.parametrize('form', MECHANISMS)
@@ -285,7 +286,7 @@ def test_a_llama_is_continued_under_the_hybrid(tmp_path, tokens, capsys):
     assert experiment.model.norm == 'rms'
     assert experiment.model.pattern[0].gin_name == 'hybrid'
     abstract = shapes.abstract_weights(experiment)
-    taken, line, _ = InitialParameters(str(run), {}, str(tokens)).take(abstract, abstract)
+    taken, line, _ = take_initial(SavedWeights('train.init_from', str(run), None, {}), str(tokens), abstract, abstract)
     assert line == f'9 of 9 arrays taken from {run} at step 0'
     taken = taken['params']
     np.testing.assert_array_equal(taken['head'], theirs['lm_head.weight'])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_one_by_one import apply_experts_one_by_one
 from flax import nnx
 
 from lm import model as model_lib
@@ -22,7 +23,6 @@ from lm.model.feed_forward import DenseLayer
 from lm.model.feed_forward.experts import Experts, RoutedExperts, attach_loss
 from lm.model.functions import ModelFunctions, count_parameters
 from lm.ops.documents import Documents
-from lm.ops.experts import apply_experts_one_by_one
 from lm.parameters import declarations
 from lm.plan import plan_step
 from lm.pod.mesh import MeshShape

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_one_by_one import apply_experts_one_by_one
 
-from lm.ops.experts import apply_experts, apply_experts_one_by_one
+from lm.ops.experts import apply_experts
 
 TOKENS, EXPERTS, WIDTH, HIDDEN = 17, 5, 12, 7
 

@@ -7,8 +7,9 @@ import tiny
 
 from lm import cli
 from lm.checkpoint.checkpointer import Checkpointer
-from lm.runs.initial import InitialParameters
+from lm.runs.initial import take_initial
 from lm.runs.run_dir import RunDir
+from lm.runs.weights import SavedWeights
 
 pytestmark = pytest.mark.usefixtures('kept_programs')
 
@@ -50,7 +51,7 @@ def test_random_projections_come_with_the_parameters(tmp_path, n_features):
     there, here = weights(0, 4), weights(1, n_features)
     with Checkpointer(RunDir(tmp_path).checkpoints) as checkpointer:
         checkpointer.save(7, there)
-    taken, line, _ = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
+    taken, line, _ = take_initial(SavedWeights('train.init_from', str(tmp_path), None, {}), 'data', here, here)
     is_alike = n_features == 4
     jax.tree.map(np.testing.assert_array_equal, taken, there if is_alike else there | {'buffers': here['buffers']})
     rest = '' if is_alike else '; these not: buffers.blocks.0.projection'
@@ -63,7 +64,7 @@ def test_the_mean_of_the_last_weights_is_taken_where_there_is_one(tmp_path):
     here = {'params': part, 'buffers': {}}
     with Checkpointer(RunDir(tmp_path).checkpoints) as checkpointer:
         checkpointer.save(7, here | {'average': {'out': np.full(3, 2, np.float32)}})
-    taken, line, _ = InitialParameters(str(tmp_path), {}, 'data').take(here, here)
+    taken, line, _ = take_initial(SavedWeights('train.init_from', str(tmp_path), None, {}), 'data', here, here)
     np.testing.assert_array_equal(taken['params']['out'], 2)
     assert line == f'1 of 1 arrays taken from {tmp_path} at step 7, the mean of its last weights'
 

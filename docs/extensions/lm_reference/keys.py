@@ -5,8 +5,6 @@
 
 from typing import Any, NotRequired, TypedDict
 
-from lm.runs.goodput import Accounts
-
 
 class StartInfo(TypedDict):
     """A start of a run. A key that is missing has the value of the start before."""
@@ -56,6 +54,24 @@ class DifferenceRecord(TypedDict):
     groups: list[list[str]]  #: devices with their hosts; one of each group computed wrongly
     certain: bool  #: whether a majority of other devices agreed
     stays: bool | None  #: whether the difference came again; `null` where it could not be repeated
+
+
+class Accounts(TypedDict):
+    """Seconds by what they were spent on."""
+
+    step: float  #: steps that the run kept: the productive time
+    imports: float  #: from the begin of the process to the begin of the run
+    start: float  #: checks, devices, opening data
+    initialize: float  #: making the state of a new run
+    restore: float  #: reading a checkpoint of this run or of its parent
+    trace: float  #: waiting for JAX to trace the step
+    compile: float  #: waiting for the compiler
+    data: float  #: waiting for batches
+    checkpoint: float  #: waiting for saves
+    evaluation: float  #: evaluations
+    replay: float  #: comparing what chips compute (train.replay_every)
+    lost: float  #: steps that were done again after a restart
+    restart: float  #: between the last record of a process and the begin of the next process
 
 
 class Ledger(TypedDict):

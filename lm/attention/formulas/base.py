@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lm.attention.formulas.tokens import SeenKeys, distances
+from lm.attention.formulas.tokens import distances
 from lm.ops.formulas import softmax, standardize
 
 FORMULAS = {}
@@ -138,9 +138,7 @@ class Formula:
         if log_a_BxLxK is not None:
             sums_BxMxK = xp.cumsum(tokens.join('log_decay', log_a_BxLxK, self.reach), 1)
         k_BxMxKxC, v_BxMxKxC = tokens.join('k', k_BxLxKxC, self.reach), tokens.join('v', v_BxLxKxC, self.reach)
-        seen = SeenKeys(
-            tokens.join('mask', tokens.mask_BxL, self.reach), tokens.join('positions', tokens.positions_BxL, self.reach)
-        )
+        seen = tokens.list_seen(self.reach)
         log_decay = None if sums_BxMxK is None else sum_decays(xp, sums_BxMxK, length, heads)
         w_BxHxLxM = self.decayed(q_BxLxHxC, k_BxMxKxC, log_decay, seen)
         w_BxHxLxM = xp.where(seen.hidden(distances(xp, q_BxLxHxC, k_BxMxKxC), self.causal), 0.0, w_BxHxLxM)
@@ -167,7 +165,7 @@ class Formula:
         leaving = max(0, k_BxMxKxC.shape[1] - self.reach)
         q_BxLxHxE, k_BxNxKxE = self.features(q_BxLxHxC, k_BxMxKxC[:, : max(leaving, 1)])
         v_BxNxKxV = xp.concatenate([v_BxMxKxC[:, :leaving], xp.ones_like(v_BxMxKxC[:, :leaving, :, :1])], -1)
-        v_BxNxKxV = v_BxNxKxV * seen.mask_BxM[:, :leaving, None, None]
+        v_BxNxKxV = v_BxNxKxV * seen.mask_BxL[:, :leaving, None, None]
         if sums_BxMxK is not None:
             q_BxLxHxE = q_BxLxHxE * repeat_heads(xp, xp.exp(sums_BxMxK[:, -length:]), heads)[..., None]
         before = memory.get('sums')

@@ -106,7 +106,7 @@ class PolysketchFormula(NormedFormula, name='polysketch'):
     def decayed(self, q, k, log_decay, seen):
         w = self.factor(2) * scores(self.xp, *self.sketches(q, k)) ** 2
         if self.block is not None:
-            block = seen.positions_BxM // self.block
+            block = seen.positions_BxL // self.block
             near = block[:, None, -q.shape[1] :, None] == block[:, None, None]
             w = self.xp.where(near, (self.scale * scores(self.xp, *self.normalize(q, k))) ** self.degree, w)
         return w if log_decay is None else w * self.xp.exp(log_decay)

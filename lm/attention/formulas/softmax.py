@@ -27,7 +27,7 @@ class SoftmaxFormula(Formula, name='softmax'):
         hidden = seen.hidden(distance, self.causal) | (distance >= (self.window or k.shape[1]))
         s = scores(xp, q, k) * self.scale
         if self.log_base is not None:
-            before = seen.positions_BxM[:, None, -q.shape[1] :, None]
+            before = seen.positions_BxL[:, None, -q.shape[1] :, None]
             s = s * xp.log(before + self.log_base) / math.log(self.log_base)
         sinks_Hx1x1 = self.p['sinks'][:, None, None] if 'sinks' in self.p else None
         return weigh_by_softmax(xp, s, hidden, self.cap, log_decay, sinks_Hx1x1)

@@ -36,17 +36,17 @@ class LayerTokens(NamedTuple):
         """Sets the numbers of padding to 0."""
         return x_BxLxN * self.mask_BxL.reshape(*self.mask_BxL.shape, *[1] * (x_BxLxN.ndim - 2))
 
-
-class SeenKeys(NamedTuple):
-    """The tokens whose keys a query is compared with, one by one: [B, M] each."""
-
-    mask_BxM: Any
-    positions_BxM: Any
+    def list_seen(self, reach):
+        """Returns the tokens [B, M] whose keys a query is compared with: the newest, and `reach` before them."""
+        return self._replace(
+            mask_BxL=self.join('mask', self.mask_BxL, reach),
+            positions_BxL=self.join('positions', self.positions_BxL, reach),
+        )
 
     def hidden(self, distance_LxM, causal=True):
-        """Returns True where a query does not see a key, [B, 1, L, M].
+        """Returns True where a query does not see a key of these tokens, [B, 1, L, M].
 
         Padding sees itself, so that its numbers are finite.
         """
-        hidden = ~self.mask_BxM[:, None, None] & (distance_LxM != 0)
+        hidden = ~self.mask_BxL[:, None, None] & (distance_LxM != 0)
         return hidden | (distance_LxM < 0) if causal else hidden

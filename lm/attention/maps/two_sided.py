@@ -6,8 +6,6 @@ with softmax over the features. No weight is negative. A `FLOOR` under the featu
 from vanishing together.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +20,6 @@ FLOOR = 1e-12
 all products, and the denominator, would be zero in float32."""
 
 
-@dataclasses.dataclass(frozen=True)
 class TwoSidedSoftmax(ProductFeatures):
     """φ; its parameters are W, [R, E] or [N, R, E]."""
 
@@ -32,6 +29,10 @@ class TwoSidedSoftmax(ProductFeatures):
     def of_products(self, wx_RxT: jax.Array, x_ExT: jax.Array, queries: bool) -> jax.Array:
         parts = [jnp.exp(s - lax.stop_gradient(s.max(0, keepdims=True))) for s in (wx_RxT, -wx_RxT)]
         return jnp.concatenate([part / part.sum(0, keepdims=True) + FLOOR for part in parts])
+
+
+TWO_SIDED = TwoSidedSoftmax()
+"""The map, which has no options: operations are compiled for this one."""
 
 
 def make_weights(dims: HeadDims, per_head: bool) -> tuple[nnx.Param, nnx.Param]:

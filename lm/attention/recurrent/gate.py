@@ -5,15 +5,13 @@
 A mechanism with a gate asks for the logits x_i W (`Attention.projections`); without them it computes as if they were 0.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lm.attention.base import Attention, HeadDims
-from lm.config.configurable import field
+from lm.config.configurable import configurable_base, field
 from lm.parameters import declare
 
 SHORTEST, LONGEST = 10.0, 1000.0
@@ -71,7 +69,7 @@ def _logits(k_BxLxKxD, gate_BxLxK):
     return jnp.zeros(k_BxLxKxD.shape[:3]) if gate_BxLxK is None else gate_BxLxK.astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class Gated(Attention):
     """Base of the mechanisms that may have a `ForgetGate`."""
 

@@ -3,7 +3,6 @@
 import abc
 import collections
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import math
@@ -11,7 +10,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import ClassVar
 
-from lm.config.configurable import field
+from lm.config.configurable import configurable_base, field
 from lm.data.sources.base import (
     HELD_OUT_BY,
     Document,
@@ -29,7 +28,7 @@ from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class Folder(Source):
     """Base of the sources that read a folder of files, one document each.
 

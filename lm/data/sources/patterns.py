@@ -2,7 +2,6 @@
 
 import abc
 import collections
-import dataclasses
 import functools
 import gzip
 import itertools
@@ -10,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, ClassVar, cast
 
-from lm.config.configurable import field
+from lm.config.configurable import configurable_base, field
 from lm.data.sources.base import (
     HELD_OUT_BY,
     SPLITS,
@@ -40,7 +39,7 @@ PACKED = '.gz'
 """The end of the names of gzipped files."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class FilePatterns(Source):
     """Base of the sources that read files of many documents.
 

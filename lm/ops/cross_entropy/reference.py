@@ -21,10 +21,6 @@ def weighted_cross_entropy(call: WeightedCall) -> tuple[jax.Array, jax.Array]:
     return total_1x1, jax.lax.stop_gradient(nats_BxL)
 
 
-def unsupported(call: CrossEntropyCall) -> None:
-    """Everything is supported."""
-
-
 def _nats_and_normalizers(call: CrossEntropyCall) -> tuple[jax.Array, jax.Array]:
     embedding_VxD = call.embedding_VxD.astype(call.x_BxLxD.dtype)
     logits_BxLxV = jnp.einsum('bld,vd->blv', call.x_BxLxD, embedding_VxD, preferred_element_type=jnp.float32)

@@ -5,8 +5,9 @@ embedding is summed in float32. Gradients of single tokens' losses compute each 
 log-normalizer. Gradients of a weighted sum are known but for a factor, so they are formed while the logits are there.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +20,19 @@ from lm.ops.cross_entropy.types import CrossEntropyCall, WeightedCall
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.dots import dot
 
+Call = TypeVar('Call', bound=CrossEntropyCall)
+
 LOGIT_BYTES = {'cpu': 64 * 2**20, 'gpu': 512 * 2**20, 'tpu': 512 * 2**20}
 """The most bytes of float32 logits that a device has at a time (in two copies during the backward pass)."""
 
 CPU_TOKENS = 512
 """Measured: fewer tokens a chunk spend their time on the embedding's gradient, more leave the cache."""
 
+BY_ROW = {'x_BxLxD', 'targets_BxL', 'weights_BxL'}
+"""The arrays of a call whose leading axis is the batch."""
+
 LEAST_SUM = 1e-26
 """The least sum of exponentials in which what counts of a sum over a million of them is no subnormal number."""
-
-
-class Settings(NamedTuple):
-    """The static side of a call: positions per chunk, the cap, and what else the loss needs."""
-
-    chunk: int
-    cap: float | None
-    normalizer: bool = False
-    z_loss: float = 0.0
-
-
-class _Operands(NamedTuple):
-    """The arrays of a call on one device."""
-
-    x_BxLxD: jax.Array
-    embedding_VxD: jax.Array
-    bias_V: jax.Array | None
-    targets_BxL: jax.Array
-
-    @property
-    def rounded_VxD(self) -> jax.Array:
-        """The vocabulary's vectors in the dtype of x."""
-        return self.embedding_VxD.astype(self.x_BxLxD.dtype)
 
 
 _Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -67,29 +50,13 @@ class TokenGradients(NamedTuple):
 
 def cross_entropy(call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:
     """Computes the losses chunk by chunk; the backward pass computes each chunk's logits again."""
-    settings = Settings(_chunk(call), call.cap, normalizer=call.normalizer)
-
-    def on_device(x_BxLxD, embedding_VxD, bias_V, targets_BxL):
-        return _compute_losses(settings, _Operands(x_BxLxD, embedding_VxD, bias_V, targets_BxL))
-
-    run = _per_device(on_device, (True, False, False, True), call.targets_BxL)
-    return run(call.x_BxLxD, call.embedding_VxD, call.bias_V, call.targets_BxL)
+    return _per_device(_compute_losses, call)
 
 
 def weighted_cross_entropy(call: WeightedCall) -> tuple[jax.Array, jax.Array]:
     """Computes the sum and its gradients chunk by chunk, in one pass over the logits."""
-    settings = Settings(_chunk(call), call.cap, normalizer=True, z_loss=call.z_loss)
-
-    def on_device(x_BxLxD, embedding_VxD, bias_V, targets_BxL, weights_BxL):
-        return _compute_weighted(settings, _Operands(x_BxLxD, embedding_VxD, bias_V, targets_BxL), weights_BxL)
-
-    run = _per_device(on_device, (True, False, False, True, True), call.targets_BxL)
-    total_Px1, nats_BxL = run(call.x_BxLxD, call.embedding_VxD, call.bias_V, call.targets_BxL, call.weights_BxL)
+    total_Px1, nats_BxL = _per_device(_compute_weighted, dataclasses.replace(call, normalizer=True))
     return total_Px1, lax.stop_gradient(nats_BxL)
-
-
-def unsupported(call: CrossEntropyCall) -> None:
-    """Everything is supported."""
 
 
 def _chunk(call: CrossEntropyCall) -> int:
@@ -102,8 +69,14 @@ def _chunk(call: CrossEntropyCall) -> int:
     return even_block(length, chunk)
 
 
-def _per_device(function: Callable, split: tuple[bool, ...], targets_BxL: jax.Array) -> Callable:
-    return platform.per_device(function, split) if targets_BxL.shape[0] % platform.batch_shards() == 0 else function
+def _per_device(function: Callable, call: CrossEntropyCall) -> Any:
+    """Computes a function of a call, whose chunk is chosen, on each device's rows where these are as many."""
+    call = dataclasses.replace(call, chunk=_chunk(call))
+    if call.targets_BxL.shape[0] % platform.batch_shards():
+        return function(call)
+    arrays, tree = jax.tree.flatten_with_path(call)
+    split = tuple(path[0].name in BY_ROW for path, _ in arrays)
+    return platform.per_device(lambda *rows: function(tree.unflatten(rows)), split)(*(array for _, array in arrays))
 
 
 def _logits(x_BxCxD: jax.Array, embedding_VxD: jax.Array, bias_V: jax.Array | None, cap: float | None) -> jax.Array:
@@ -150,9 +123,9 @@ def _logit_gradient(logits_BxCxV: jax.Array, tokens: TokenGradients, cap: float 
     return dlogits_BxCxV if cap is None else dlogits_BxCxV * capped_slope(logits_BxCxV, cap)
 
 
-def _no_gradients(operands: _Operands) -> _Gradients:
-    dbias_V = None if operands.bias_V is None else jnp.zeros(operands.bias_V.shape, jnp.float32)
-    return jnp.zeros_like(operands.x_BxLxD), jnp.zeros(operands.embedding_VxD.shape, jnp.float32), dbias_V
+def _no_gradients(call: CrossEntropyCall) -> _Gradients:
+    dbias_V = None if call.bias_V is None else jnp.zeros(call.bias_V.shape, jnp.float32)
+    return jnp.zeros_like(call.x_BxLxD), jnp.zeros(call.embedding_VxD.shape, jnp.float32), dbias_V
 
 
 def _add(
@@ -181,111 +154,106 @@ def _add(
     return dx_BxLxD, dembedding_VxD, dbias_V
 
 
-def _as_parameters(gradients: _Gradients, operands: _Operands) -> _Gradients:
-    """Returns the gradients in the dtypes of the parameters."""
+def _turn(call: Call, gradients: _Gradients) -> Call:
+    """Returns the call with the gradients of its arrays, in their dtypes, in place of these."""
     dx_BxLxD, dembedding_VxD, dbias_V = gradients
-    if dbias_V is not None and operands.bias_V is not None:
-        dbias_V = dbias_V.astype(operands.bias_V.dtype)
-    return dx_BxLxD, dembedding_VxD.astype(operands.embedding_VxD.dtype), dbias_V
+    return dataclasses.replace(
+        call,
+        x_BxLxD=dx_BxLxD,
+        embedding_VxD=dembedding_VxD.astype(call.embedding_VxD.dtype),
+        bias_V=None if dbias_V is None or call.bias_V is None else dbias_V.astype(call.bias_V.dtype),
+        targets_BxL=cast(jax.Array, None),  # what JAX takes for the gradient of an array that has none
+    )
 
 
-@custom_vjp(0)
-def _compute_losses(settings: Settings, operands: _Operands) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the nats, and the log-normalizers where the settings ask for them."""
-    return _forward(settings, operands)[0]
+@custom_vjp()
+def _compute_losses(call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the nats, and the log-normalizers where the call asks for them."""
+    return _forward(call)[0]
 
 
-def _forward(settings: Settings, operands: _Operands):
-    """Returns the results of `_compute_losses`, and the residuals: the operands and the log-normalizers."""
-    (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
-    weights_VxD = operands.rounded_VxD
+def _forward(call: CrossEntropyCall):
+    """Returns the results of `_compute_losses`, and the residuals: the call and the log-normalizers."""
+    chunk, cap, length = cast(int, call.chunk), call.cap, call.targets_BxL.shape[1]
+    weights_VxD = call.embedding_VxD.astype(call.x_BxLxD.dtype)
 
     def one_chunk(i, outputs):
         at = start(i, chunk, length)
-        logits_BxCxV = _logits(take(operands.x_BxLxD, at, chunk, 1), weights_VxD, operands.bias_V, cap)
-        found = _losses(logits_BxCxV, take(operands.targets_BxL, at, chunk, 1))
+        logits_BxCxV = _logits(take(call.x_BxLxD, at, chunk, 1), weights_VxD, call.bias_V, cap)
+        found = _losses(logits_BxCxV, take(call.targets_BxL, at, chunk, 1))
         return tuple(put(x_BxL, x_BxC, at, 1) for x_BxL, x_BxC in zip(outputs, found, strict=True))
 
-    zeros_BxL = jnp.zeros(operands.targets_BxL.shape, jnp.float32)
+    zeros_BxL = jnp.zeros(call.targets_BxL.shape, jnp.float32)
     n_chunks = -(-length // chunk)
     nats_BxL, total_BxL = loop(0, n_chunks, one_chunk, (zeros_BxL, zeros_BxL), n_chunks == 1)
-    return (nats_BxL, total_BxL if settings.normalizer else None), (operands, total_BxL)
+    return (nats_BxL, total_BxL if call.normalizer else None), (call, total_BxL)
 
 
-def _backward(settings: Settings, residuals: tuple[_Operands, jax.Array], cotangents) -> tuple[_Operands]:
-    operands, total_BxL = residuals
-    (chunk, cap), length = settings[:2], operands.targets_BxL.shape[1]
-    weights_VxD = operands.rounded_VxD
-    tokens = TokenGradients(total_BxL, operands.targets_BxL, *cotangents)
+def _backward(residuals: tuple[CrossEntropyCall, jax.Array], cotangents) -> tuple[CrossEntropyCall]:
+    call, total_BxL = residuals
+    chunk, cap, length = cast(int, call.chunk), call.cap, call.targets_BxL.shape[1]
+    weights_VxD = call.embedding_VxD.astype(call.x_BxLxD.dtype)
+    tokens = TokenGradients(total_BxL, call.targets_BxL, *cotangents)
 
     def one_chunk(i, gradients):
         at = start(i, chunk, length)
-        x_BxCxD = take(operands.x_BxLxD, at, chunk, 1)
-        logits_BxCxV = _logits(x_BxCxD, weights_VxD, operands.bias_V, cap)
+        x_BxCxD = take(call.x_BxLxD, at, chunk, 1)
+        logits_BxCxV = _logits(x_BxCxD, weights_VxD, call.bias_V, cap)
         chunk_tokens = jax.tree.map(lambda x_BxL: take(x_BxL, at, chunk, 1), tokens)
         dlogits = _logit_gradients(logits_BxCxV, chunk_tokens, cap)
         return _add(gradients, dlogits, x_BxCxD, weights_VxD, i, chunk)
 
     n_chunks = -(-length // chunk)
-    gradients = loop(0, n_chunks, one_chunk, _no_gradients(operands), n_chunks == 1)
-    return (_cotangents(_as_parameters(gradients, operands)),)
-
-
-def _cotangents(gradients: _Gradients) -> _Operands:
-    no_gradient = cast(jax.Array, None)  # what JAX takes for the gradient of an array that has none
-    return _Operands(*gradients, targets_BxL=no_gradient)
+    gradients = loop(0, n_chunks, one_chunk, _no_gradients(call), n_chunks == 1)
+    return (_turn(call, gradients),)
 
 
 _compute_losses.defvjp(_forward, _backward)
 
 
-@custom_vjp(0)
-def _compute_weighted(settings: Settings, operands: _Operands, weights_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+@custom_vjp()
+def _compute_weighted(call: WeightedCall) -> tuple[jax.Array, jax.Array]:
     """Returns the sum, [1, 1], and the nats, whose gradient is left out."""
-    nats_BxL, total_BxL = _compute_losses(settings, operands)
-    return _sum(settings, weights_BxL, nats_BxL, total_BxL)[0], nats_BxL
+    nats_BxL, total_BxL = _compute_losses(call)
+    return _sum(call, nats_BxL, total_BxL)[0], nats_BxL
 
 
-def _sum(settings: Settings, weights_BxL, nats_BxL, total_BxL) -> tuple[jax.Array, jax.Array]:
+def _sum(call: WeightedCall, nats_BxL, total_BxL) -> tuple[jax.Array, jax.Array]:
     """Returns the sum, [1, 1], and the losses, [B, L], of which each weight takes one."""
-    losses_BxL = nats_BxL + settings.z_loss * total_BxL**2 if settings.z_loss else nats_BxL
-    counted_BxL = weights_BxL != 0.0  # what does not count may be NaN
-    return jnp.sum(weights_BxL * losses_BxL, where=counted_BxL, keepdims=True), losses_BxL
+    losses_BxL = nats_BxL + call.z_loss * total_BxL**2 if call.z_loss else nats_BxL
+    counted_BxL = call.weights_BxL != 0.0  # what does not count may be NaN
+    return jnp.sum(call.weights_BxL * losses_BxL, where=counted_BxL, keepdims=True), losses_BxL
 
 
-def _weighted_forward(settings: Settings, operands: _Operands, weights_BxL: jax.Array):
-    """Returns the results of `_compute_weighted`, and the residuals: the gradients of x, …, and of the weights."""
-    (chunk, cap), z_loss, length = settings[:2], settings.z_loss, operands.targets_BxL.shape[1]
-    weights_VxD = operands.rounded_VxD
+def _weighted_forward(call: WeightedCall):
+    """Returns the results of `_compute_weighted`, and the residual: the gradients of the arrays of the call."""
+    chunk, cap, length = cast(int, call.chunk), call.cap, call.targets_BxL.shape[1]
+    weights_VxD = call.embedding_VxD.astype(call.x_BxLxD.dtype)
 
     def one_chunk(i, carry):
         outputs, gradients = carry
         at = start(i, chunk, length)
-        by_token = (operands.x_BxLxD, operands.targets_BxL, weights_BxL)
+        by_token = (call.x_BxLxD, call.targets_BxL, call.weights_BxL)
         x_BxCxD, targets_BxC, weights_BxC = (take(x, at, chunk, 1) for x in by_token)
-        logits_BxCxV = _logits(x_BxCxD, weights_VxD, operands.bias_V, cap)
+        logits_BxCxV = _logits(x_BxCxD, weights_VxD, call.bias_V, cap)
         nats_BxC, total_BxC = _losses(logits_BxCxV, targets_BxC)
         outputs = tuple(put(*pair, at, 1) for pair in zip(outputs, (nats_BxC, total_BxC), strict=True))
-        dtotal_BxC = 2.0 * z_loss * total_BxC * weights_BxC if z_loss else None
+        dtotal_BxC = 2.0 * call.z_loss * total_BxC * weights_BxC if call.z_loss else None
         tokens = TokenGradients(total_BxC, targets_BxC, weights_BxC, dtotal_BxC)
         dlogits = _logit_gradients(logits_BxCxV, tokens, cap)
         return outputs, _add(gradients, dlogits, x_BxCxD, weights_VxD, i, chunk)
 
-    zeros_BxL = jnp.zeros(operands.targets_BxL.shape, jnp.float32)
+    zeros_BxL = jnp.zeros(call.targets_BxL.shape, jnp.float32)
     n_chunks = -(-length // chunk)
-    empty = ((zeros_BxL, zeros_BxL), _no_gradients(operands))
+    empty = ((zeros_BxL, zeros_BxL), _no_gradients(call))
     (nats_BxL, total_BxL), gradients = loop(0, n_chunks, one_chunk, empty, n_chunks == 1)
-    sum_1x1, losses_BxL = _sum(settings, weights_BxL, nats_BxL, total_BxL)
-    return (sum_1x1, nats_BxL), (_as_parameters(gradients, operands), losses_BxL)
+    sum_1x1, losses_BxL = _sum(call, nats_BxL, total_BxL)
+    return (sum_1x1, nats_BxL), dataclasses.replace(_turn(call, gradients), weights_BxL=losses_BxL)
 
 
-def _weighted_backward(
-    settings: Settings, residuals: tuple[_Gradients, jax.Array], cotangents
-) -> tuple[_Operands, jax.Array]:
-    gradients, losses_BxL = residuals
+def _weighted_backward(gradients: WeightedCall, cotangents) -> tuple[WeightedCall]:
     factor = cotangents[0][0, 0]
-    scaled = jax.tree.map(lambda gradient: (factor * gradient).astype(gradient.dtype), gradients)
-    return _cotangents(scaled), factor * losses_BxL
+    return (jax.tree.map(lambda gradient: (factor * gradient).astype(gradient.dtype), gradients),)
 
 
 _compute_weighted.defvjp(_weighted_forward, _weighted_backward)

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = platform.Implementations(
     pallas_gpu='gpu.rule',
     pallas_gpu_channels='gpu.channels.rule',
 )
-"""Each module has `delta_rule(call: DeltaCall) -> DeltaResult` and `unsupported(call) -> str | None`."""
+"""Each module has `delta_rule(call: DeltaCall) -> DeltaResult`."""
 PARTS = platform.Implementations('the delta rule on parts of a window', __name__, xla='parts', pallas_tpu='tpu.parts')
 """Implementations for windows that are split over devices (`lm.ops.sequence`)."""
 

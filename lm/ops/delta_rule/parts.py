@@ -47,10 +47,6 @@ def extend(call: DeltaCall) -> DeltaCall:
     return dataclasses.replace(call, v_BxLxKxD=columns, initial_state_BxKxExD=state)
 
 
-def unsupported(call: DeltaCall) -> None:
-    """Everything is supported."""
-
-
 def _carry(added_BxKxExD: jax.Array, change_BxKxExE: jax.Array) -> jax.Array:
     """Returns the state after all parts before this one. A part adds R to the state, and P - I times the state."""
 

@@ -26,7 +26,3 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(jnp.float32), 1, 0), tokens)
     state, o_LxBxHxD = lax.scan(step, call.first_state_BxKxExD, tokens)
     return DeltaResult(jnp.moveaxis(o_LxBxHxD, 0, 1).astype(call.v_BxLxKxD.dtype), state)
-
-
-def unsupported(call: DeltaCall) -> None:
-    """Everything is supported."""

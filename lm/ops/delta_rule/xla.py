@@ -60,10 +60,6 @@ def delta_rule(call: DeltaCall) -> DeltaResult:
     return platform.per_device(_compute, (True,))(call)
 
 
-def unsupported(call: DeltaCall) -> None:
-    """Everything is supported."""
-
-
 def _compute(call: DeltaCall) -> DeltaResult:
     batch, length, heads, key_size = call.q_BxLxHxE.shape
     by_channel = call.all_log_decay_BxLxKxE

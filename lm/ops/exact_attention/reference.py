@@ -29,10 +29,6 @@ def polynomial_attention(call: PolynomialCall) -> jax.Array:
     return _mix(weights_BxKxGxLxM, call)
 
 
-def unsupported(call: ExactCall) -> None:
-    """Everything is supported."""
-
-
 def _scores(call: ExactCall) -> jax.Array:
     q_BxLxHxD, k_BxMxKxD = call.q_BxLxHxD, call.k_BxMxKxD
     q_BxLxKxGxD = q_BxLxHxD.reshape(*q_BxLxHxD.shape[:2], k_BxMxKxD.shape[2], -1, q_BxLxHxD.shape[3])

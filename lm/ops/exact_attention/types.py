@@ -8,8 +8,6 @@ from typing import Protocol
 
 import jax
 
-from lm.ops.platform import Implementation
-
 
 @dataclasses.dataclass(frozen=True)
 class ExactCall:
@@ -71,7 +69,7 @@ class PolynomialCall(ExactCall):
     scale: float = 1.0
 
 
-class SoftmaxImplementation(Implementation[SoftmaxCall], Protocol):
+class SoftmaxImplementation(Protocol):
     """A module that computes softmax attention."""
 
     def softmax_attention(self, call: SoftmaxCall) -> jax.Array:
@@ -79,7 +77,7 @@ class SoftmaxImplementation(Implementation[SoftmaxCall], Protocol):
         ...
 
 
-class PolynomialImplementation(Implementation[PolynomialCall], Protocol):
+class PolynomialImplementation(Protocol):
     """A module that computes polynomial attention."""
 
     def polynomial_attention(self, call: PolynomialCall) -> jax.Array:

@@ -208,10 +208,6 @@ def polynomial_attention(call: PolynomialCall) -> jax.Array:
     return _attend_in_blocks(PolynomialWeights(call.degree, call.denominator_bias, call.scale), call)
 
 
-def unsupported(call: ExactCall) -> None:
-    """Everything is supported."""
-
-
 def block_sizes(rows: int, queries: int, keys: int, block: int | None = None) -> tuple[int, int]:
     """Returns the blocks of queries and keys for `rows` = batch × heads on a device.
 

@@ -56,7 +56,7 @@ IMPLEMENTATIONS = platform.Implementations(
     pallas_gpu_recurrent='gpu.recurrent.attention',
     pallas_gpu_channels='gpu.channels.attention',
 )
-"""Each module has `linear_attention(call: LinearCall) -> LinearResult` and `unsupported(call) -> str | None`."""
+"""Each module has `linear_attention(call: LinearCall) -> LinearResult`."""
 PARTS = platform.Implementations('linear attention on parts of a window', __name__, xla='parts', pallas_tpu='tpu.part')
 """Implementations for windows that are split over devices (`lm.ops.sequence`)."""
 

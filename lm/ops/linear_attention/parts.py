@@ -41,10 +41,6 @@ def linear_attention(call: LinearCall) -> LinearResult:
     return xla.attend(dataclasses.replace(call.replace_keys(keys), initial_state=before), bounds)
 
 
-def unsupported(call: LinearCall) -> None:
-    """Everything is supported."""
-
-
 def carry_sums(state: Tree, log_factor_BxK: jax.Array | None) -> Tree:
     """Returns the sums [B, K, …] over the keys of all parts before this one, decayed up to its first token.
 

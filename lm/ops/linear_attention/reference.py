@@ -64,10 +64,6 @@ def linear_attention(call: LinearCall) -> LinearResult:
     return LinearResult(o_BxHxLxD.swapaxes(1, 2).astype(dtype), state)
 
 
-def unsupported(call: LinearCall) -> None:
-    """Everything is supported."""
-
-
 def _recur(call: LinearCall) -> LinearResult:
     """Computes a call whose channels have factors of their own, token by token."""
     groups = call.q_BxLxHxE.shape[2] // call.k_BxLxKxE.shape[2]

@@ -90,10 +90,6 @@ def linear_attention(call: LinearCall) -> LinearResult:
     return LinearResult(o_BxLxHxD, state)
 
 
-def unsupported(call: LinearCall) -> None:
-    """Everything is supported."""
-
-
 def attend(call: LinearCall, bounds: Bounds | None) -> LinearResult:
     """Computes outputs, and the sums over the keys inside the bounds that stand beside a query.
 

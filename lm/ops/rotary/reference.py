@@ -18,10 +18,6 @@ def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     return q_BxLxHxC.astype(call.dtype), k_BxLxKxC.astype(call.dtype)
 
 
-def unsupported(call: RotaryCall) -> None:
-    """Everything is supported."""
-
-
 def turn(x_BxLxNxC: jax.Array, rotation: Rotation) -> jax.Array:
     """Multiplies (x_c + i x_{c + C/2}) by (cos + i sin)."""
     cos, sin = rotation

@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from lm.ops.platform import Implementation
-
 
 class Rotation(NamedTuple):
     """Cosine and sine of the rotary angles of each position, float32."""
@@ -49,7 +47,7 @@ class RotaryCall:
         return self.qk_BxLxNxC.dtype if self.norms is None or self.norms.dtype is None else self.norms.dtype
 
 
-class RotaryImplementation(Implementation[RotaryCall], Protocol):
+class RotaryImplementation(Protocol):
     """A module that rotates and normalizes."""
 
     def rotate(self, call: RotaryCall) -> tuple[jax.Array, jax.Array]:

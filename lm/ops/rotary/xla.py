@@ -17,10 +17,6 @@ def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     return normalize(q_BxLxHxC, k_BxLxKxC, call.norms)
 
 
-def unsupported(call: RotaryCall) -> None:
-    """Everything is supported."""
-
-
 def turn(x_BxLxNxC: jax.Array, rotation: Rotation) -> jax.Array:
     """Returns x rotated, in its dtype."""
     cos, sin = rotation

@@ -4,8 +4,6 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from lm.ops.platform import Implementation
-
 
 class ConvolutionCall(NamedTuple):
     """The arguments of `lm.ops.short_convolution.short_convolution`."""
@@ -16,7 +14,7 @@ class ConvolutionCall(NamedTuple):
     reach_BxL: jax.Array | None = None
 
 
-class ConvolutionImplementation(Implementation[ConvolutionCall], Protocol):
+class ConvolutionImplementation(Protocol):
     """A module that computes short convolutions."""
 
     def short_convolution(self, call: ConvolutionCall) -> jax.Array:

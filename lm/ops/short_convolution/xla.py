@@ -21,7 +21,3 @@ def short_convolution(call: ConvolutionCall) -> jax.Array:
         return kernel_SxN[s] * x
 
     return jax.nn.silu(sum(map(term, range(width)))).astype(x_BxLxN.dtype)
-
-
-def unsupported(call: ConvolutionCall) -> None:
-    """Everything is supported."""

@@ -14,10 +14,6 @@ def sketch_networks(call: SketchCall) -> Sketched:
     return Sketched(sketches, call.xs_BxLxNxGxM)
 
 
-def unsupported(call: SketchCall) -> None:
-    """Everything is supported."""
-
-
 def _join(node: Node, left: jax.Array, right: jax.Array) -> jax.Array:
     with jax.default_matmul_precision('highest'):
         return join_sketches(jnp, apply_network(jnp, node.first, left), apply_network(jnp, node.second, right))

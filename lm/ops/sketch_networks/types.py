@@ -7,8 +7,6 @@ from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 
-from lm.ops.platform import Implementation
-
 Each = TypeVar('Each')
 
 
@@ -83,7 +81,7 @@ class Sketched(NamedTuple):
     vectors: Annotated[tuple[jax.Array, ...], 'BxLxNxGxM']
 
 
-class SketchImplementation(Implementation[SketchCall], Protocol):
+class SketchImplementation(Protocol):
     """A module that computes sketch networks."""
 
     def sketch_networks(self, call: SketchCall) -> Sketched:

@@ -16,10 +16,6 @@ def sketch_networks(call: SketchCall) -> Sketched:
     return Sketched(sketches, call.xs_BxLxNxGxM)
 
 
-def unsupported(call: SketchCall) -> None:
-    """Everything is supported."""
-
-
 def _join(node: Node, left: jax.Array, right: jax.Array) -> jax.Array:
     r = node.first.upper.narrow_NxExR.shape[-1]
     product = _network(node.first, left) * _network(node.second, right)

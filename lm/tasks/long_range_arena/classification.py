@@ -7,7 +7,7 @@ import pathlib
 import jax
 import numpy as np
 
-from lm.config.configurable import field
+from lm.config.configurable import configurable_base, field
 from lm.errors import ConfigError
 from lm.files import local_path
 from lm.tasks.base import SPLITS, Task
@@ -47,7 +47,7 @@ class Classification(Task):
         return tokens_L
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class FromFiles(Classification):
     """The base of tasks whose examples come from files, in the format of their authors."""
 

@@ -40,11 +40,9 @@ class Hiding(abc.ABC):
             numbers_B: the numbers of the windows, uint32; a number gives the same draw in any batch.
         """
 
+    @abc.abstractmethod
     def __call__(self, tokens_BxN: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Unpacks windows whose last token is the first token of the next window."""
-        targets_BxL = tokens_BxN[:, :-1]
-        hidden_BxL, chosen_BxL = self.hide(targets_BxL, numbers_B)
-        return hidden_BxL, targets_BxL, chosen_BxL
+        """Unpacks windows [B, L + 1], or examples, of the numbers `numbers_B`."""
 
 
 class Objective(Configurable, abc.ABC):

@@ -6,14 +6,13 @@ The teacher is a run, whose weights never change. The step computes both models.
 """
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from lm.config.configurable import field
+from lm.config.configurable import configurable_base, field
 from lm.data.dataset import Store
 from lm.errors import ConfigError
 from lm.model import ModelConfig
@@ -37,7 +36,7 @@ class Pair(NamedTuple):
         return over_windows(function, models, documents, *arrays_BxL)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class Distillation(Objective):
     """Base of the objectives that compare a student with a teacher."""
 

@@ -55,7 +55,7 @@ class Masked(Objective):
     def make_hiding(self, store: Store | None, vocab_size: int, split: str) -> 'Masking':
         pieces, mask_id, special = vocab_size - 1, None, ()
         if isinstance(store, TaskStore):
-            return TaskMasking(self, split, HIDDEN, store.vocab_size, (HIDDEN,), store.task)
+            return Masking(self, split, HIDDEN, store.vocab_size, (HIDDEN,), store.task)
         if store is not None:
             tokenizer = store.tokenizer()
             pieces, mask_id, special = tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids
@@ -85,6 +85,7 @@ class Masking(Hiding):
         mask: the id of the mask token.
         pieces: only tokens below this id may be drawn.
         special: ids among them that are neither chosen nor drawn, in ascending order.
+        task: windows are examples of this task, whose answers no token shows and none is asked for; None: of text.
     """
 
     config: Masked
@@ -92,6 +93,7 @@ class Masking(Hiding):
     mask: int
     pieces: int
     special: tuple[int, ...]
+    task: Task | None = None
 
     def hide(self, tokens_BxL: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, length = self.config, tokens_BxL.shape[1]
@@ -112,14 +114,8 @@ class Masking(Hiding):
         hidden_BxL = jnp.where(is_mask_BxL, self.mask, jnp.where(is_other_BxL, others_BxL, tokens_BxL))
         return jnp.where(chosen_BxL, hidden_BxL, tokens_BxL).astype(tokens_BxL.dtype), chosen_BxL
 
-
-@dataclasses.dataclass(frozen=True)
-class TaskMasking(Masking):
-    """Hides tokens of the examples of a task, whose answers no token shows and none is asked for."""
-
-    task: Task
-
     def __call__(self, tokens_BxN: jax.Array, numbers_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        shown_BxL = self.task.unpack_hidden(tokens_BxN)[0]
+        """Unpacks windows, whose last token is the first token of the next window, or examples of the task."""
+        shown_BxL = tokens_BxN[:, :-1] if self.task is None else self.task.unpack_hidden(tokens_BxN)[0]
         hidden_BxL, chosen_BxL = self.hide(shown_BxL, numbers_B)
         return hidden_BxL, shown_BxL, chosen_BxL

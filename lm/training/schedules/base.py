@@ -4,11 +4,9 @@ Adding a schedule means adding one file. The peak and the warm-up are the same f
 `lm.training.optimizer`.
 """
 
-import dataclasses
-
 import optax
 
-from lm.config.configurable import Configurable, field
+from lm.config.configurable import Configurable, configurable_base, field
 
 
 class Schedule(Configurable):
@@ -21,7 +19,7 @@ class Schedule(Configurable):
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configurable_base
 class Falling(Schedule):
     """Base of the schedules that fall to a fraction of the peak."""
 

@@ -30,7 +30,7 @@ class LmStep:
     """The step of `lm train`. It is traced here, compiled by `compile`, and gets a state at the first `run`."""
 
     def __init__(self, column: Column, batch: Batch):
-        found = candidates([column.attention], [column.gin_file], column.gin_params)[0].experiment
+        (found,) = candidates([column.attention], [column.gin_file], column.gin_params).values()
         target = Target.of_devices(jax.devices())
         found = change_context(found, batch.context, batch.tokens, column.microbatch_tokens, target)
         self.column, self.plan = column, plan_step(found, target)

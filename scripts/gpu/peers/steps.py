@@ -49,7 +49,8 @@ def list_columns(gin_file: str, shape: Shape) -> list[Column]:
 
 def count_flops(column: Column, gin_file: str, context: int) -> float:
     """Returns the floating-point operations per token."""
-    model = candidates([column.attention if column.kind == 'lm' else 'softmax'], [gin_file], [])[0].experiment.model
+    (experiment,) = candidates([column.attention if column.kind == 'lm' else 'softmax'], [gin_file], []).values()
+    model = experiment.model
     if column.kind == 'nanogpt':
         model = dataclasses.replace(model, vocab_size=PADDED_VOCABULARY, gated=False, hidden_dim=None)
     return model.flops_per_token(context)
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument('--torch_python', help='the interpreter that has PyTorch; default: this one')
     parser.add_argument('--save', required=True, help='a file for the results, JSON')
     options = parser.parse_args()
-    model = candidates(['softmax'], [options.gin_file], [])[0].experiment.model
+    model = candidates(['softmax'], [options.gin_file], [])['softmax'].model
     heads = model.dims
     shape = Shape(model.n_layers, model.d_model, heads.n_heads, heads.head_dim, model.glu_dim, model.vocab_size)
     offered = [

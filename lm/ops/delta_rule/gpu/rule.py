@@ -8,7 +8,7 @@ N key heads of all sequences, G queries of each, T chunks of C tokens, E key siz
 of a key or of a value at a time, a part.
 """
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,6 @@ WIDEST_KEY = 128
 """A thread block that walks over the states has all parts of a key in shared memory."""
 WIDEST_VALUE = 256
 """A thread block that solves the systems of a chunk has all parts of a value in shared memory."""
-
-
-class ChunkTokens(NamedTuple):
-    """The tokens of a call in chunks; sizes are padded to multiples of CHUNK."""
-
-    q_NxGxTxCxE: jax.Array
-    k_NxTxCxE: jax.Array
-    v_NxTxCxD: jax.Array
-    beta_NxTxC: jax.Array
-    log_decay_NxTxC: jax.Array | None
 
 
 def delta_rule(call: DeltaCall) -> DeltaResult:
@@ -88,20 +78,26 @@ def _compute(call: DeltaCall) -> DeltaResult:
     state = call.first_state_BxKxExD
     wide_key, wide_value = fill_parts(key_size), fill_parts(value_size)
     state = jnp.pad(state, ((0, 0), (0, 0), (0, wide_key - key_size), (0, wide_value - value_size)))
-    tokens = ChunkTokens(arrange(call.q_BxLxHxE), k, v, beta, log_decay)
-    o, state = cast(tuple[jax.Array, jax.Array], _rule(tokens, state.reshape(-1, wide_key, wide_value)))
+    tokens = arrange(call.q_BxLxHxE), k, v, beta, log_decay
+    o, state = cast(tuple[jax.Array, jax.Array], _rule(*tokens, state.reshape(-1, wide_key, wide_value)))
     o = jnp.moveaxis(o.reshape(batch, heads, chunks * CHUNK, wide_value), 1, 2)[:, :length, :, :value_size]
     return DeltaResult(o, state.reshape(batch, kv_heads, wide_key, wide_value)[:, :, :key_size, :value_size])
 
 
-def prepare(tokens: ChunkTokens) -> tuple[WalkSides, jax.Array, jax.Array]:
-    """Computes the operands that depend on no state, for all chunks side by side.
+def prepare(
+    q_NxGxTxCxE: jax.Array,
+    k_NxTxCxE: jax.Array,
+    v_NxTxCxD: jax.Array,
+    beta_NxTxC: jax.Array,
+    log_decay_NxTxC: jax.Array | None,
+) -> tuple[WalkSides, jax.Array, jax.Array]:
+    """Computes the operands that depend on no state, for all chunks side by side. Sizes are multiples of CHUNK.
 
     Returns:
         (the arrays of the walk, queries times the factors since the chunk's start, the weights of the tokens' additions
         for the queries).
     """
-    q, k, v, beta, log_decay = tokens
+    q, k, v, beta, log_decay = q_NxGxTxCxE, k_NxTxCxE, v_NxTxCxD, beta_NxTxC, log_decay_NxTxC
     dtype, earlier = v.dtype, jnp.tri(CHUNK, dtype=bool)
     t = jnp.zeros_like(beta)
     if log_decay is not None:
@@ -167,36 +163,37 @@ def _make_right_sides(k: jax.Array, beta: jax.Array, t: jax.Array, v: jax.Array)
 
 
 @jax.custom_vjp
-def _rule(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns outputs, and the state after all chunks."""
-    return _forward(tokens, state)[:2]
+def _rule(*tokens_and_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs, and the state after all chunks; the arguments are the tokens of `prepare`, and the state."""
+    return _forward(*tokens_and_state)[:2]
 
 
 # It is compiled as one function, which all layers share.
 @jax.jit
-def _forward(tokens: ChunkTokens, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _forward(q, k, v, beta, log_decay, state) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes outputs, the state after all chunks, and the states before each chunk."""
     from lm.ops.delta_rule.gpu.states import walk_states
 
-    sides, q, weights = prepare(tokens)
+    sides, q, weights = prepare(q, k, v, beta, log_decay)
     before, new, after = walk_states(sides, state)
     o = dot('ngtce,nted->ngtcd', q, before)
     o += dot('ngtij,ntjd->ngtid', weights, new)
-    return o.astype(tokens.v_NxTxCxD.dtype), after, before
+    return o.astype(v.dtype), after, before
 
 
-def _rule_forward(tokens: ChunkTokens, state: jax.Array):
-    o, after, before = _forward(tokens, state)
+def _rule_forward(*tokens_and_state: jax.Array | None):
+    *tokens, _ = tokens_and_state
+    o, after, before = _forward(*tokens_and_state)
     return (save_residual(o), after), (tokens, save_residual(before))
 
 
 @jax.jit
-def _rule_backward(residuals: tuple[ChunkTokens, jax.Array], cotangents: tuple[jax.Array, jax.Array]):
+def _rule_backward(residuals: tuple[list, jax.Array], cotangents: tuple[jax.Array, jax.Array]):
     from lm.ops.delta_rule.gpu.states import walk_states
 
     tokens, before = residuals
     do, dafter = cotangents
-    (sides, q, weights), pull = jax.vjp(prepare, tokens)
+    (sides, q, weights), pull = jax.vjp(prepare, *tokens)
     dtype, do = do.dtype, do.astype(before.dtype)
     new = (sides.c_NxTxCxD + dot('ntce,nted->ntcd', sides.a_NxTxCxE, before)).astype(dtype)
     dnew = dot('ngtij,ngtid->ntjd', weights, do).astype(dtype)

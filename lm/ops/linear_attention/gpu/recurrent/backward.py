@@ -7,7 +7,6 @@ explained in the forward kernel.
 A kernel forms the gradients of its *own* side, and sums up the *other* side.
 """
 
-import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -38,26 +37,26 @@ from lm.ops.linear_attention.gpu.recurrent.plan import (
     Ref,
     SideArrays,
 )
-from lm.ops.linear_attention.gpu.recurrent.results import Results, SideResults
+from lm.ops.linear_attention.gpu.recurrent.results import Results, allocate_results, describe_results
 from lm.ops.linear_attention.gpu.recurrent.sums import Carry, RunningSums
 
 
-def differentiate_queries(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideResults[jax.Array]:
+def differentiate_queries(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideArrays[jax.Array]:
     """Computes the gradients of queries, the own side of `inputs`; `plan` is the forward kernel's."""
     return _call(plan, TileGradients.differentiate_query, 'query', inputs)
 
 
-def differentiate_keys(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideResults[jax.Array]:
+def differentiate_keys(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> SideArrays[jax.Array]:
     """Computes the gradients of keys, the own side of `inputs`, and of values; `plan` is the forward kernel's."""
     return _call(plan, TileGradients.differentiate_key, 'key', inputs)
 
 
 def _call(
     plan: RecurrentPlan, differentiate: Callable[['TileGradients'], None], name: str, inputs: RecurrentArrays[jax.Array]
-) -> SideResults[jax.Array]:
+) -> SideArrays[jax.Array]:
     is_key, g = name == 'key', cast(jax.Array, inputs.g)
 
-    def body(inputs: RecurrentArrays[Ref], outputs: SideResults[Ref], *, features, sums, staging, register):
+    def body(inputs: RecurrentArrays[Ref], outputs: SideArrays[Ref], *, features, sums, staging, register):
         sides = [(inputs.own, not is_key), (cast(SideArrays, inputs.other), is_key)]
         own, other = Features.load_sides(plan, sides, inputs.rows, features)
         results = Results(plan, own, outputs, staging, register)
@@ -66,9 +65,7 @@ def _call(
             def step(number, tiles: RecurrentArrays[Ref], carry: Carry) -> Carry:
                 factors, features = TileFactors.load(tiles.t), other.make(cast(SideArrays, tiles.other))
                 sums.place(carry)
-                make_own = functools.partial(own.make, tiles.own, placed=False)
-                given = tiles, results, register, number, make_own, features, factors, sums.placed, carry.totals
-                differentiate(TileGradients(*given))
+                differentiate(TileGradients(tiles, results, number, features, factors, sums.placed, carry.totals))
                 if not is_key:
                     return sums.advance(carry, features, tiles.v, factors, factors and factors.until_end)
                 total_T = None if tiles.e is None else load_rows(tiles.e)
@@ -85,14 +82,14 @@ def _call(
     body.__name__ = f'linear_attention_recurrent_{name}_gradients'
     return plgpu.kernel(
         body,
-        out_type=(SideResults.describe(plan, g.shape, with_values=is_key),),
+        out_type=(describe_results(plan, g.shape, with_values=is_key),),
         grid=(plan.slices, g.shape[0] * plan.heads * plan.segments),
         grid_names=('slice', 'head'),
         compiler_params=FAST,
         scratch_types={
             'features': FeaturesMemory.allocate(plan, placed=(False, True)),
             'sums': RunningSums.allocate(plan),
-            'staging': SideResults.allocate(plan, with_values=is_key),
+            'staging': allocate_results(plan, with_values=is_key),
             'register': allocate_operand(plan.interpreted),
         },
     )(inputs)[0]
@@ -105,9 +102,7 @@ class TileGradients:
         self,
         tile: RecurrentArrays[Ref],
         results: Results,
-        register: list[Ref],
         number: jax.Array,
-        make_own: Callable[[], list],
         other: list[Ref],
         factors: TileFactors | None,
         sums: list[Ref],
@@ -117,17 +112,15 @@ class TileGradients:
 
         Args:
             tile: the tile's arrays, in shared memory.
-            results: writes the gradients.
-            register: `allocate_operand(…)`.
+            results: writes the gradients, and has the own features.
             number: the number of the tile.
-            make_own: makes the own features, in registers where they were not given.
             other: the other side's features, a chunk each.
             factors: factors of decay; None without decay.
             sums: the sums over the other side's tokens before, `placed`.
             totals: sums of features alone, a number for each column of a chunk, in registers; None without e.
         """
-        self.tile, self.results, self.register, self.number = tile, results, register, number
-        self.make_own, self.other, self.factors, self.sums, self.totals = make_own, other, factors, sums, totals
+        self.tile, self.results, self.number, self.other = tile, results, number, other
+        self.factors, self.sums, self.totals = factors, sums, totals
 
     def differentiate_query(self) -> None:
         """Computes dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
@@ -140,22 +133,22 @@ class TileGradients:
         def differentiate(c: int) -> jax.Array:
             total = 0.0 if e_T is None else repeat_per_row(e_T, CHUNK) * self._repeat_total(c)
             before, inside = [(tile.g, self.sums[c].transpose((1, 0)))], [(ds_TxK, self.other[c])]
-            return accumulate_with_decay(before, inside, factors and factors.since_start, total, self.register)
+            return accumulate_with_decay(before, inside, factors and factors.since_start, total, self.results.register)
 
         wait_for_copies()
-        self.results.send_features(self.number, tile.own, self.make_own, differentiate)
+        self.results.send_features(self.number, tile.own, self._make_own, differentiate)
 
     def differentiate_key(self) -> None:
         """Computes the gradients of values and keys.
 
         dv_j = b_j ⟨y_j, R⟩ + Σ_{i ≥ j} w_ij g_i; dy_j = b_j (R v_j + Σ e x) + Σ_{i ≥ j} (⟨g_i, v_j⟩ + e_i) x_i.
         """
-        tile, y_TxF, factor_T = self.tile, self.make_own(), self.factors and self.factors.until_end
+        tile, y_TxF, factor_T = self.tile, self._make_own(), self.factors and self.factors.until_end
         pairs = [(y, x.transpose((1, 0))) for x, y in zip(self.other, y_TxF, strict=True)]
-        s_TxQ = sum_products(pairs, scratch=self.register)[0]
+        s_TxQ = sum_products(pairs, scratch=self.results.register)[0]
         w_TxQ = mask_weights(s_TxQ, self.factors, keys=0).astype(jnp.bfloat16)
         before = list(zip(y_TxF, self.sums, strict=True))
-        dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, scratch=self.register)
+        dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, scratch=self.results.register)
         wait_for_copies()
         self.results.send_values(self.number, dv_TxD)
         dw_TxQ = sum_products([(tile.v, cast(Ref, tile.g).transpose((1, 0)))])[0]
@@ -165,9 +158,13 @@ class TileGradients:
         def differentiate(c: int) -> jax.Array:
             total = 0.0 if tile.e is None else self._repeat_total(c)
             before, inside = [(tile.v, self.sums[c].transpose((1, 0)))], [(ds_TxQ, self.other[c])]
-            return accumulate_with_decay(before, inside, factor_T, total, self.register)
+            return accumulate_with_decay(before, inside, factor_T, total, self.results.register)
 
         self.results.send_features(self.number, tile.own, lambda: y_TxF, differentiate)
+
+    def _make_own(self) -> list:
+        """Returns the own features, in registers where they were not given."""
+        return self.results.features.make(self.tile.own, placed=False)
 
     def _repeat_total(self, c: int) -> jax.Array:
         return repeat_per_column(cast(list, self.totals)[c], TILE)

@@ -28,15 +28,21 @@ SLOTS = 2
 class SideArrays(NamedTuple, Generic[A]):
     """The features of queries or keys, or the arrays from which kernels make them, or a tile of them in shared memory.
 
+    Gradients of these arrays have the same form, with the last two (`results`).
+
     Attributes:
         features: given features, [B, L, K M]; inside a kernel a list of its chunks. None where kernels make them.
         vectors: inputs of the feature map, [B, L, K E]; None without one.
         shifts: shifts of the feature map, float32 [N, T]; None without one.
+        decay: ⟨φ, dφ⟩; None without decay.
+        values: the gradients of values; None for queries.
     """
 
     features: A | None = None
     vectors: A | None = None
     shifts: A | None = None
+    decay: A | None = None
+    values: A | None = None
 
 
 class SegmentSums(NamedTuple, Generic[A]):

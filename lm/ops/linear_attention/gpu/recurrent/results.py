@@ -1,7 +1,7 @@
 """The gradients that the recurrent GPU kernels write, tile by tile."""
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,56 +11,41 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import TILE, matrix, send, sum_products, wait_for_copies, widen
 from lm.ops.linear_attention.gpu.recurrent.features import Features
-from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, A, RecurrentPlan, Ref, SideArrays
+from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentPlan, Ref, SideArrays
 
 
-class SideResults(NamedTuple, Generic[A]):
-    """The gradients of one side; gradients per slice are to be summed over S.
+def describe_results(
+    plan: RecurrentPlan, shape: tuple[int, ...], with_values: bool
+) -> SideArrays[jax.ShapeDtypeStruct]:
+    """Returns the types of the gradients of one side; `shape` is the shape of the outputs.
 
-    Attributes:
-        features: gradients of given features, bfloat16 [B, L, H M]; None where the kernel makes them.
-        vectors: the part of each slice, [S, B, L, H E]; None where features are given.
-        shifts: the part of each slice, float32 [S, N, T]; None where features are given.
-        decay: ⟨φ, dφ⟩ of each slice, float32 [S, N, T]; None without decay.
-        values: the part of each slice, [S, B, L, H D]; None for queries.
-
-    In shared memory they are on their way to memory: `features` is a list of chunks, and `vectors` has values, too.
+    They are gradients of features, bfloat16 [B, L, H M], and else the part of each slice, to be summed over S: vectors
+    and values [S, B, L, H E], shifts and decay float32 [S, N, T].
     """
+    batch, length, size = shape
+    n = batch * plan.heads * plan.segments
+    tokens = jax.ShapeDtypeStruct((plan.slices, n, length // plan.segments), jnp.float32)
+    given = jax.ShapeDtypeStruct((batch, length, plan.heads * plan.slices * plan.chunks * CHUNK), jnp.bfloat16)
+    part = jax.ShapeDtypeStruct((plan.slices, batch, length, size), plan.part_type)
+    makes = plan.feature_map is not None
+    return SideArrays(
+        features=None if makes else given,
+        vectors=part if makes else None,
+        shifts=tokens if makes else None,
+        decay=tokens if plan.decay else None,
+        values=part if with_values else None,
+    )
 
-    features: A | None
-    vectors: A | None
-    shifts: A | None
-    decay: A | None
-    values: A | None
 
-    @staticmethod
-    def describe(plan: RecurrentPlan, shape: tuple[int, ...], with_values: bool) -> 'SideResults[jax.ShapeDtypeStruct]':
-        """Returns the types of the arrays; `shape` is the shape of the outputs."""
-        batch, length, size = shape
-        n = batch * plan.heads * plan.segments
-        tokens = jax.ShapeDtypeStruct((plan.slices, n, length // plan.segments), jnp.float32)
-        given = jax.ShapeDtypeStruct((batch, length, plan.heads * plan.slices * plan.chunks * CHUNK), jnp.bfloat16)
-        part = jax.ShapeDtypeStruct((plan.slices, batch, length, size), plan.part_type)
-        makes = plan.feature_map is not None
-        return SideResults(
-            features=None if makes else given,
-            vectors=part if makes else None,
-            shifts=tokens if makes else None,
-            decay=tokens if plan.decay else None,
-            values=part if with_values else None,
-        )
-
-    @staticmethod
-    def allocate(plan: RecurrentPlan, with_values: bool) -> 'SideResults[Ref]':
-        """Returns shared memory."""
-        tokens, makes = plgpu.SMEM((TILE,), jnp.float32), plan.feature_map is not None
-        return SideResults(
-            features=None if makes else [matrix(TILE, CHUNK) for _ in range(plan.chunks)],
-            vectors=matrix(TILE, TILE, dtype=plan.part_type) if with_values or makes else None,
-            shifts=tokens if makes else None,
-            decay=tokens if plan.decay else None,
-            values=None,
-        )
+def allocate_results(plan: RecurrentPlan, with_values: bool) -> SideArrays[Ref]:
+    """Returns shared memory for gradients on their way to memory: `vectors` has values, too."""
+    tokens, makes = plgpu.SMEM((TILE,), jnp.float32), plan.feature_map is not None
+    return SideArrays(
+        features=None if makes else [matrix(TILE, CHUNK) for _ in range(plan.chunks)],
+        vectors=matrix(TILE, TILE, dtype=plan.part_type) if with_values or makes else None,
+        shifts=tokens if makes else None,
+        decay=tokens if plan.decay else None,
+    )
 
 
 class Results:
@@ -70,8 +55,8 @@ class Results:
         self,
         plan: RecurrentPlan,
         features: Features,
-        outputs: SideResults[Ref],
-        memory: SideResults[Ref],
+        outputs: SideArrays[Ref],
+        memory: SideArrays[Ref],
         register: list[Ref],
     ):
         """Stores the features of the side, the arrays in memory, the staging memory and `allocate_operand(…)`."""
