@@ -32,8 +32,8 @@ Held = TypeVar('Held')
 class _Read(NamedTuple, Generic[Held]):
     """The arrays that a kernel reads, and refs and block specs of them; None where a call has no such array.
 
-    Tokens are on lanes, W of them in a register. The kernel is halved, and has equal lanes. The tokens before x stand on
-    the last.
+    Tokens are on lanes, W of them in a register. The kernel is halved, and has equal lanes. The tokens before x stand
+    on the last.
 
     The backward kernel also takes the gradient of y, and x once more: the register of tokens before each block. For
     the first block that register counts for nothing.
