@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from lm.attention.options import LayerOptions, leave_to_model
 from lm.config.configurable import configurable_base
-from lm.ops.rotary import HeadNorms, Rotation, rotate
+from lm.ops.rotary import HeadNorms, RootNorms, Rotation, rotate
 from lm.ops.rotary.xla import normalize
 from lm.parameters import layer_norm
 
@@ -164,9 +164,14 @@ class AttentionModule(nnx.Module):
         """Returns queries and keys as the kernel compares them: after the mechanism's normalization, if it has one."""
         return (q_BxLxHxD, k_BxLxKxD) if self.norms is None else normalize(q_BxLxHxD, k_BxLxKxD, self.norms)
 
-    def prepare(self, qk_BxLxNxD: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
-        """Rotates and normalizes queries and keys of a projection, N = H + K heads, in one pass for `attend`."""
-        return rotate(qk_BxLxNxD, rotation, self.dims.n_heads, self.norms)
+    def prepare(
+        self, qk_BxLxNxD: jax.Array, rotation: Rotation | None, roots: RootNorms | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotates and normalizes queries and keys of a projection, N = H + K heads, in one pass for `attend`.
+
+        `roots`: the layer's root-mean-square normalizations, before all this.
+        """
+        return rotate(qk_BxLxNxD, rotation, self.dims.n_heads, self.norms, roots)
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from typing import ClassVar, Self
 
 import jax
@@ -55,7 +56,11 @@ class LinearModule(AttentionModule):
     implementation: str | None = None
     """The implementation of the operation that training requests; decoding has only one."""
     log_factor = 0.0
-    """The log of a number that its call leaves out of all weights. It matters where other weights stand beside them."""
+    """The log of a number that its call leaves out of all weights.
+
+    It matters where other weights stand beside them, and where the call returns sums. Sums are multiplied by it: a
+    product with queries would be one more pass between the kernels of TPUs.
+    """
     estimates_softmax = False
     """Its weights estimate exp(⟨q, k⟩ / √D): a window of softmax has the same unit."""
 
@@ -79,7 +84,7 @@ class LinearModule(AttentionModule):
         if not self.dims.causal:
             call = dataclasses.replace(call, options=dataclasses.replace(call.options, causal=False))
         o_BxLxHxC = compute(self._separate(call, starts_BxL), self.implementation).o_BxLxHxD
-        return self._divided(o_BxLxHxC, v_BxLxKxD.dtype)
+        return self._divided(call, o_BxLxHxC, v_BxLxKxD.dtype)
 
     def init_state(self, batch: int, max_length: int, dtype: DTypeLike, documents: bool = False) -> decode.DecodeState:
         """Returns sums over no keys, float32, of one size for any length, and room for exactly compared keys."""
@@ -109,7 +114,7 @@ class LinearModule(AttentionModule):
         v_BxTxKxC = self._columns(v_BxTxKxD)
         call = self.make_call(*self.normalize(q_BxTxHxD, k_BxTxKxD), v_BxTxKxC, *projected, **named)
         state, o_BxTxHxC = decode.decode_step(state, self._separate(call, starts_BxT))
-        return state, self.outputs(self._divided(o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
+        return state, self.outputs(self._divided(call, o_BxTxHxC, v_BxTxKxD.dtype), v_BxTxKxD)
 
     def _separate(self, call: LinearCall, starts_BxL: jax.Array | None) -> LinearCall:
         """Returns the call in which documents do not see each other: their starts, if there are any, become decay."""
@@ -124,9 +129,10 @@ class LinearModule(AttentionModule):
         ones = jnp.ones((*v_BxLxKxD.shape[:-1], 1), jnp.float32)
         return jnp.concatenate([v_BxLxKxD.astype(jnp.float32), ones], axis=-1)
 
-    def _divided(self, o_BxLxHxC, dtype):
+    def _divided(self, call, o_BxLxHxC, dtype):
         if not self.signed:
-            return o_BxLxHxC
+            has_sums = self.log_factor and not call.options.normalize
+            return o_BxLxHxC * math.exp(self.log_factor) if has_sums else o_BxLxHxC
         total = o_BxLxHxC[..., -1:] + self.denominator_bias
         total += 2 * self.epsilon * (jnp.abs(total) <= self.epsilon)
         return quotient(o_BxLxHxC[..., :-1], total).astype(dtype)

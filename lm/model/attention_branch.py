@@ -16,13 +16,13 @@ from lm.attention.recurrent.convolution import ShortConvolution
 from lm.model.dense import Dense, LowRank
 from lm.model.options import ResolvedLayer
 from lm.model.parts.branch import apply_part
-from lm.model.parts.head_norm import normalize_heads
+from lm.model.parts.head_norm import find_root_norms, normalize_heads
 from lm.model.parts.key_offset import offset_keys
 from lm.model.parts.latent import LatentKeys, LatentQueries, turn_last
 from lm.model.parts.mechanism_inputs import compute_mechanism_inputs
 from lm.model.parts.output import gate_output
 from lm.model.parts.projection import repeat_heads, split_heads
-from lm.ops.rotary import Rotation, rotate
+from lm.ops.rotary import RootNorms, Rotation, rotate
 from lm.ops.tpu import tokens_on_lanes
 
 
@@ -146,14 +146,14 @@ class AttentionBranch(nnx.Module):
         self,
         normed_BxLxD: jax.Array,
         rotation: Rotation | None,
-        prepare: Callable[[jax.Array, Rotation | None], tuple[jax.Array, jax.Array]],
+        prepare: Callable[..., tuple[jax.Array, jax.Array]],
         starts_BxL: jax.Array | None = None,
         kept: EarlierTokens = EarlierTokens(),  # noqa: B008
     ) -> Projections:
         """Computes queries, keys and values. `kept` is of the tokens before.
 
-        `prepare` maps queries above keys, [B, L, H + K, C], and the rotation to queries and keys. If nothing is applied
-        to both at once, queries and keys are separate products.
+        `prepare` maps queries above keys, [B, L, H + K, C], the rotation and norms before it to queries and keys. If
+        nothing is applied to both at once, queries and keys are separate products.
         """
         own = self.options
         is_joined = rotation is not None or self.attention.norms is not None
@@ -163,8 +163,9 @@ class AttentionBranch(nnx.Module):
         if self.convolution:
             products, convolved = self.convolution(products, kept.convolved, starts_BxL)
         *qk, v_BxLxKxV = split_heads(products, own)
-        if is_joined and self.q_norm is None and not own.key_offset and not own.repeats:
-            return *prepare(qk[0], rotation), v_BxLxKxV, EarlierTokens(convolved)
+        roots = find_root_norms(self.q_norm, self.k_norm, own)
+        if is_joined and (self.q_norm is None or roots) and not own.key_offset and not own.repeats:
+            return *prepare(qk[0], rotation, roots), v_BxLxKxV, EarlierTokens(convolved)
         q_BxLxHxC, k_BxLxKxC = jnp.split(qk[0], [own.heads.queries], axis=2) if is_joined else qk
         k_BxLxKxC, key = offset_keys(k_BxLxKxC, own.key_offset, kept.key, starts_BxL)
         q_BxLxHxC = normalize_heads(self.q_norm, q_BxLxHxC, own)
@@ -182,9 +183,11 @@ class AttentionBranch(nnx.Module):
         products = [self.qkv(self._find_query_inputs(normed_BxLxD)), *self.latent(normed_BxLxD)]
         return [jnp.concatenate(products[:2], axis=-1), products[2]] if is_joined else products
 
-    def _rotate(self, qk_BxLxNxC: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
+    def _rotate(
+        self, qk_BxLxNxC: jax.Array, rotation: Rotation | None, roots: RootNorms | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Rotates by XLA: decoding has too few tokens for a kernel."""
-        return rotate(qk_BxLxNxC, rotation, self.options.dims.n_heads, implementation='xla')
+        return rotate(qk_BxLxNxC, rotation, self.options.dims.n_heads, roots=roots, implementation='xla')
 
     @jax.named_scope('attention_out')
     def _project_out(self, normed_BxLxD: jax.Array, y_BxLxHxV: jax.Array) -> jax.Array:
@@ -195,4 +198,4 @@ class AttentionBranch(nnx.Module):
 
 def _turn_before(prepare: Callable) -> Callable:
     """Returns `prepare` for positions that turn the last channels alone: they are turned first."""
-    return lambda qk_BxLxNxC, rotation: prepare(turn_last(qk_BxLxNxC, rotation), None)
+    return lambda qk_BxLxNxC, rotation, *_: prepare(turn_last(qk_BxLxNxC, rotation), None)

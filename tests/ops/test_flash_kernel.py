@@ -176,7 +176,7 @@ def test_windows(name, dtype):
 @pytest.mark.parametrize(('window', 'sides'), [(200, 128), (300, 128), (256, 256)])
 def test_windows_with_documents_in_blocks_of_several_tiles(window, sides, monkeypatch):
     plan_for = plan.plan_for
-    changed = dict.fromkeys(('piece', 'forward_diagonal', 'tile', 'backward_diagonal'), sides)
+    changed = dict.fromkeys(('piece', 'leveled', 'forward_diagonal', 'tile', 'backward_diagonal'), sides)
     monkeypatch.setattr(plan, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **changed))
     arrays = example(700, batch=2)
     starts = starts_of((300, 520), (10, 255), length=700)
@@ -260,7 +260,7 @@ def test_documents(name, dtype, rule):
 @both
 def test_documents_in_blocks_of_several_tiles(monkeypatch, rule):
     plan_for = plan.plan_for
-    sides = dict.fromkeys(('piece', 'forward_diagonal', 'tile', 'backward_diagonal'), 128)
+    sides = dict.fromkeys(('piece', 'leveled', 'forward_diagonal', 'tile', 'backward_diagonal'), 128)
     monkeypatch.setattr(plan, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), **sides))
     arrays = example(700, batch=2)
     starts = starts_of((300, 520), (10, 255), length=700)

@@ -1,4 +1,4 @@
-"""Rotation and layer normalization of queries and keys: XLA and the TPU kernels, interpreted on the CPU."""
+"""Rotation and normalizations of queries and keys: XLA and the TPU kernels, interpreted on the CPU."""
 
 import importlib.util
 
@@ -18,11 +18,12 @@ pytestmark = pytest.mark.usefixtures('no_races')
 
 
 def example(
-    length, *, batch=2, heads=2, keys=1, size=32, own=False, rotated=True, normed=True, dtype='float32', out=None
-):
+    length, *, batch=2, heads=2, keys=1, size=32, own=False, rotated=True, normed=True, rooted=False, dtype='float32',
+    out=None,
+):  # fmt: skip
     """Returns the arguments of `rotate` without the number of heads, and gradients of its results.
 
-    `own`: each row has its own positions.
+    `own`: each row has its own positions; `rooted`: root-mean-square normalizations come first.
     """
     rng = np.random.default_rng(0)
 
@@ -33,15 +34,16 @@ def example(
     norms = op.HeadNorms(1 + 0.3 * draw(size), 0.3 * draw(size), 1 + 0.3 * draw(size), 0.3 * draw(size), out)
     qk = (0.5 + 2 * draw(batch, length, heads + keys, size)).astype(dtype)
     cotangents = tuple(draw(batch, length, n, size).astype(out or dtype) for n in (heads, keys))
-    return (qk, rotary(positions, size) if rotated else None, norms if normed else None), cotangents
+    roots = op.RootNorms(1 + 0.3 * draw(size), 1 + 0.3 * draw(size), 0.1) if rooted else None
+    return (qk, rotary(positions, size) if rotated else None, norms if normed else None, roots), cotangents
 
 
 def outputs_and_gradients(function, arrays, cotangents):
-    qk, rotation, norms = arrays
+    qk, rotation, *norms = arrays
     heads = cotangents[0].shape[2]
 
     def both(qk, norms, cotangents):
-        results, vjp = jax.vjp(lambda qk, norms: function(op.RotaryCall(qk, rotation, heads, norms)), qk, norms)
+        results, vjp = jax.vjp(lambda qk, norms: function(op.RotaryCall(qk, rotation, heads, *norms)), qk, norms)
         return results, vjp(tuple(cotangents))
 
     return jax.jit(both)(qk, norms, cotangents)
@@ -49,11 +51,11 @@ def outputs_and_gradients(function, arrays, cotangents):
 
 def by_definition(arrays, cotangents):
     """Computes in float64, from the same rounded inputs."""
-    (qk, rotation, norms), wide = arrays, lambda a: jnp.asarray(np.asarray(a, np.float64))
+    (qk, rotation, norms, roots), wide = arrays, lambda a: jnp.asarray(np.asarray(a, np.float64))
     with jax.enable_x64(True):
         norms = None if norms is None else op.HeadNorms(*map(wide, jax.tree.leaves(norms)))
-        given = jax.tree.map(wide, ((qk, rotation), cotangents))
-        found = outputs_and_gradients(reference.rotate, (*given[0], norms), given[1])
+        given = jax.tree.map(wide, ((qk, rotation, norms, roots), cotangents))
+        found = outputs_and_gradients(reference.rotate, *given)
         return [np.asarray(a) for a in jax.tree.leaves(found)]
 
 
@@ -76,6 +78,9 @@ CASES = {
     'rows with positions': {'length': 256, 'own': True},
     'several steps': {'length': 1280, 'heads': 3, 'keys': 3},
     'heads of 64': {'length': 128, 'heads': 4, 'keys': 2, 'size': 64, 'batch': 1},
+    'divided by roots': {'length': 256, 'normed': False, 'rooted': True},
+    'roots alone': {'length': 128, 'rotated': False, 'normed': False, 'rooted': True},
+    'all three': {'length': 256, 'own': True, 'rooted': True},
 }
 
 
@@ -109,13 +114,13 @@ def test_calls_without_rotation_and_norm_change_nothing():
 
 
 def test_batch_split_over_a_mesh():
-    arrays, cotangents = example(128, batch=4, own=True)
+    arrays, cotangents = example(128, batch=4, own=True, rooted=True)
     want = by_definition(arrays, cotangents)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'fsdp'))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(('data', 'fsdp')))
     with jax.set_mesh(mesh), interpret_kernels():
         placed = jax.device_put((arrays[:2], cotangents), rows)
-        got = outputs_and_gradients(tpu.rotate, (*placed[0], arrays[2]), placed[1])
+        got = outputs_and_gradients(tpu.rotate, (*placed[0], *arrays[2:]), placed[1])
     assert all(x.sharding.is_equivalent_to(rows, x.ndim) for x in got[0])
     assert largest(got, want) <= 2e-6
 
@@ -131,9 +136,9 @@ REFUSED = {
 @pytest.mark.parametrize('reason', REFUSED)
 def test_unsupported_calls_say_why(reason, monkeypatch):
     monkeypatch.setattr(tpu.platform, 'target_platform', lambda: 'tpu')
-    qk, rotation, norms = example(256)[0]
+    qk, rotation, norms, _ = example(256)[0]
     assert tpu.unsupported(op.RotaryCall(qk, rotation, 2, norms)) is None
-    (qk, rotation, norms), _ = example(**{'length': 256} | REFUSED[reason])
+    (qk, rotation, norms, _), _ = example(**{'length': 256} | REFUSED[reason])
     assert reason in tpu.unsupported(op.RotaryCall(qk, rotation, 2, norms))
     with pytest.raises(OperationError, match=reason):
         op.rotate(qk, rotation, 2, norms, implementation='pallas_tpu')
@@ -148,15 +153,15 @@ def test_compiles_for_tpus_at_the_edge_of_their_memory(heads, size, dtype, gener
         pytest.skip('libtpu is not installed')
     devices = describe_devices(parse(generation))
     mesh = jax.sharding.Mesh(np.array(devices), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-    arrays, cotangents = example(1536, batch=4, heads=heads - 2, keys=2, size=size, dtype=dtype)
+    arrays, cotangents = example(1536, batch=4, heads=heads - 2, keys=2, size=size, rooted=True, dtype=dtype)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
 
     def describe(a):
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows if a.ndim == 4 else None)
 
-    def both(qk, rotation, norms, cotangents):
-        assert tpu.unsupported(op.RotaryCall(qk, rotation, heads - 2, norms)) is None
-        return outputs_and_gradients(tpu.rotate, (qk, rotation, norms), cotangents)
+    def both(qk, rotation, norms, roots, cotangents):
+        assert tpu.unsupported(op.RotaryCall(qk, rotation, heads - 2, norms, roots)) is None
+        return outputs_and_gradients(tpu.rotate, (qk, rotation, norms, roots), cotangents)
 
     with jax.set_mesh(mesh):
         lowered = jax.jit(both).trace(*jax.tree.map(describe, (*arrays, cotangents))).lower(lowering_platforms=('tpu',))

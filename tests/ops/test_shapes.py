@@ -53,8 +53,9 @@ def test_the_cache_of_exact_attention():
 def test_rotary(rows, implementation):
     angles = rotary.Rotation(zeros(*rows, L, 1, D // 2), zeros(*rows, L, 1, D // 2))
     norms = rotary.HeadNorms(*(zeros(D) for _ in range(4)))
+    roots = rotary.RootNorms(zeros(D), zeros(D), 1e-5)
     with checked_calls(rotary.IMPLEMENTATIONS) as calls:
-        checked(rotary.rotate)(zeros(B, L, H + K, D), angles, H, norms, implementation=implementation)
+        checked(rotary.rotate)(zeros(B, L, H + K, D), angles, H, norms, roots, implementation=implementation)
     assert len(calls) == 1
 
 

@@ -12,6 +12,8 @@ with ⟨φ(q), φ(k)⟩ = ⟨q, k⟩^degree: 1, or 2 (power attention). Mamba-2'
 `model.output_gate` too (the latter after the norm, not before), and neither GLU nor rotary positions.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -134,6 +136,7 @@ class GatedLinearAttention(LinearModule):
         self.config = config
         self.dims = dims
         self.gate = GATES[config.gate](dims, rngs)
+        self.log_factor = -config.degree / 2 * math.log(dims.head_dim)
         self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32, epsilon=config.norm_epsilon)
 
     def make_call(
@@ -146,7 +149,7 @@ class GatedLinearAttention(LinearModule):
         u_BxLxKxD, log_decay = self.gate.gated(k_BxLxKxD, v_BxLxKxD, gate_BxLxN)
         by_channel = self.gate.by_channel
         return LinearCall(
-            q_BxLxHxD * self.dims.head_dim**-0.5,
+            q_BxLxHxD,
             k_BxLxKxD,
             u_BxLxKxD,
             log_decay_BxLxK=None if by_channel else log_decay,

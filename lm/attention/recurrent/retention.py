@@ -6,6 +6,8 @@ The rotation of q and k is the model's; xPos, which also scales them by position
 The gate of §2.3, silu(x W) ⊙ o, is `model.output_gate`.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,12 +51,13 @@ class RetentionAttention(LinearModule):
     def __init__(self, config: Retention, dims: HeadDims, rngs: nnx.Rngs):
         self.config = config
         self.dims = dims
+        self.log_factor = -math.log(dims.head_dim) / 2
         self.out_norm = rms_norm(dims.value_size, 'head', rngs, dtype=jnp.float32, epsilon=config.norm_epsilon)
 
     def make_call(self, q_BxLxHxD: jax.Array, k_BxLxKxD: jax.Array, v_BxLxKxD: jax.Array) -> LinearCall:
         batch, length, heads = k_BxLxKxD.shape[:3]
         return LinearCall(
-            q_BxLxHxD * self.dims.head_dim**-0.5,
+            q_BxLxHxD,
             k_BxLxKxD,
             v_BxLxKxD,
             log_decay_BxLxK=constant(jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(heads)))), batch, length),

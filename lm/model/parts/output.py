@@ -7,6 +7,7 @@ from lm.attention.options import GATES
 from lm.model.dense import Dense, LowRank
 from lm.model.options import ResolvedLayer
 from lm.model.parts.maker import Maker
+from lm.ops.tpu import tokens_on_lanes
 
 
 def make_output_norm(maker: Maker) -> nnx.RMSNorm | None:
@@ -35,4 +36,5 @@ def gate_output(
     """Returns what attention gives, times the gate of the layer's normalized input, if there is a gate."""
     if gate is None:
         return y_BxLxN
-    return y_BxLxN * GATES[own.output_gate_form](gate(normed_BxLxD[..., : own.gate_inputs]))
+    gate_BxLxN = tokens_on_lanes(gate(normed_BxLxD[..., : own.gate_inputs]))
+    return y_BxLxN * GATES[own.output_gate_form](gate_BxLxN)

@@ -1,4 +1,4 @@
-"""The rotation as the paper writes it, and layer normalization: readable, in the precision of the inputs."""
+"""The rotation as the paper writes it, and normalizations around it: readable, in the precision of the inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,14 @@ from lm.ops.rotary.types import RotaryCall, Rotation
 
 
 def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
-    """Rotates, then normalizes."""
-    x_BxLxNxC = call.qk_BxLxNxC if call.rotation is None else turn(call.qk_BxLxNxC, call.rotation)
+    """Divides by the root mean square, rotates, then normalizes."""
+    x_BxLxNxC = call.qk_BxLxNxC
+    if (roots := call.roots) is not None:
+        mean_BxLxNx1 = jnp.mean(x_BxLxNxC**2, axis=-1, keepdims=True)
+        gains_NxC = roots.spread(x_BxLxNxC.shape[2], call.n_heads)
+        x_BxLxNxC = x_BxLxNxC / jnp.sqrt(mean_BxLxNx1 + roots.epsilon) * gains_NxC
+    if call.rotation is not None:
+        x_BxLxNxC = turn(x_BxLxNxC, call.rotation)
     q_BxLxHxC, k_BxLxKxC = x_BxLxNxC[:, :, : call.n_heads], x_BxLxNxC[:, :, call.n_heads :]
     if (norms := call.norms) is None:
         return q_BxLxHxC, k_BxLxKxC

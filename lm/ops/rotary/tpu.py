@@ -1,10 +1,11 @@
-"""Rotation and layer normalization on TPUs: one pass over queries and keys in each direction, in Pallas kernels.
+"""Rotation and normalizations on TPUs: one pass over queries and keys in each direction, in Pallas kernels.
 
 XLA takes two for a rotation, for it writes halves and then joins them, and two more for the gradient of a
 normalization. Arrays in HBM are [B, N, C, L], feature by token, as the attention kernels want them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.formulas import EPSILON
-from lm.ops.rotary.types import HeadNorms, RotaryCall, Rotation
+from lm.ops.rotary.types import HeadNorms, RootNorms, RotaryCall, Rotation
 from lm.ops.tpu import LANES, ROWS
 
 BLOCK = 512
@@ -32,21 +33,23 @@ class Plan:
         n_heads: how many heads are queries.
         block: tokens per grid step.
         dtype: the type of the results.
+        epsilon: added to the mean of squares before its root; 0 where no root is taken.
     """
 
     n_heads: int
     block: int
     dtype: jnp.dtype
+    epsilon: float
 
 
 Held = TypeVar('Held')
 
 
-Constants = tuple[Held | None, Held | None]
+Constants = tuple[Held | None, Held | None, Held | None]
 """Arrays that all heads share, refs or block specs of them; None where a call has no such array.
 
-They are angles [A, C, L], cosines above sines, where A is 1 or B; and gains [4, C, W]: scale and bias of the norm of
-queries, then scale and bias for keys, on W equal lanes.
+They are angles [A, C, L], cosines above sines, where A is 1 or B; gains [4, C, W]: scale and bias of the norm of
+queries, then scale and bias for keys, on W equal lanes; and gains [2, C, W] of the norms before the rotation.
 """
 Incoming = tuple[Held | None, Held, Held]
 """Queries and keys [B, N, C, L], which the backward kernel needs for the norms alone, else None; and the gradients of
@@ -58,11 +61,12 @@ def rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     by_row = call.rotation is not None and call.rotation.cos_AxLx1xP.ndim == 4
 
     def on_device(
-        qk_BxLxNxC: jax.Array, rotation: Rotation | None, norms: HeadNorms | None
+        qk_BxLxNxC: jax.Array, rotation: Rotation | None, norms: HeadNorms | None, roots: RootNorms | None
     ) -> tuple[jax.Array, jax.Array]:
-        return _rotate(RotaryCall(qk_BxLxNxC, rotation, call.n_heads, norms))
+        return _rotate(RotaryCall(qk_BxLxNxC, rotation, call.n_heads, norms, roots))
 
-    return platform.per_device(on_device, split=(True, by_row, False))(call.qk_BxLxNxC, call.rotation, call.norms)
+    run = platform.per_device(on_device, split=(True, by_row, False, False))
+    return run(call.qk_BxLxNxC, call.rotation, call.norms, call.roots)
 
 
 def unsupported(call: RotaryCall) -> str | None:
@@ -93,55 +97,52 @@ def _fits(block: int, heads: int, size: int) -> bool:
     It counts the three arrays of a backward step as if they were float32, and the angles, gains and sums. Each counts
     twice.
     """
-    arrays, constants = 3 * heads * size * block, size * (block + 2 * 4 * LANES)
+    arrays, constants = 3 * heads * size * block, size * (block + 2 * 6 * LANES)
     return 2 * 4 * (arrays + constants) <= platform.vmem()[0]
 
 
 def _rotate(call: RotaryCall) -> tuple[jax.Array, jax.Array]:
     _, length, heads, size = call.qk_BxLxNxC.shape
-    plan = Plan(call.n_heads, block_size(length, heads, size), jnp.dtype(call.dtype))
-    angles = gains = None
+    epsilon = call.roots.epsilon if call.roots else 0.0
+    plan = Plan(call.n_heads, block_size(length, heads, size), jnp.dtype(call.dtype), epsilon)
+    angles = gains = roots = None
     if call.rotation is not None:
         angles = jnp.concatenate(call.rotation, axis=-1).reshape(-1, length, size).swapaxes(1, 2)
     if (norms := call.norms) is not None:
         gains = jnp.stack([norms.q_scale_C, norms.q_bias_C, norms.k_scale_C, norms.k_bias_C]).astype(jnp.float32)
-    q_BxHxCxL, k_BxKxCxL = _run(plan, call.qk_BxLxNxC.transpose(0, 2, 3, 1), angles, gains)
+    if call.roots is not None:
+        roots = jnp.stack([call.roots.q_gain_C, call.roots.k_gain_C]).astype(jnp.float32)
+    q_BxHxCxL, k_BxKxCxL = _run(plan, call.qk_BxLxNxC.transpose(0, 2, 3, 1), (angles, gains, roots))
     return q_BxHxCxL.transpose(0, 3, 1, 2), k_BxKxCxL.transpose(0, 3, 1, 2)
 
 
 @custom_vjp(0)
-def _run(
-    plan: Plan, qk_BxNxCxL: jax.Array, angles_AxCxL: jax.Array | None, gains_4xC: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns queries and keys, [B, H, C, L] and [B, K, C, L]."""
-    return _forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC)
+def _run(plan: Plan, qk_BxNxCxL: jax.Array, constants: Constants[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns queries and keys, [B, H, C, L] and [B, K, C, L]. Gains have no lanes here."""
+    return _forward(plan, qk_BxNxCxL, constants)
 
 
-def _run_forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC):
+def _run_forward(plan, qk_BxNxCxL, constants):
     # Without a normalization the gradient does not depend on the vectors.
-    needed = None if gains_4xC is None else qk_BxNxCxL
-    return _forward(plan, qk_BxNxCxL, angles_AxCxL, gains_4xC), (needed, angles_AxCxL, gains_4xC)
+    needed = qk_BxNxCxL if jax.tree.leaves(constants[1:]) else None
+    return _forward(plan, qk_BxNxCxL, constants), (needed, constants)
 
 
 def _run_backward(plan, residuals, cotangents):
-    qk_BxNxCxL, angles_AxCxL, gains_4xC = residuals
-    dq_BxHxCxL, dk_BxKxCxL = cotangents
-    incoming = (qk_BxNxCxL, dq_BxHxCxL, dk_BxKxCxL)
-    dqk, dgains = _backward(plan, incoming, (angles_AxCxL, _on_lanes(gains_4xC)))
-    return dqk, None, dgains
+    needed, constants = residuals
+    dqk, dgains, droots = _backward(plan, (needed, *cotangents), _on_lanes(constants))
+    return dqk, (None, dgains, droots)
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _forward(
-    plan: Plan, qk_BxNxCxL: jax.Array, angles_AxCxL: jax.Array | None, gains_4xC: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _forward(plan: Plan, qk_BxNxCxL: jax.Array, constants: Constants[jax.Array]) -> tuple[jax.Array, jax.Array]:
     batch, heads, size, length = qk_BxNxCxL.shape
     outputs = [jax.ShapeDtypeStruct((batch, n, size, length), plan.dtype) for n in (plan.n_heads, heads - plan.n_heads)]
-    constants = (angles_AxCxL, _on_lanes(gains_4xC))
+    constants = _on_lanes(constants)
     q_BxHxCxL, k_BxKxCxL = pl.pallas_call(
-        _forward_kernel,
+        functools.partial(_forward_kernel, plan),
         name='rotary_forward',
         grid=(batch, length // plan.block),
         in_specs=[_tokens(plan, qk_BxNxCxL), _constant_specs(plan, constants)],
@@ -155,37 +156,44 @@ def _forward(
 
 def _backward(
     plan: Plan, incoming: Incoming[jax.Array], constants: Constants[jax.Array]
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the gradients of queries and keys together, and of the gains [4, C]."""
-    (_, dq_BxHxCxL, dk_BxKxCxL), (_, gains_4xCxW), read = incoming, constants, jax.tree.leaves(incoming)
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns the gradients of queries and keys together, and of the gains [4, C] and [2, C]."""
+    (_, dq_BxHxCxL, dk_BxKxCxL), read = incoming, jax.tree.leaves(incoming)
     batch, n_heads, size, length = dq_BxHxCxL.shape
     steps = length // plan.block
-    outputs = [jax.ShapeDtypeStruct((batch, n_heads + dk_BxKxCxL.shape[1], size, length), read[0].dtype)]
-    out_specs = [_tokens(plan, outputs[0])]
-    if gains_4xCxW is not None:
-        shape = (batch, steps, *gains_4xCxW.shape)
-        outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-        out_specs.append(pl.BlockSpec((None, None, *shape[2:]), lambda b, j: (b, j, 0, 0, 0)))
-    dqk_BxNxCxL, *sums = pl.pallas_call(
-        _backward_kernel,
+    dqk = jax.ShapeDtypeStruct((batch, n_heads + dk_BxKxCxL.shape[1], size, length), read[0].dtype)
+
+    def of_step(gains: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, steps, *gains.shape), jnp.float32)
+
+    def step_spec(gains: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *gains.shape), lambda b, j: (b, j, 0, 0, 0))
+
+    outputs = (dqk, jax.tree.map(of_step, constants[1:]))
+    dqk_BxNxCxL, sums = pl.pallas_call(
+        functools.partial(_backward_kernel, plan),
         name='rotary_backward',
         grid=(batch, steps),
         in_specs=[jax.tree.map(lambda a: _tokens(plan, a), incoming), _constant_specs(plan, constants)],
-        out_specs=out_specs,
+        out_specs=(_tokens(plan, dqk), jax.tree.map(step_spec, constants[1:])),
         out_shape=outputs,
         compiler_params=_params(),
-        cost_estimate=_cost(*read, *outputs),
+        cost_estimate=_cost(*read, *jax.tree.leaves(outputs)),
     )(incoming, constants)
-    return dqk_BxNxCxL, sums[0].sum((0, 1, 4)) if sums else None
+    dgains, droots = jax.tree.map(lambda x: x.sum((0, 1, 4)), sums)
+    return dqk_BxNxCxL, dgains, droots
 
 
-def _forward_kernel(qk_ref: jax.Ref, constants: Constants[jax.Ref], q_ref: jax.Ref, k_ref: jax.Ref) -> None:
-    angles, gains = constants
+def _forward_kernel(plan: Plan, qk_ref: jax.Ref, constants: Constants[jax.Ref], q_ref: jax.Ref, k_ref: jax.Ref) -> None:
+    angles, gains, roots = constants
     for kind, out_ref in enumerate((q_ref, k_ref)):
         first_head = kind * q_ref.shape[0]
 
         def compute(n, tokens, kind=kind, out_ref=out_ref, first_head=first_head):
-            x = _turned(qk_ref[first_head + n, :, tokens].astype(jnp.float32), angles, tokens)
+            x = qk_ref[first_head + n, :, tokens].astype(jnp.float32)
+            if roots is not None:
+                x = x * _find_rate(plan, x) * roots[kind]
+            x = _turned(x, angles, tokens)
             if gains is not None:
                 x = _standard(x)[0] * gains[2 * kind] + gains[2 * kind + 1]
             out_ref[n, :, tokens] = x.astype(out_ref.dtype)
@@ -194,26 +202,41 @@ def _forward_kernel(qk_ref: jax.Ref, constants: Constants[jax.Ref], q_ref: jax.R
 
 
 def _backward_kernel(
-    incoming: Incoming[jax.Ref], constants: Constants[jax.Ref], dqk_ref: jax.Ref, sums_ref: jax.Ref | None = None
+    plan: Plan,
+    incoming: Incoming[jax.Ref],
+    constants: Constants[jax.Ref],
+    dqk_ref: jax.Ref,
+    sums: tuple[jax.Ref | None, jax.Ref | None],
 ) -> None:
     x_ref, *cotangents = incoming
-    angles, gains = constants
-    if sums_ref is not None:
-        sums_ref[...] = jnp.zeros(sums_ref.shape, sums_ref.dtype)
+    (angles, gains, roots), (dgains, droots) = constants, sums
+    for ref in jax.tree.leaves(sums):
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
     for kind, d_ref in enumerate(cotangents):
         first_head = kind * cotangents[0].shape[0]
 
         def compute(n, tokens, kind=kind, d_ref=d_ref, first_head=first_head):
             at = first_head + n
             d = d_ref[n, :, tokens].astype(jnp.float32)
-            if x_ref is not None and gains is not None and sums_ref is not None:
-                standard, rate = _standard(_turned(x_ref[at, :, tokens].astype(jnp.float32), angles, tokens))
-                sums_ref[2 * kind] += d * standard
-                sums_ref[2 * kind + 1] += d
+            x = None if x_ref is None else x_ref[at, :, tokens].astype(jnp.float32)
+            root_rate = None
+            if x is not None and roots is not None:
+                root_rate = _find_rate(plan, x)
+                x = x * root_rate
+            if x is not None and gains is not None and dgains is not None:
+                turned = _turned(x if roots is None else x * roots[kind], angles, tokens)
+                standard, rate = _standard(turned)
+                dgains[2 * kind] += d * standard
+                dgains[2 * kind + 1] += d
                 d = d * gains[2 * kind]
                 along = jnp.mean(d * standard, axis=0, keepdims=True)
                 d = rate * (d - jnp.mean(d, axis=0, keepdims=True) - standard * along)
-            dqk_ref[at, :, tokens] = _turned(d, angles, tokens, back=True).astype(dqk_ref.dtype)
+            d = _turned(d, angles, tokens, back=True)
+            if x is not None and roots is not None and droots is not None:
+                droots[kind] += d * x
+                d = d * roots[kind]
+                d = root_rate * (d - x * jnp.mean(d * x, axis=0, keepdims=True))
+            dqk_ref[at, :, tokens] = d.astype(dqk_ref.dtype)
 
         _each(d_ref.shape, compute)
 
@@ -244,21 +267,26 @@ def _standard(x_CxT: jax.Array) -> tuple[jax.Array, jax.Array]:
     return centred * rate_1xT, rate_1xT
 
 
-def _on_lanes(gains_4xC: jax.Array | None) -> jax.Array | None:
-    return None if gains_4xC is None else jnp.broadcast_to(gains_4xC[..., None], (*gains_4xC.shape, LANES))
+def _find_rate(plan: Plan, x_CxT: jax.Array) -> jax.Array:
+    """Returns the factor that gives x a root mean square of 1."""
+    return lax.rsqrt(jnp.mean(x_CxT * x_CxT, axis=0, keepdims=True) + plan.epsilon)
+
+
+def _on_lanes(constants: Constants[jax.Array]) -> Constants[jax.Array]:
+    """Returns the constants with gains on equal lanes."""
+    angles, *gains = constants
+    return angles, *jax.tree.map(lambda x: jnp.broadcast_to(x[..., None], (*x.shape, LANES)), gains)
 
 
 def _constant_specs(plan: Plan, constants: Constants[jax.Array]) -> Constants[pl.BlockSpec]:
     """Returns the blocks that a grid step takes of the arrays that all heads share."""
-    angles, gains = constants
-    angle_spec = gain_spec = None
+    angles, *gains = constants
+    angle_spec = None
     if angles is not None:
         by_row = angles.shape[0] > 1
         block = (None, angles.shape[1], plan.block)
         angle_spec = pl.BlockSpec(block, lambda b, j: (b if by_row else 0, 0, j))
-    if gains is not None:
-        gain_spec = pl.BlockSpec(gains.shape, lambda b, j: (0, 0, 0))
-    return angle_spec, gain_spec
+    return angle_spec, *jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda b, j: (0, 0, 0)), gains)
 
 
 def _tokens(plan: Plan, a_BxNxCxL: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:

@@ -8,6 +8,7 @@ import dataclasses
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 class Rotation(NamedTuple):
@@ -15,6 +16,23 @@ class Rotation(NamedTuple):
 
     cos_AxLx1xP: jax.Array
     sin_AxLx1xP: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RootNorms:
+    """The root-mean-square normalizations of queries and of keys before the rotation, each shared by its heads.
+
+    `epsilon` is added to the mean of the squares.
+    """
+
+    q_gain_C: jax.Array
+    k_gain_C: jax.Array
+    epsilon: float = dataclasses.field(metadata={'static': True})
+
+    def spread(self, heads: int, n_queries: int) -> jax.Array:
+        """Returns the gain of each head, [N, C]."""
+        return jnp.where(jnp.arange(heads)[:, None] < n_queries, self.q_gain_C, self.k_gain_C)
 
 
 @jax.tree_util.register_dataclass
@@ -34,12 +52,13 @@ class HeadNorms:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryCall:
-    """The arguments of `lm.ops.rotary.rotate`; a call has a rotation, or norms, or both."""
+    """The arguments of `lm.ops.rotary.rotate`; a call has at least one of rotation, norms and roots."""
 
     qk_BxLxNxC: jax.Array
     rotation: Rotation | None
     n_heads: int
     norms: HeadNorms | None = None
+    roots: RootNorms | None = None
 
     @property
     def dtype(self) -> jax.typing.DTypeLike:

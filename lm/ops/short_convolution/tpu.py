@@ -32,7 +32,8 @@ Held = TypeVar('Held')
 class _Read(NamedTuple, Generic[Held]):
     """The arrays that a kernel reads, and refs and block specs of them; None where a call has no such array.
 
-    Tokens are on lanes, W of them in a register. The kernel has equal lanes. The tokens before x stand on the last.
+    Tokens are on lanes, W of them in a register. The kernel is halved, and has equal lanes. The tokens before x stand
+    on the last.
 
     The backward kernel also takes the gradient of y, and x once more: the register of tokens before each block. For
     the first block that register counts for nothing.
@@ -84,7 +85,8 @@ def _convolve_on_device(x_BxLxN, kernel_SxN, before_BxRxN, reach_BxL) -> jax.Arr
     if before_BxRxN is not None:
         before = before_BxRxN.astype(x_BxLxN.dtype).swapaxes(1, 2)
         before = jnp.pad(before, ((0, 0), (0, 0), (LANES - before.shape[2], 0)))
-    kernel = jnp.broadcast_to(kernel_SxN.astype(jnp.float32)[..., None], (*kernel_SxN.shape, LANES))
+    # With h half of the sum y is h (1 + tanh h). An exponential would be followed by a division.
+    kernel = jnp.broadcast_to(0.5 * kernel_SxN.astype(jnp.float32)[..., None], (*kernel_SxN.shape, LANES))
     reach = None if reach_BxL is None else reach_BxL.astype(jnp.int32)[:, None]
     return _run(x_BxNxL, kernel, before, reach).swapaxes(1, 2)
 
@@ -176,8 +178,8 @@ def _forward_kernel(read: _Read[jax.Ref], y_ref: jax.Ref, rolled_ref: jax.Ref) -
         for at in _pieces(x_ref, 1):
             x = _wide(x_ref[rows, at])
             rolled_before, rolled = rolled, _all_rolled(x, shifts)
-            z = _sum(kernel, _terms(x, rolled_before, rolled, _reach(reach_ref, at)))
-            y_ref[rows, at] = (z * _sigmoid(z)).astype(y_ref.dtype)
+            half = _sum(kernel, _terms(x, rolled_before, rolled, _reach(reach_ref, at)))
+            y_ref[rows, at] = (half + half * jnp.tanh(half)).astype(y_ref.dtype)
         for s in shifts:
             rolled_ref[s, rows] = rolled[s]
 
@@ -209,9 +211,9 @@ def _backward_kernel(read: _Read[jax.Ref], gradients: _Gradients[jax.Ref], later
             x = _wide(x_ref[rows, registers[i - 1]]) if i else first
             rolled = _all_rolled(x, later)
             terms = _terms(x_now, rolled, rolled_now, _reach(reach_ref, registers[i]))
-            z = _sum(kernel, terms)
-            rate = _sigmoid(z)
-            dz = _wide(dy_ref[rows, registers[i]]) * (rate + z * (rate - rate * rate))
+            half = _sum(kernel, terms)
+            slope = jnp.tanh(half)
+            dz = _wide(dy_ref[rows, registers[i]]) * ((1.0 + slope) * (1.0 + (half - half * slope)))
             for s, term in enumerate(terms):
                 dkernel_ref[s, rows] += dz * term
             return dz
@@ -277,8 +279,3 @@ def _lane(x: jax.Array) -> jax.Array:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _sigmoid(z: jax.Array) -> jax.Array:
-    # One instruction, where an exponential is followed by a division.
-    return 0.5 * jnp.tanh(0.5 * z) + 0.5

@@ -40,9 +40,6 @@ from lm.ops.exact_attention.types import ExactCall
 from lm.ops.residuals import save_residual
 from lm.ops.tpu import SUBLANES, by_head, by_token, dot
 
-AHEAD = 2
-"""By how many groups of queries the forward kernel forms scores before it needs them."""
-
 
 class FlashOperands(NamedTuple):
     """The arrays that the kernels read, feature by token: N = K · plan.group, D multiples of 16, L of plan.block.
@@ -263,24 +260,33 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
     def score(piece: Piece) -> jax.Array:
         return rule.score(dot(k[0, :, piece.keys], q[0, :, piece.queries], (0, 0)), piece.seen)
 
-    def level(pieces: list[Piece], scores: list[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        return rule.level(scores, level_1xQ[:, pieces[0].queries])
-
     def add(pieces: list[Piece]):
-        # Matrix units take instructions in order. Products of later queries stand between products that wait for these
-        # queries' weights, so the level of the next queries is ready in time.
-        groups = [list(group) for _, group in itertools.groupby(pieces, lambda piece: piece.queries.start)]
-        scores = [[score(piece) for piece in group] for group in groups[:AHEAD]]
-        levels = [level(groups[0], scores[0])]
+        # Matrix units take instructions in order. Products of later groups stand between products that wait for this
+        # group's weights, so the level of the next group is ready in time. A group has few keys: if the exponentials of
+        # many wait for one level, they follow each other and hold products up.
+        pieces = sorted(pieces, key=lambda piece: (piece.keys.start // plan.leveled, piece.queries.start))
+        groups = [
+            list(group) for _, group in itertools.groupby(pieces, lambda p: (p.keys.start // plan.leveled, p.queries))
+        ]
+        scores = [[score(piece) for piece in group] for group in groups[: plan.early]]
+        levels: list[tuple[jax.Array, jax.Array | None]] = []
+
+        def find_level(n: int) -> None:
+            queries = groups[n][0].queries
+            # The level of the group before is stored later.
+            stays = n > 0 and groups[n - 1][0].queries == queries
+            levels.append(rule.level(scores[n], levels[n - 1][0] if stays else level_1xQ[:, queries]))
+
+        find_level(0)
         for n, group in enumerate(groups):
             queries = group[0].queries
             if n + 1 < len(groups):
-                levels.append(level(groups[n + 1], scores[n + 1]))
+                find_level(n + 1)
             now_1xQ, shrink_1xQ = levels[n]
             sums, acc = sums_8xQ[:, queries], acc_DxQ[:, queries]
             if shrink_1xQ is not None:
                 sums, acc = sums * shrink_1xQ, acc * shrink_1xQ
-            later = iter(groups[n + AHEAD] if n + AHEAD < len(groups) else ())
+            later = iter(groups[n + plan.early] if n + plan.early < len(groups) else ())
             scores.append([])
             for piece, s_KxQ in zip(group, scores[n], strict=True):
                 scores[-1] += [score(other) for other in itertools.islice(later, 1)]

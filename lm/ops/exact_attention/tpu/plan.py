@@ -23,6 +23,8 @@ class FlashPlan:
         rule: how scores become weights.
         block: tokens per block, of queries and of keys.
         piece: queries, and keys, at a time in the forward kernel.
+        leveled: keys of these queries that form a group in it: they have one level.
+        early: by how many groups it forms scores before it needs them.
         forward_diagonal: queries at a time in it, in a block on the diagonal.
         tile: keys at a time in the backward kernel.
         backward_diagonal: queries at a time in it, in a block on the diagonal.
@@ -39,6 +41,8 @@ class FlashPlan:
     rule: WeightRule
     block: int
     piece: int
+    leveled: int
+    early: int
     forward_diagonal: int
     tile: int
     backward_diagonal: int
@@ -70,9 +74,10 @@ def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
     # Static cycles on v5e and v6e: long tiles pay, and so does less waste above the diagonal. Where levels are kept,
     # pieces of the size of a matrix unit wait for them one after the other.
     long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
-    piece = LANES if small else block
+    piece, leveled, early = LANES if small else block, block, 2
     if rule.keeps_levels:
-        piece = short if platform.matrix_side() > LANES else LANES
+        piece, early = (short, 6) if platform.matrix_side() > LANES else (LANES, 4)
+        leveled = short
     gradient = (4 if small else 16) * MIB
     reach = reach_of_part(call)
     window = None if call.window is None or call.window >= length + (reach or 0) else Window(call.window, block)
@@ -82,6 +87,8 @@ def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
         rule=rule,
         block=block,
         piece=piece,
+        leveled=leveled,
+        early=early,
         forward_diagonal=min(piece, long),
         tile=short if small else block,
         backward_diagonal=short,
