@@ -243,6 +243,11 @@ def is_damage(error: Exception | str) -> bool:
     return isinstance(error, GONE)
 
 
+def file_size(path: AnyPath) -> int:
+    """Returns the bytes of a file."""
+    return path.stat().st_size if isinstance(path, pathlib.Path) else path.stat().length
+
+
 def read_bytes(path: AnyPath) -> bytes:
     """Reads a whole file that another process may replace meanwhile, in a bucket by one request.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from lm.buckets import NoAnswerError
 from lm.errors import LmError, MismatchError
-from lm.files import GONE, AnyPath, JsonObject, parse_json, reaching
+from lm.files import GONE, AnyPath, JsonObject, file_size, parse_json, reaching
 
 TYPES = {
     'F32': np.dtype(np.float32),
@@ -86,12 +86,19 @@ class RemoteFile:
             raise self._refuse('no header') from None
         return begin, found, tensors
 
+    @functools.cached_property
+    def _bytes(self) -> int:
+        with self._reaching():
+            return file_size(self.path)
+
     @property
     def _tensors(self) -> dict[str, RemoteTensor]:
         return self._header[2]
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         """Returns the bytes of a part of the file."""
+        if end > self._bytes:  # a damaged header may ask for any memory
+            raise self._refuse('fewer bytes than its header says')
         found, filled = np.empty(end - begin, np.uint8), 0
         with self._reaching(), self.path.open('rb') as file:
             file.seek(begin)

@@ -37,6 +37,12 @@ def upload(folder, target) -> None:
         (target / path.name).write_bytes(path.read_bytes())
 
 
+def write_header(header) -> bytes:
+    """Returns a file of safetensors with this header and no numbers."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, 'little') + text
+
+
 def test_an_export_in_a_bucket_is_imported(bucket, tmp_path, monkeypatch, capsys):
     """In several files, part by part; a run that it makes has the weights of the export."""
     monkeypatch.setattr(remote_file, 'PART_BYTES', 1000)
@@ -75,6 +81,7 @@ def test_what_is_missing_or_damaged_in_a_bucket_is_named(bucket, tmp_path, capsy
         (whole[:8] + b'[' + whole[9:], 'no header'),
         (whole.replace(b'[2,3]', b'[2,9]'), 'no header'),
         (whole[:-1], 'fewer bytes'),
+        (write_header({'x': {'dtype': 'F32', 'shape': [2**42], 'data_offsets': [0, 2**44]}}), 'fewer bytes'),
     ):
         (folder / 'a.safetensors').write_bytes(damaged)
         with pytest.raises(

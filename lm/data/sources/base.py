@@ -196,11 +196,6 @@ def regular(paths: Iterable[AnyPath]) -> list[AnyPath]:
     return found
 
 
-def file_size(path: AnyPath) -> int:
-    """Returns the bytes of a file."""
-    return path.stat().st_size if isinstance(path, pathlib.Path) else path.stat().length
-
-
 def hash_of(name: str) -> float:
     """Returns a number uniform in [0, 1), a pure function of the name, which decides whether a document is held out."""
     return fraction_of(hashlib.sha256(name.encode(errors='surrogateescape')).digest())

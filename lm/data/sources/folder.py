@@ -18,14 +18,13 @@ from lm.data.sources.base import (
     Shard,
     Source,
     decode,
-    file_size,
     group,
     hash_of,
     regular,
     too_long,
 )
 from lm.errors import ConfigError, MismatchError
-from lm.files import AnyPath
+from lm.files import AnyPath, file_size
 
 
 @configurable_base

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from lm.config.configurable import configurable
-from lm.data.sources.base import Document, Part, file_size, too_long
+from lm.data.sources.base import Document, Part, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import MismatchError
-from lm.files import AnyPath, open_source
+from lm.files import AnyPath, file_size, open_source
 
 MAGIC = b'MMIDIDX\0\0'
 TYPES = {1: 'u1', 2: 'i1', 3: '<i2', 4: '<i4', 5: '<i8', 8: '<u2'}

@@ -17,7 +17,6 @@ from lm.data.sources.base import (
     Part,
     Shard,
     Source,
-    file_size,
     fraction_of,
     group,
     hash_of,
@@ -25,7 +24,7 @@ from lm.data.sources.base import (
     shard_bytes,
 )
 from lm.errors import ConfigError, MismatchError
-from lm.files import AnyPath, is_remote, open_source
+from lm.files import AnyPath, file_size, is_remote, open_source
 
 PACKERS = {
     b'\x1f\x8b': 'gzip',

@@ -8,10 +8,9 @@ import platform
 import sysconfig
 
 from lm.config.configurable import configurable, field
-from lm.data.sources.base import file_size
 from lm.data.sources.folder import Folder
 from lm.errors import ConfigError
-from lm.files import AnyPath
+from lm.files import AnyPath, file_size
 
 _SKIPPED = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
 _PACKAGES = 'site-packages'

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from lm.config.configurable import configurable, field
-from lm.data.sources.base import Document, Part, file_size, too_long
+from lm.data.sources.base import Document, Part, too_long
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import ConfigError, MismatchError
-from lm.files import AnyPath, open_source
+from lm.files import AnyPath, file_size, open_source
 
 HEADER_BYTES = 1024
 MAGICS = {20_240_520: 'uint16', 20_240_801: 'uint32'}
