@@ -27,15 +27,17 @@ class StoredArray:
     """
 
     def __init__(self, snapshot: Snapshot, name: str, store: ts.TensorStore, checksum: int, kept: dict):
-        self._snapshot, self._store, self._checksum, self._kept = snapshot, store, checksum, kept
         self.name, self.shape, self.dtype = name, tuple(store.shape), store.dtype.numpy_dtype
         chunk = store.chunk_layout.read_chunk.shape or (1,)
         self._rows = max(1, chunk[0] or 1)
+        if not store.rank:  # a number is one row
+            store = store[ts.newaxis]
+        self._snapshot, self._store, self._checksum, self._kept = snapshot, store, checksum, kept
 
     @property
     def piece_bytes(self) -> int:
         """The bytes that are read together."""
-        return self.dtype.itemsize * min(self._rows, self.shape[0]) * math.prod(self.shape[1:])
+        return self.dtype.itemsize * min(self._rows, self._store.shape[0]) * math.prod(self.shape[1:])
 
     def read_row(self, row: int) -> np.ndarray:
         """Returns an entry of the first axis. Raises as `read_all`."""
@@ -48,13 +50,13 @@ class StoredArray:
     def read_all(self) -> np.ndarray:
         """Returns the whole array. Raises MismatchError for damaged files, and LmError where the storage fails."""
         self._kept.clear()
-        return self._read(0, self.shape[0])
+        return self._read(0, self._store.shape[0]).reshape(self.shape)
 
     def verify(self) -> None:
         """Reads everything, a piece at a time. Raises MismatchError if it is damaged or not finite."""
         self._kept.clear()
         total, width, is_finite = 0, math.prod(self.shape[1:]), True
-        for start in range(0, self.shape[0], self._rows):
+        for start in range(0, self._store.shape[0], self._rows):
             piece = self._read(start, start + self._rows)
             total += checksum_of_part(piece, start * width)
             is_finite = is_finite and not find_not_finite({self.name: piece})
@@ -67,7 +69,7 @@ class StoredArray:
 
     def _read(self, start: int, end: int) -> np.ndarray:
         with refuse_damage(self._snapshot.step), self._snapshot.reading(self.name):
-            return np.asarray(self._store[start : min(end, self.shape[0])].read().result())
+            return np.asarray(self._store[start : min(end, self._store.shape[0])].read().result())
 
 
 def open_arrays(

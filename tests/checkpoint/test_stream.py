@@ -62,6 +62,15 @@ def test_arrays_are_read_from_disk_in_pieces(chunk_bytes, tmp_path, monkeypatch)
         open_arrays(epath.Path(tmp_path), abstract, None, {'tokenizer': 'z'})
 
 
+def test_a_number_is_read_from_disk(tmp_path):
+    state = {'params.scale': jnp.float32(0.5)}
+    with Checkpointer(epath.Path(tmp_path), fingerprints={}) as saved:
+        saved.save(0, state)
+    found, _ = open_arrays(epath.Path(tmp_path), jax.eval_shape(lambda: state), None, {})
+    found['params.scale'].verify()
+    assert (found['params.scale'].read_all(), found['params.scale'].piece_bytes) == (0.5, 4)
+
+
 @pytest.mark.parametrize(
     ('number', 'said'), [(2, 'is damaged: .*the checksum of params.a'), (np.nan, 'params.a are not all finite')]
 )
