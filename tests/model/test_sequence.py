@@ -154,10 +154,10 @@ def test_parts_of_a_window_take_keys_from_the_part_before():
 def test_microbatches_of_parts_of_windows():
     step = step_of(Softmax(), Documents(EOD))
     rows = tokens(rows=4).reshape(2, 2, -1)
-    weights = [initial(Softmax())[name] for name in ('params', 'buffers')]
-    alone = jax.jit(step._gradients)(*weights, rows)
+    weights = {name: initial(Softmax())[name] for name in ('params', 'buffers')}
+    alone = jax.jit(step._gradients)(weights, rows, 0)
     with jax.set_mesh(mesh_of(4, sequence=2)):
-        loss, gradients, _ = jax.jit(step._gradients)(*weights, rows)
+        loss, gradients, _ = jax.jit(step._gradients)(weights, rows, 0)
     assert_same((loss, gradients), alone[:2])
 
 

@@ -200,9 +200,9 @@ class Comparison:
         step = TrainStep(self.functions, optimizer, 10, documents=self.documents)
         batch = self.tokens.astype(np.int32)
         with on_devices(self.case):
-            program = jax.make_jaxpr(
-                lambda weights, batch: step._gradients(weights['params'], weights['buffers'], batch)
-            )(self.functions.abstract, jax.ShapeDtypeStruct(batch.shape, jnp.int32))
+            program = jax.make_jaxpr(lambda weights, batch: step._gradients(weights, batch, jnp.int32(0)))(
+                self.functions.abstract, jax.ShapeDtypeStruct(batch.shape, jnp.int32)
+            )
         loss, *gradients = evaluate(program, self.weights, batch, rounding=rounding)
         structure = jax.tree.structure(self.functions.abstract['params'])
         return float(loss), jax.tree.unflatten(structure, gradients[: structure.num_leaves])

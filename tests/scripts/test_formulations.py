@@ -22,9 +22,9 @@ SKETCH = ['polysketch.block = 16', "polysketch.sketch = 'gaussian'", 'polysketch
 @pytest.mark.parametrize('given', [False, True])
 @pytest.mark.parametrize('name', formulations.FORMULATIONS)
 def test_outputs_and_gradients_are_the_same(name, given):
-    (candidate,), dims, computed = candidates(['polysketch'], [], SKETCH), HeadDims(2, 2, 8), []
+    (experiment,), dims, computed = candidates(['polysketch'], [], SKETCH).values(), HeadDims(2, 2, 8), []
     for compute in (None, formulations.FORMULATIONS[name]):
-        layer = attention.build(candidate, dims, given, compute)
+        layer = attention.build(experiment, dims, given, compute)
         arrays = attention._inputs(64, layer, dims, jnp.float32)
         program = attention._program(layer.function, 'forward+backward', (2, 32))
         computed.append(jax.jit(program)(layer.weights, *arrays))

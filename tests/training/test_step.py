@@ -64,7 +64,7 @@ def test_the_z_loss_adds_the_squared_normalizer_to_the_gradient_alone():
     expected = {z: jax.jit(jax.grad(functools.partial(by_formula, z_loss=z), has_aux=True)) for z in (0.0, 1e-2)}
     for one, z_loss, microbatches in ((step, 0.0, 1), (held, 1e-2, 1), (held, 1e-2, 2)):
         parts = tokens.reshape(microbatches, -1, 33)
-        loss, gradients, _ = jax.jit(one._gradients)(state['params'], state['buffers'], parts)
+        loss, gradients, _ = jax.jit(one._gradients)(select_weights(state), parts, 0)
         want, nats = expected[z_loss](state['params'])
         np.testing.assert_allclose(loss, nats, rtol=1e-6)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6, rtol=1e-3), gradients, want)
@@ -220,11 +220,11 @@ def test_any_mesh_counts_the_same_targets(fsdp):
 
     step = train_step(MODEL, OptimizerConfig(warmup_steps=2), 10, unpack, by_window=True)
     state, tokens = jax.jit(step.init)(0), batch(2)
-    alone = jax.jit(step._gradients)(state['params'], state['buffers'], tokens)
+    alone = jax.jit(step._gradients)(select_weights(state), tokens, 0)
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:4])
     with jax.set_mesh(mesh):
         rows = jax.device_put(tokens, batch_sharding(mesh, axis=1))
-        found = jax.jit(step._gradients)(jax.tree.map(np.asarray, state['params']), {}, rows)
+        found = jax.jit(step._gradients)(jax.tree.map(np.asarray, select_weights(state)), rows, 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, alone)
 
 
