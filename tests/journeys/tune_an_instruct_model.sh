@@ -72,6 +72,9 @@ shows 'trained'
 
 step 'merged and out, in again, with equal logits'
 expect lm export --run_dir tuned --format native --out merged --prove
+shows 'GB of memory: '
+expect lm export --run_dir tuned --format native --out again
+equal "$(sha256sum <again/model.safetensors)" "$(sha256sum <merged/model.safetensors)"
 is_there merged/config.json merged/tokenizer.json
 expect lm import merged --run_dir back --prove
 python - <<'P'
