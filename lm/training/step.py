@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from lm.checkpoint.checksum import checksum
 from lm.model import routers
 from lm.model.adapters import AdaptedFunctions, find_base
-from lm.model.functions import ModelFunctions, Weights
+from lm.model.functions import ModelFunctions, Weights, select_weights
 from lm.ops.documents import Documents
 from lm.ops.platform import DATA_AXES, SHARED_AXIS, batch_axes
 from lm.parameters import AVERAGE
@@ -414,7 +414,7 @@ class _Windows(NamedTuple):
 
 def _join(state: State, fixed: Fixed | None) -> Weights:
     """Returns the arrays that a gradient is computed from, besides the windows."""
-    return {'params': state['params'], 'buffers': state['buffers'], **(fixed or {})}
+    return {**select_weights(state), **(fixed or {})}
 
 
 def complete(fixed: Fixed | None) -> Weights:
