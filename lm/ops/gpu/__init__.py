@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from lm.ops import platform
+
 TILE = 64
 """Tokens of a tile, the rows of a `wgmma` product."""
 
@@ -43,17 +45,29 @@ def regroup(refs: Sequence[object], *operands: object) -> list[Any]:
     return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]
 
 
-def multiply(sums, a: jax.Array, b, scratch) -> None:
-    """Adds a · b to `sums`, registers of `accumulator`, with `a` [64, 64] in registers and `b` in shared memory.
+def multiply(sums, a, b, warpgroups: str | None = None) -> None:
+    """Adds a · b to `sums`, registers of `accumulator`, and does not wait for the product.
 
-    It does not wait for the product. `scratch` is a list with a matrix for `a` where the kernel is interpreted, since
-    the interpreter's `wgmma` takes no operand in registers; else it is empty.
+    The interpreter's `wgmma` takes no operand in registers, so it gets a copy in shared memory.
+
+    Args:
+        sums: the registers.
+        a: in registers or in shared memory.
+        b: in shared memory.
+        warpgroups: the axis of the warpgroups, where a thread block has several.
     """
-    if scratch:
-        scratch[0][...] = a
+
+    def copy(smem):
+        place = smem if warpgroups is None else smem.at[lax.axis_index(warpgroups)]
+        place[...] = a
         plgpu.commit_smem()
-        a = scratch[0]
-    plgpu.wgmma(sums, a, b)
+        plgpu.wgmma(sums, place, b)
+
+    if isinstance(a, jax.Array) and platform.target_platform() != 'gpu':
+        shape = a.shape if warpgroups is None else (lax.axis_size(warpgroups), *a.shape)
+        pl.run_scoped(copy, matrix(*shape), collective_axes=warpgroups or ())
+    else:
+        plgpu.wgmma(sums, a, b)
 
 
 def product(a, b) -> jax.Array:
@@ -66,16 +80,16 @@ def product(a, b) -> jax.Array:
     return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]))
 
 
-def sum_products(*sums, scratch=()) -> list[jax.Array]:
+def sum_products(*sums) -> list[jax.Array]:
     """Computes Σ a · b for each list of pairs (a, b), all at the same time; float32.
 
-    Factors are in shared memory, but `a` may be in registers; `multiply` explains `scratch`.
+    Factors are as those of `multiply`.
     """
 
     def compute(*accumulators):
         for registers, pairs in zip(accumulators, sums, strict=True):
             for a, b in pairs:
-                multiply(registers, a, b, scratch if isinstance(a, jax.Array) else ())
+                multiply(registers, a, b)
         return [registers[...] for registers in accumulators]
 
     shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]

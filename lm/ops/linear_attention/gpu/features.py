@@ -9,14 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import load_rows, matrix, repeat_per_row
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan, Ref
+from lm.ops.gpu import load_rows, repeat_per_row
+from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, GpuPlan, Ref
 from lm.ops.powers import power_and_slope
-
-
-def allocate_operand(interpreted: bool) -> list[Ref]:
-    """Returns the memory that `multiply` needs where the kernel is interpreted."""
-    return [matrix(TILE, SLICE)] if interpreted else []
 
 
 def multiply_features(x_TxG: jax.Array, rows: Ref, index: int) -> jax.Array:

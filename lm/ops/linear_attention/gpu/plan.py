@@ -98,7 +98,6 @@ class GpuPlan:
         scale: the scale of the weights inside a block.
         denominator_bias: the constant that is added to the denominator.
         single_block: the sequence is one block, so that x ⊗ x has no part in it.
-        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
     block: int
@@ -107,7 +106,6 @@ class GpuPlan:
     scale: float
     denominator_bias: float
     single_block: bool
-    interpreted: bool
 
     @property
     def tiles(self) -> int:

@@ -58,7 +58,6 @@ class SumsReader:
         self,
         far: FarTokens[Ref],
         place: TilePlace,
-        register: list[Ref],
         *,
         x_TxR: Ref,
         xt_RxT: Ref,
@@ -72,7 +71,6 @@ class SumsReader:
         Args:
             far: arrays in memory.
             place: the place of the tile.
-            register: `allocate_operand(…)`.
             x_TxR: shared memory for the tile's features.
             xt_RxT: for x transposed.
             moment_QxR: for the three parts of the moment, Q = 3R.
@@ -81,7 +79,7 @@ class SumsReader:
             arrived: a barrier per slot.
         """
         head, tokens = place.head, place.tokens
-        self.register, self.features = register, x_TxR.shape[1]
+        self.features = x_TxR.shape[1]
         self.x_TxR, self.xt_RxT, self.moment_QxR = x_TxR, xt_RxT, moment_QxR
         self.halves, self.ready, self.arrived = halves, ready, arrived
         self.state = far.state.at[head, place.block]
@@ -131,7 +129,7 @@ class SumsReader:
                 weight = jnp.where(i < 2 * column, 2.0, 1.0).astype(jnp.bfloat16)
                 for j in range(ROWS * GROUP // SLICE):
                     phi_TxS = multiply_features(x_TxG * weight, rows, j)
-                    multiply(sum_TxD, phi_TxS, z_SxD.at[j * SLICE : (j + 1) * SLICE], self.register)
+                    multiply(sum_TxD, phi_TxS, z_SxD.at[j * SLICE : (j + 1) * SLICE])
             if g_TxD is not None:
                 dphi_TxS = product(g_TxD, z_SxD.transpose((1, 0)))
                 for j in range(ROWS):

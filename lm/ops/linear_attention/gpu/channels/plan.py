@@ -57,14 +57,12 @@ class ChannelPlan:
         key_heads: key heads, which divide the query heads.
         key_parts: parts of a key.
         value_parts: parts of a value.
-        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
     heads: int
     key_heads: int
     key_parts: int
     value_parts: int
-    interpreted: bool
 
     @property
     def parts(self) -> int:

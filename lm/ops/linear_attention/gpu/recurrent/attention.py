@@ -50,7 +50,6 @@ def linear_attention(call: LinearCall) -> LinearResult:
         denominator_bias=options.denominator_bias,
         decay=decay,
         feature_map=feature_map,
-        interpreted=platform.target_platform() != 'gpu',
     )
     rows = None
     if feature_map is not None:

@@ -57,10 +57,9 @@ class Results:
         features: Features,
         outputs: SideArrays[Ref],
         memory: SideArrays[Ref],
-        register: list[Ref],
     ):
-        """Stores the features of the side, the arrays in memory, the staging memory and `allocate_operand(…)`."""
-        self.plan, self.features, self.outputs, self.memory, self.register = plan, features, outputs, memory, register
+        """Stores the features of the side, the arrays in memory and the staging memory."""
+        self.plan, self.features, self.outputs, self.memory = plan, features, outputs, memory
 
     def send_values(self, number: jax.Array, dv_TxD: jax.Array) -> None:
         """Sends the gradient of a tile's values, after earlier copies have ended."""
@@ -99,7 +98,7 @@ class Results:
             dz.append(dz_TxF.astype(jnp.bfloat16))
         if outputs.vectors is not None:
             products = [(d, w) for rows in self.features.rows for d, w in zip(dz, rows, strict=True)]
-            dx_TxE = sum_products(products, scratch=self.register)[0]
+            dx_TxE = sum_products(products)[0]
             wait_for_copies()
             send(dx_TxE, memory.vectors, self.plan.slice_part(outputs.vectors).at[tokens])
             send(cast(jax.Array, dshift_T), memory.shifts, _find_tokens(outputs.shifts, tokens))
