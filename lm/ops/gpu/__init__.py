@@ -4,7 +4,6 @@ A warpgroup is 128 threads and holds a tile.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -37,12 +36,6 @@ def matrix(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
 def accumulator(rows: int, columns: int) -> Any:
     """Returns registers for a float32 product."""
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]: JAX documents it
-
-
-def regroup(refs: Sequence[object], *operands: object) -> list[Any]:
-    """Returns the refs of a kernel in the structure of `operands`, trees of the arrays it reads, and all other refs."""
-    leaves, structure = jax.tree.flatten(operands)
-    return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]
 
 
 def multiply(sums, a, b, warpgroups: str | None = None) -> None:

@@ -19,9 +19,9 @@ from lm.ops.gpu import (
     load_rows,
     matrix,
     multiply,
-    regroup,
     repeat_per_column,
     repeat_per_row,
+    sum_products,
     walk,
     write,
     zeros,
@@ -67,11 +67,11 @@ def input_gradients(
     )
 
     def sketch_networks_input_gradients(*refs):
-        _input_gradients(plan, *regroup(refs, inputs, maps, biases, dpsi, results))
+        _input_gradients(plan, *refs)
 
-    written = plgpu.kernel(
+    (gradients,) = plgpu.kernel(
         sketch_networks_input_gradients,
-        out_type=jax.tree.leaves(results),
+        out_type=(results,),
         grid=(vectors // (warpgroups * TILE), n),
         grid_names=('block', 'sketch'),
         num_threads=warpgroups,
@@ -82,8 +82,8 @@ def input_gradients(
             [matrix(count, warpgroups, TILE, size), matrix(2, warpgroups, TILE, r), matrix(2, warpgroups, TILE, r)],
             plgpu.Barrier(num_arrivals=count + 1, num_barriers=warpgroups),
         ],
-    )(*jax.tree.leaves((inputs, maps, biases, dpsi)))
-    return jax.tree.unflatten(jax.tree.structure(results), written)
+    )(inputs, maps, biases, dpsi)
+    return gradients
 
 
 def _input_gradients(
@@ -154,7 +154,7 @@ def _level_backward(weights: Stream, pairs: list[tuple]) -> jax.Array:
         for x_TxM, d_TxR in pairs:
 
             def chunk(w_CxM, v_CxR, c_C, x_TxM=x_TxM, d_TxR=d_TxR):
-                z_TxC, dh_TxC = _two_products(x_TxM, w_CxM.transpose((1, 0)), d_TxR, v_CxR.transpose((1, 0)))
+                z_TxC, dh_TxC = sum_products([(x_TxM, w_CxM.transpose((1, 0)))], [(d_TxR, v_CxR.transpose((1, 0)))])
                 _, slope_TxC = gelu_and_slope(z_TxC + repeat_per_column(load_columns(c_C), TILE))
                 multiply(dx_TxM, (dh_TxC * slope_TxC).astype(jnp.bfloat16), w_CxM, 'warpgroup')
 
@@ -162,17 +162,6 @@ def _level_backward(weights: Stream, pairs: list[tuple]) -> jax.Array:
         return dx_TxM[...]
 
     return pl.run_scoped(compute, accumulator(*pairs[0][0].shape))
-
-
-def _two_products(a, b, c, d) -> tuple[jax.Array, jax.Array]:
-    """Returns a · b and c · d, as `product`."""
-
-    def compute(first, second):
-        plgpu.wgmma(first, a, b)
-        plgpu.wgmma(second, c, d)
-        return first[...], second[...]
-
-    return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]), accumulator(c.shape[0], d.shape[1]))
 
 
 def _standardize_backward(standard, inverse_T: jax.Array, d_TxM: jax.Array, destination) -> None:
@@ -215,7 +204,7 @@ def weight_gradients(
         def compute(dw_CxM, dv_CxR):
             def use(step, tiles, dc_C):
                 x_TxM, d_TxR = tiles
-                z_CxT, dh_CxT = _two_products(w_CxM, x_TxM.transpose((1, 0)), v_CxR, d_TxR.transpose((1, 0)))
+                z_CxT, dh_CxT = sum_products([(w_CxM, x_TxM.transpose((1, 0)))], [(v_CxR, d_TxR.transpose((1, 0)))])
                 h_CxT, slope_CxT = gelu_and_slope(z_CxT + repeat_per_row(load_rows(c_C), TILE))
                 multiply(dv_CxR, h_CxT.astype(jnp.bfloat16), d_TxR)
                 dz_CxT = dh_CxT * slope_CxT

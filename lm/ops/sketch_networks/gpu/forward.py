@@ -21,7 +21,6 @@ from lm.ops.gpu import (
     matrix,
     multiply,
     product,
-    regroup,
     repeat_per_column,
     repeat_per_row,
 )
@@ -50,7 +49,7 @@ def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array
     count, warpgroups = len(inputs), plan.forward_warpgroups
 
     def sketch_networks_forward(*refs):
-        _forward(plan, *regroup(refs, inputs, maps, biases))
+        _forward(plan, *refs)
 
     return plgpu.kernel(
         sketch_networks_forward,
@@ -66,7 +65,7 @@ def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array
             plgpu.Barrier(num_arrivals=count, num_barriers=warpgroups),
             matrix(warpgroups, TILE, r),
         ],
-    )(*jax.tree.leaves((inputs, maps, biases)))
+    )(inputs, maps, biases)
 
 
 def _forward(
