@@ -32,9 +32,7 @@ def show_costs(
     """Prints the figures, and writes them and their picture to a folder.
 
     Args:
-        out: the folder.
         contexts: tokens per sequence.
-        dims: of the heads.
         repeats: timed calls of each mechanism at each context.
 
     Raises ConfigError if the folder cannot be written.

@@ -41,13 +41,8 @@ def accumulator(rows: int, columns: int) -> Any:
 def multiply(sums, a, b, warpgroups: str | None = None) -> None:
     """Adds a · b to `sums`, registers of `accumulator`, and does not wait for the product.
 
-    The interpreter's `wgmma` takes no operand in registers, so it gets a copy in shared memory.
-
-    Args:
-        sums: the registers.
-        a: in registers or in shared memory.
-        b: in shared memory.
-        warpgroups: the axis of the warpgroups, where a thread block has several.
+    `a` is in registers or in shared memory, `b` in the latter. The interpreter's `wgmma` takes no operand in registers,
+    so it gets a copy; `warpgroups` is the axis of the warpgroups, where a thread block has several.
     """
 
     def copy(smem):

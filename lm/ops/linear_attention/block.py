@@ -133,7 +133,6 @@ def read(
         shape: the static properties of the block.
         tokens: its queries, and the keys that they see.
         sums: the sums over the keys before the block; None where there are none to read.
-        parameters: the parameters of the feature map.
         bounds: bounds on the indices of keys; None: no bounds.
         start: index of the block's first key.
     """

@@ -154,9 +154,7 @@ class BlockWalk:
     """The walk over the blocks of a call.
 
     Attributes:
-        plan: the plan.
         bounds: bounds on the indices of keys; None: no bounds.
-        parameters: the parameters of the feature map.
         tokens: all tokens, last, where the plan needs them.
         sums: the sums before the first block; None where the plan needs none.
     """

@@ -80,7 +80,6 @@ def send_products(results: list[tuple[Sequence[Ref], list[Ref]]], staging: list[
         results: the factors of each result. The first are the two bfloat16 numbers of X, or of Xᵀ, or of X with
             factors per column; the second are the parts of the other matrix, in shared memory.
         staging: where a part of each result is placed.
-        out: the matrices.
     """
     for part in range(max(len(parts) for _, parts in results)):
         wait_for_copies()
@@ -104,7 +103,6 @@ def solve_systems(
     """Runs a kernel that inverts the system of each chunk, and applies the inverse X.
 
     Args:
-        name: of the kernel.
         keys: the keys [N, …, E], bfloat16, alone or followed by what belongs to them.
         scalars: numbers of the tokens, float32.
         factors: arrays like keys, of which the first is like the first result.
@@ -112,7 +110,6 @@ def solve_systems(
         make_system: (parts of keys, scalars, *extra) → A.
         pair: takes X and, by name, what is in shared memory: the parts of `keys` and of each of the `factors`, the
             `scalars`, and `high` and `low` for two bfloat16 numbers. It returns what `send_products` takes.
-        extra: further shared memory.
     """
     k = jax.tree.leaves(keys)[0]
     n, key_size = k.shape[0], k.shape[-1]

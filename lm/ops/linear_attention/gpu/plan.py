@@ -95,8 +95,6 @@ class GpuPlan:
             ⟨x, y⟩².
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: the degree of the weights inside a block, a power of two.
-        scale: the scale of the weights inside a block.
-        denominator_bias: the constant that is added to the denominator.
         single_block: the sequence is one block, so that x ⊗ x has no part in it.
     """
 

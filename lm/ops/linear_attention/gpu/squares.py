@@ -66,18 +66,7 @@ class SumsReader:
         ready: Ref,
         arrived: Ref,
     ):
-        """Starts the copies.
-
-        Args:
-            far: arrays in memory.
-            place: the place of the tile.
-            x_TxR: shared memory for the tile's features.
-            xt_RxT: for x transposed.
-            moment_QxR: for the three parts of the moment, Q = 3R.
-            halves: for SLOTS halves of squares.
-            ready: the barrier of the first three.
-            arrived: a barrier per slot.
-        """
+        """Starts the copies of `far` to the memory of `allocate_reader`; x, xᵀ and the moment arrive at `ready`."""
         head, tokens = place.head, place.tokens
         self.features = x_TxR.shape[1]
         self.x_TxR, self.xt_RxT, self.moment_QxR = x_TxR, xt_RxT, moment_QxR

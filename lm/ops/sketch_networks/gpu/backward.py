@@ -48,13 +48,10 @@ def input_gradients(
     """Returns the gradients of the inputs, and what `weight_gradients` takes of each level.
 
     It takes the standardized vectors that enter a level, [N, S, V, M] and [N, 2, V, r]. It also takes the gradients of
-    what leaves the level, [N, 2, V, r] each.
+    what leaves the level, [N, 2, V, r] each. Other arguments are as in the forward pass.
 
     Args:
         plan: V is a multiple of its warpgroups times TILE.
-        inputs: as in the forward pass.
-        maps: as in the forward pass.
-        biases: as in the forward pass.
         dpsi: [N, V, r].
     """
     (n, vectors, size), r, dtype = inputs[0].shape, dpsi.shape[2], dpsi.dtype

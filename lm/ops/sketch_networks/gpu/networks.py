@@ -84,7 +84,6 @@ def node(
     """Returns ψ [N, V, r] of one node.
 
     Args:
-        plan: how it is computed.
         inputs: its children [N, V, M], one array where they are the same.
         maps: from `_by_hidden_unit`, like the biases; float32.
         biases: of the wide maps.

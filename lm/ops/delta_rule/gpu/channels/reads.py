@@ -22,7 +22,6 @@ def differentiate_reads(
     """Computes the gradients of each query head.
 
     Args:
-        plan: the plan.
         q: queries, bfloat16 [N, L, G E].
         k: keys, bfloat16 [N, L, E].
         logs: logs of the factors, two arrays [N, L, E] whose sum they are.

@@ -36,8 +36,6 @@ def differentiate(
     """Computes the gradients of all tokens.
 
     Args:
-        plan: the plan.
-        tokens: tokens.
         do: gradients of outputs, [B, L, H D].
         before: S before each chunk, [N, L, 64].
         dafter: gradients of S after each chunk, [N, L, 64].
