@@ -3,7 +3,7 @@
 B batch, L length, D width, V vocabulary, P devices among which the batch is split.
 """
 
-from typing import Annotated, Literal, overload
+from typing import Annotated
 
 import jax
 
@@ -19,34 +19,6 @@ from lm.ops.cross_entropy.types import (
 IMPLEMENTATIONS = platform.Implementations[CrossEntropyImplementation, CrossEntropyCall](
     'cross-entropy', __name__, reference='reference', xla='xla'
 )
-
-
-@overload
-def cross_entropy(
-    x_BxLxD: jax.Array,
-    embedding_VxD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BxL: jax.Array,
-    *,
-    cap: float | None = None,
-    normalizer: Literal[False] = False,
-    chunk: int | None = None,
-    implementation: str | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def cross_entropy(
-    x_BxLxD: jax.Array,
-    embedding_VxD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BxL: jax.Array,
-    *,
-    cap: float | None = None,
-    normalizer: Literal[True],
-    chunk: int | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
 
 
 def cross_entropy(
