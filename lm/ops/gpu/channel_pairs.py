@@ -125,7 +125,7 @@ def weigh_earlier(q_CxE, k_CxE, logs: list, faded_CxE, other: jax.Array) -> jax.
         release()
         faded_CxE[...] = fade(k_CxE, factors)
         plgpu.commit_smem()
-        found = sum_products([(fade(q_CxE, factors), faded_CxE.transpose((1, 0)))])[0]
+        found = product(fade(q_CxE, factors), faded_CxE.transpose((1, 0)))
         return take_level(found, m, pairs)
 
     return loop_over_levels(weigh_level, other)

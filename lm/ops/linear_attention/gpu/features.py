@@ -7,9 +7,8 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import load_rows, repeat_per_row
+from lm.ops.gpu import load_rows, number_entries, repeat_per_row
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, GpuPlan, Ref
 from lm.ops.powers import power_and_slope
 
@@ -38,7 +37,5 @@ def mask(weights: jax.Array, shift: jax.Array | int, keys: int) -> jax.Array:
         shift: the number of tokens from the first key to the first query, not negative.
         keys: the axis of the keys, 0 or 1.
     """
-    key, query = (
-        plgpu.broadcasted_iota(jnp.int32, weights.shape, i, layout=plgpu.Layout.WGMMA) for i in (keys, 1 - keys)
-    )
-    return jnp.where(key <= query + shift, weights, 0.0)
+    numbers = number_entries()
+    return jnp.where(numbers[keys] <= numbers[1 - keys] + shift, weights, 0.0)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import accumulator, load_matrix, load_rows, matrix, multiply, product, release, repeat_per_row, zeros
+from lm.ops.gpu import load_matrix, load_rows, matrix, multiply, product, release, repeat_per_row, sum_products, zeros
 from lm.ops.linear_attention.gpu.features import multiply_features
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, FarTokens, Ref
 
@@ -89,13 +89,8 @@ class SumsReader:
     def multiply_moment(self) -> jax.Array:
         """Computes moment · x, float32 [TILE, R]."""
         size = self.features
-
-        def compute(sum_TxR):
-            for i in range(3):
-                plgpu.wgmma(sum_TxR, self.x_TxR, self.moment_QxR.at[i * size : (i + 1) * size])
-            return sum_TxR[...]
-
-        return pl.run_scoped(compute, accumulator(TILE, size))
+        parts = [self.moment_QxR.at[i * size : (i + 1) * size] for i in range(3)]
+        return sum_products([(self.x_TxR, part) for part in parts])[0]
 
     def multiply_squares(self, sum_TxD: Ref | None = None, g_TxD: Ref | None = None) -> list[jax.Array]:
         """Adds ⟨x ⊗ x, Z⟩ to an accumulator, or differentiates such sums, or both.

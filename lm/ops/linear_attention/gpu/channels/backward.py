@@ -118,5 +118,5 @@ def _differentiate_keys(
     release()
     do[...] = dpairs.astype(jnp.bfloat16)
     own = take_own(dpairs).astype(jnp.bfloat16)
-    dq, dk = (x + sum_products([(own, y)])[0] for x, y in ((dq, k), (dk, q)))
+    dq, dk = (x + product(own, y) for x, y in ((dq, k), (dk, q)))
     return differentiate_pairs(q, k, logs, do, scratch, (dq, dk))

@@ -20,6 +20,7 @@ from lm.ops.gpu import (
     TILE,
     load_columns,
     load_rows,
+    product,
     repeat_per_column,
     repeat_per_row,
     sum_products,
@@ -124,7 +125,7 @@ class TileGradients:
         """Computes dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
         tile, factors = self.tile, self.factors
         e_T = None if tile.e is None else load_rows(tile.e)
-        dw_TxK = sum_products([(tile.g, tile.v.transpose((1, 0)))])[0]
+        dw_TxK = product(tile.g, tile.v.transpose((1, 0)))
         dw_TxK = dw_TxK if e_T is None else dw_TxK + repeat_per_row(e_T, TILE)
         ds_TxK = mask_weights(dw_TxK, factors, keys=1).astype(jnp.bfloat16)
 
@@ -149,7 +150,7 @@ class TileGradients:
         dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T)
         wait_for_copies()
         self.results.send_values(self.number, dv_TxD)
-        dw_TxQ = sum_products([(tile.v, cast(Ref, tile.g).transpose((1, 0)))])[0]
+        dw_TxQ = product(tile.v, cast(Ref, tile.g).transpose((1, 0)))
         dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + repeat_per_column(load_columns(tile.e), TILE)
         ds_TxQ = mask_weights(dw_TxQ, self.factors, keys=0).astype(jnp.bfloat16)
 
