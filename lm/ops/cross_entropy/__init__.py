@@ -12,13 +12,12 @@ from lm.ops.arguments import check_cap, check_counts, check_shapes
 from lm.ops.cross_entropy.cap import capped
 from lm.ops.cross_entropy.types import (
     CrossEntropyCall,
-    CrossEntropyImplementation,
     WeightedCall,
 )
 
-IMPLEMENTATIONS = platform.Implementations[CrossEntropyImplementation, CrossEntropyCall](
-    'cross-entropy', __name__, reference='reference', xla='xla'
-)
+IMPLEMENTATIONS = platform.Implementations('cross-entropy', __name__, reference='reference', xla='xla')
+"""Each module has `cross_entropy(call: CrossEntropyCall)`, which returns the nats, and the log-normalizers or None. It
+also has `weighted_cross_entropy(call: WeightedCall)`, which returns the parts of the sum [P, 1], and the nats."""
 
 
 def cross_entropy(
