@@ -59,14 +59,14 @@ def multiply(sums, a, b, warpgroups: str | None = None) -> None:
 
 
 def product(a, b) -> jax.Array:
-    """Computes a · b, factors as those of `multiply`, and waits for the product; float32."""
+    """Computes a · b, and waits for the product; float32. `multiply` says where the factors are."""
     return sum_products([(a, b)])[0]
 
 
 def sum_products(*sums) -> list[jax.Array]:
     """Computes Σ a · b for each list of pairs (a, b), all at the same time; float32.
 
-    Factors are as those of `multiply`.
+    `multiply` says where the factors are.
     """
 
     def compute(*accumulators):
