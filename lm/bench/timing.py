@@ -53,7 +53,6 @@ def in_turns(
 
     Args:
         calls: do the work and return arrays to wait for; the first call of each is not timed.
-        repeats: rounds.
         say: called with reports of progress.
 
     Returns:

@@ -194,7 +194,6 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
         first: the number of the first tile.
         stop: one more than the number of the last tile.
         use: gets a tile of each source in shared memory, in the sources' tree.
-        carry: the carry of the first call.
         backwards: walk from the last tile to the first.
         slots: tiles for which there is room.
 

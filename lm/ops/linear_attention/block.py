@@ -24,7 +24,6 @@ class BlockTokens(NamedTuple):
     """The tokens of a block, or of all blocks; None where nothing reads them.
 
     Attributes:
-        v_BxKxDxS: values.
         k_BxKxExS: keys, inputs of the feature map; S = T, with a window N + T.
         k_local_BxKxCxS: the keys that the exact kernel compares.
         q_BxKxExGxT: queries, inputs of the feature map.

@@ -52,7 +52,6 @@ def differentiate_queries(
     """Computes the gradients of x and, where plan.exact_local, of a.
 
     Args:
-        plan: the plan of the forward kernels.
         near: the operands of weights inside a block, queries first.
         far: queries, and the sums before each block with mirror images; None with plan.single_block.
     """
@@ -67,7 +66,6 @@ def differentiate_keys(
     """Computes the gradients of v, of y and, where plan.exact_local, of b.
 
     Args:
-        plan: the plan of the forward kernels.
         near: the operands of weights inside a block, keys first.
         far: keys, and Σ (x ⊗ x) gᵀ and Σ e x xᵀ after each block with mirror images; None with plan.single_block.
     """

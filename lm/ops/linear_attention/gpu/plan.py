@@ -29,7 +29,6 @@ class SquareInputs(NamedTuple):
     Attributes:
         x_NxLxR: features of queries.
         y_NxLxR: features of keys.
-        v_NxLxD: values.
         a_NxLxC: the queries that the exact kernel compares; None unless plan.exact_local.
         b_NxLxC: the keys that the exact kernel compares; None unless plan.exact_local.
     """
@@ -57,7 +56,6 @@ class NearTokens(NamedTuple, Generic[A]):
     Attributes:
         own_NxLxC: the compared vectors of this side.
         other_NxLxC: the compared vectors of the other side.
-        v_NxLxD: values.
         g_NxLxD: gradients of numerators, bfloat16; None in the forward pass.
         e_NxL: gradients of denominators, float32; None in the forward pass.
     """

@@ -112,9 +112,7 @@ class TileGradients:
         Args:
             tile: the tile's arrays, in shared memory.
             results: writes the gradients, and has the own features.
-            number: the number of the tile.
             other: the other side's features, a chunk each.
-            factors: factors of decay; None without decay.
             sums: the sums over the other side's tokens before, `placed`.
             totals: sums of features alone, a number for each column of a chunk, in registers; None without e.
         """

@@ -75,7 +75,6 @@ class Results:
         """Sends all other gradients of a tile, after earlier copies except values have ended.
 
         Args:
-            number: the number of the tile.
             tile: the sources of its features.
             make: returns the features, a chunk each.
             differentiate: returns the gradient of the features of chunk c, float32 [T, 64].
