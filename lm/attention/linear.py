@@ -146,11 +146,8 @@ def linear_flops_per_token(
     The first block has no sums to read. The keys of the last block are added to no sum.
 
     Args:
-        dims: the layer's heads.
-        length: tokens of a sequence.
         n_features: numbers that each query multiplies with the sums over earlier blocks.
         compared: size of the vectors whose inner products are the weights inside a block.
-        block: tokens per block.
         causal: False has no blocks.
     """
     reads = 2.0 * n_features * dims.n_heads * (dims.value_size + 1)

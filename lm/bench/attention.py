@@ -326,31 +326,37 @@ def summary(rows: Sequence[LayerRow]) -> list[str]:
     lines = []
     for step in dict.fromkeys(row.passes for row in rows):
         for name in dict.fromkeys(row.mechanism for row in rows):
-            own = [r for r in rows if (r.passes, r.mechanism) == (step, name) and not r.out_of_memory]
-            if len(own) > 1:
-                first, last = own[0], own[-1]
-                begin, end = results.present(first.microseconds_per_token, last.microseconds_per_token)
+            own = [r for r in rows if (r.passes, r.mechanism) == (step, name)]
+            by_clock, by_processor = find_costs(own), find_costs(own, of_processor=True)
+            if len(by_clock) > 1:
+                first, last = by_clock[0], by_clock[-1]
                 contexts = f'at {last.context:,} over that at {first.context:,}'
-                line = f'{step}, {name}: time per token {contexts}: {end / begin:.2f}'
-                if first.cpu_milliseconds and last.cpu_milliseconds:
-                    begin = first.cpu_milliseconds / (first.sequences * first.context)
-                    end = last.cpu_milliseconds / (last.sequences * last.context)
-                    line += f', by CPU time {end / begin:.2f}'
+                line = f'{step}, {name}: time per token {contexts}: {last.value / first.value:.2f}'
+                if by_processor:
+                    line += f', by CPU time {by_processor[-1].value / by_processor[0].value:.2f}'
                 lines.append(line)
     return lines
+
+
+def find_costs(rows: Sequence[LayerRow], of_processor: bool = False) -> list[results.ContextFigure]:
+    """Returns microseconds per token at each context, by the clock or of the processor, for rows that have times."""
+    found = []
+    for row in rows:
+        by_clock = row.milliseconds, row.least_milliseconds, row.greatest_milliseconds
+        times = (row.cpu_milliseconds,) * 3 if of_processor else by_clock
+        if costs := [1e3 * time / (row.sequences * row.context) for time in times if time is not None]:
+            found.append(results.ContextFigure(row.context, *costs))
+    return found
 
 
 def draw(rows: Sequence[LayerRow], out: pathlib.Path, dtype: str = '') -> list[str]:
     """Draws one picture per pass, like PolySketchFormer's Figure 1."""
     written = []
     for step in dict.fromkeys(row.passes for row in rows):
-        points: dict[str, list[results.ContextFigure]] = {}
-        for row in rows:
-            own = points.setdefault(row.mechanism, [])
-            if row.passes == step and not row.out_of_memory:
-                times = results.present(row.milliseconds, row.least_milliseconds, row.greatest_milliseconds)
-                per_token = (1e3 * time / (row.sequences * row.context) for time in times)
-                own.append(results.ContextFigure(row.context, *per_token))
+        points = {
+            name: find_costs([row for row in rows if (row.passes, row.mechanism) == (step, name)])
+            for name in dict.fromkeys(row.mechanism for row in rows)
+        }
         path = out / f'attention_{step.replace("+", "_")}'
         written += results.draw_contexts(path, points, 'time per token (µs)', dtype, devices=1)
     return written

@@ -6,7 +6,7 @@ wrong. All processes of a job call the tests together.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,8 @@ MEMORY_SHARE, MEMORY_UNKNOWN = 0.5, 2**24
 """The share of a device's memory that is tested, and the bytes where its size is not known, as on CPUs."""
 
 
-class ChipTest(Protocol):
-    """A test of one part of all chips."""
-
-    def __call__(self, seed: int) -> frozenset[int]:
-        """Runs a round, whose inputs depend on the seed; returns the positions of the wrong chips, or of suspects."""
-        ...
+ChipTest = Callable[[int], frozenset[int]]
+"""A round of a test of one part of all chips: the seed of its inputs → the positions of wrong chips, or of suspects."""
 
 
 def make_tests(devices: Sequence[object], memory_bytes: int) -> dict[str, ChipTest]:

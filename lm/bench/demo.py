@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from lm.attention import HeadDims
 from lm.bench import results
-from lm.bench.attention import COLUMNS, Layer, LayerRow, build, make_cells, measure
+from lm.bench.attention import COLUMNS, Layer, build, find_costs, make_cells, measure
 from lm.bench.candidates import BASELINE, FEATURED, read_candidates
 from lm.bench.options import AttentionOptions
 from lm.errors import MissingPackageError
@@ -32,14 +32,12 @@ def show_costs(
     """Prints the figures, and writes them and their picture to a folder.
 
     Args:
-        out: the folder.
         contexts: tokens per sequence.
-        dims: of the heads.
         repeats: timed calls of each mechanism at each context.
 
     Raises ConfigError if the folder cannot be written.
     """
-    is_cpu = jax.default_backend() == 'cpu'
+    is_cpu = jax.default_backend() == 'cpu'  # processor time counts there: other work disturbs the clock
     folder = results.make_folder(local_path(out, '--out'))
     printer, machine = results.Printer(), results.machine() | {'device_count': 1}
     printer.line(results.heading('lm demo', machine))
@@ -73,20 +71,6 @@ def _build_layers(dims: HeadDims) -> dict[str, Layer]:
     names = (BASELINE, FEATURED, LINEAR)
     options = AttentionOptions(mechanisms=names, gin_param=[f'polysketch.block = {BLOCK}'])
     return {name: build(experiment, dims) for name, experiment in read_candidates(options).items()}
-
-
-def find_costs(rows: Sequence[LayerRow], is_cpu: bool) -> list[results.ContextFigure]:
-    """Returns microseconds per token at each context: processor time on a CPU, where other work disturbs the clock."""
-    found = []
-    for row in rows:
-        tokens = row.sequences * row.context
-        if is_cpu and row.cpu_milliseconds is not None:
-            cost = 1e3 * row.cpu_milliseconds / tokens
-            found.append(results.ContextFigure(row.context, cost, cost, cost))
-        elif not row.out_of_memory:
-            times = results.present(row.milliseconds, row.least_milliseconds, row.greatest_milliseconds)
-            found.append(results.ContextFigure(row.context, *(1e3 * time / tokens for time in times)))
-    return found
 
 
 def describe_growth(name: str, points: Sequence[results.ContextFigure], is_cpu: bool) -> str:

@@ -163,14 +163,6 @@ def add_speed_ratios(rows: Sequence[Row], speed: Callable[[Any], float | None]) 
     return [dataclasses.replace(row, speed_over_softmax=ratio(row)) for row in rows]
 
 
-def present(*figures: float | None) -> list[float]:
-    """Returns figures of a row that did not run out of memory. Raises ValueError where one is None."""
-    found = [figure for figure in figures if figure is not None]
-    if len(found) < len(figures):
-        raise ValueError('a figure was not measured')
-    return found
-
-
 class ContextFigure(NamedTuple):
     """A figure at a context length, and the least and greatest of its repeats, which are the band around it."""
 

@@ -276,11 +276,9 @@ COLUMNS = {
 def draw(rows: Sequence[StepRow], out: pathlib.Path, dtype: str) -> list[str]:
     """Draws steps per second against context length, like PolySketchFormer's Figure 4, and time per token, like its
     Figure 1."""
-    steps: dict[str, list[results.ContextFigure]] = {}
-    times: dict[str, list[results.ContextFigure]] = {}
+    steps: dict[str, list[results.ContextFigure]] = {row.mechanism: [] for row in rows}
+    times: dict[str, list[results.ContextFigure]] = {row.mechanism: [] for row in rows}
     for row in rows:
-        steps.setdefault(row.mechanism, [])
-        times.setdefault(row.mechanism, [])
         if (found := row.figure) is not None:
             microseconds = 1e6 / (row.windows * row.context)  # per token at one step per second
             steps[row.mechanism].append(found)

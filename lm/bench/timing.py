@@ -47,14 +47,12 @@ class Times:
 
 
 def in_turns(
-    calls: Mapping[Key, Callable[[], Any]], repeats: int, seed: int = 0, say: Callable[[str], None] = lambda text: None
+    calls: Mapping[Key, Callable[[], Any]], repeats: int, say: Callable[[str], None] = lambda text: None
 ) -> dict[Key, Times | None]:
     """Times each call `repeats` times; every round has a new random order.
 
     Args:
         calls: do the work and return arrays to wait for; the first call of each is not timed.
-        repeats: rounds.
-        seed: of the order.
         say: called with reports of progress.
 
     Returns:
@@ -74,7 +72,7 @@ def in_turns(
             counts[key] = 1 if alone else max(1, round(LEAST_SECONDS / max(seconds, 1e-6)))
         except Exception as error:
             _raise_others(error)
-    draw, found = random.Random(seed), {key: [] for key in counts}
+    draw, found = random.Random(0), {key: [] for key in counts}
     for i in range(repeats):
         say(f'round {i + 1} of {repeats}')
         for key in draw.sample(list(found), len(found)):

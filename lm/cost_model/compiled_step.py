@@ -143,7 +143,6 @@ def check(experiment: Experiment, topology: str | Topology, bindings: Mapping[st
     memory counts if it needs more.
 
     Args:
-        experiment: the configuration.
         topology: such as 'v5e:4x8'.
         bindings: changes to try, by gin name: {'model.remat': 'dots'}.
 

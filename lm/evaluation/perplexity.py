@@ -108,9 +108,6 @@ class Evaluator:
         """
         Args:
             program: from `make_scoring_program`; it computes the accuracy too if the text has a baseline.
-            mesh: the devices.
-            text: the split.
-            plan: of the evaluation.
             refuse: raises an error for losses that are not finite (`lm.evaluation.finite`); None: they are reported.
         """
         self.refuse = refuse

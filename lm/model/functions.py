@@ -41,7 +41,6 @@ class ModelFunctions:
     """The functions of one model that computes in one type.
 
     Attributes:
-        config: the model.
         dtype: the type of products and activations.
         widening: the width of the model over the width that the learning rate is given for.
         graph: the structure of the model without its arrays.

@@ -115,8 +115,6 @@ def find_copied(
     mechanism alone, and so do its random projections.
 
     Args:
-        teacher: the functions of the teacher.
-        student: the functions of the student.
         same_mechanism: the whole of attention has a meaning for its mechanism alone.
         kind: 'params' or 'buffers'.
     """
@@ -186,8 +184,6 @@ def copy_layers(
     """Returns the student's arrays of one kind with the teacher's in the places that `find_copied` names.
 
     Args:
-        teacher: the functions of the teacher.
-        student: the functions of the student.
         theirs: the arrays of the teacher.
         ours: the initial ones of the student.
         same_mechanism: as in `find_copied`.

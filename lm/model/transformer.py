@@ -233,8 +233,6 @@ class Transformer(nnx.Module):
         """Appends T tokens; returns the state and the normalised outputs of the last layer, [B, T, D].
 
         Args:
-            state: the state after the earlier tokens.
-            tokens_BxT: the tokens.
             positions: of the tokens, [T] or [B, T].
             starts_BxT: the first token of each token's document, as in `hidden`, but counted from the first of these
                 tokens: negative for earlier tokens.

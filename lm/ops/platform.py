@@ -17,7 +17,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -168,29 +168,12 @@ def rotates_by_steps() -> bool:
 
 
 Call = TypeVar('Call')
-CallOfModule = TypeVar('CallOfModule', contravariant=True)
-
-
-@runtime_checkable
-class HasLimits(Protocol[CallOfModule]):
-    """An implementation that cannot compute every call. Modules without limits need no such function."""
-
-    def unsupported(self, call: CallOfModule) -> str | None:
-        """Returns why the module cannot compute the call, or None."""
-        ...
-
-
-@runtime_checkable
-class HasForms(Protocol[CallOfModule]):
-    """An implementation that has other kernels for some calls. Each form must be shown by itself."""
-
-    def name_form(self, call: CallOfModule) -> str:
-        """Returns the name of the form that computes the call, such as ' (wide heads)'; '' for the usual one."""
-        ...
-
-
 Module = TypeVar('Module')
-"""A module with the function of an operation, which takes a call object."""
+"""A module with the function of an operation, which takes a call object.
+
+It may have `unsupported(call)`, which returns why it cannot compute the call, or None. Where it has other kernels for
+some calls, each shown by itself, `name_form(call)` returns their name, such as ' (wide heads)'; '' for the usual ones.
+"""
 
 
 class Implementations(Mapping[str, Module], Generic[Module, Call]):
@@ -264,13 +247,13 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
 
     def _find_limit(self, name: str, call: Call) -> str | None:
         """Returns why an implementation cannot compute the call, or None."""
-        module = self[name]
-        return module.unsupported(call) if isinstance(module, HasLimits) else None
+        unsupported = getattr(self[name], 'unsupported', None)
+        return unsupported and unsupported(call)
 
     def _not_shown(self, name: str, call: Call) -> str | None:
         """Returns why an automatic choice leaves out an implementation that could compute the call, or None."""
-        module = self[name]
-        form = module.name_form(call) if isinstance(module, HasForms) else ''
+        name_form = getattr(self[name], 'name_form', None)
+        form = name_form(call) if name_form else ''
         if target_platform() != 'gpu' or f'{self.operation}: {name}{form}' in read_shown():
             return None
         return f'has never run{form} on a GPU, so it is chosen by name alone'

@@ -151,7 +151,6 @@ class RunPlan(StepPlan):
     """The plan of a run.
 
     Attributes:
-        store: the data.
         windows: the windows that each step sees.
         evaluation: what its evaluations score.
         first: what the weights of a new run are taken from; under adapters, of every session.

@@ -141,7 +141,6 @@ def restore_or_init(
     """Restores the run or its branching point, else starts from weights of another run, else from the seed.
 
     Args:
-        plan: the plan of the run.
         abstract: the sharding of each array of the state.
         source: the checkpoints to restore from.
         at: the step of the checkpoint to go on from; None: the newest.

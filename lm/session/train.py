@@ -126,15 +126,15 @@ def open_session(
             plan.check_initial()
 
         step, abstract = plan.program.step, plan.program.place_state(mesh)
-        compilation = compile_in_background(plan.program, mesh)
+        tracing, compiling = compile_in_background(plan.program, mesh)
         with goodput.charge('initialize' if is_new else 'restore'):
             fixed = read_fixed(plan, mesh, is_new)
         start = restore_or_init(plan, abstract, source, branch.step if branch else rewind_to, goodput, fixed)
         with goodput.charge('trace'):
-            compilation.lowered.exception()  # the next line raises its error
+            tracing.exception()  # the next line raises its error
         with goodput.charge('compile'):
             given = cast_fixed(plan, fixed)
-            advance = give_fixed(compilation.compiled.result(), given)
+            advance = give_fixed(compiling.result(), given)
             del fixed
         copies = compare_copies if experiment.checkpoint.compare_copies else None
         replay = Replay(plan.program, mesh, given) if experiment.train.replay_every else None

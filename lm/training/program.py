@@ -97,22 +97,15 @@ def lower_step(program: StepProgram, mesh: Mesh) -> jax.stages.Lowered:
         return jitted.lower(abstract, batch) if fixed is None else jitted.lower(abstract, batch, fixed)
 
 
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-    """A step that another thread traces and compiles.
+def compile_in_background(
+    program: StepProgram, mesh: Mesh
+) -> tuple[Future[jax.stages.Lowered], Future[jax.stages.Compiled]]:
+    """Traces and compiles the step (see `lower_step`) in a thread, while this one does something else.
 
-    Attributes:
-        lowered: the traced step.
-        compiled: raises the errors of `lowered`, and ConfigError if the step does not fit the memory of the devices: no
-            repetition mends that.
+    Returns:
+        (the traced step, the compiled one). The latter raises the errors of the former, and ConfigError if the step
+        does not fit the memory of the devices: no repetition mends that.
     """
-
-    lowered: Future[jax.stages.Lowered]
-    compiled: Future[jax.stages.Compiled]
-
-
-def compile_in_background(program: StepProgram, mesh: Mesh) -> Compilation:
-    """Traces and compiles the step (see `lower_step`) in a thread, while this one does something else."""
 
     def compile_lowered() -> jax.stages.Compiled:
         lowered = tracing.result()
@@ -132,7 +125,7 @@ def compile_in_background(program: StepProgram, mesh: Mesh) -> Compilation:
     tracing = pool.submit(lower_step, program, mesh)
     compiling = pool.submit(compile_lowered)
     pool.shutdown(wait=False)
-    return Compilation(tracing, compiling)
+    return tracing, compiling
 
 
 class StepTooLarge(ConfigError):

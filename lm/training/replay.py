@@ -25,7 +25,6 @@ class Replay:
     """The replay of one configuration on one mesh; the program is compiled at its first use.
 
     Args:
-        program: the step.
         mesh: the devices, with the axes of `lm.pod.mesh`.
         fixed: the arrays that the step never changes; None: there are none.
     """

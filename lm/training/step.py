@@ -72,7 +72,6 @@ class TrainStep:
     """The step of one configuration: `init(seed)` makes a state, `train(state, batch)` advances it.
 
     Attributes:
-        functions: the functions of the model.
         unpack: tokens [B, L + 1] → inputs, targets, and the targets that count in the loss, each [B, L].
         by_window: the step also returns the metric `window_loss` [A, B]; if some targets do not count, it returns
             `window_targets`, their number per window.

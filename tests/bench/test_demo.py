@@ -6,15 +6,15 @@ import pytest
 
 from lm.attention import HeadDims
 from lm.bench import demo
-from lm.bench.attention import LayerRow
+from lm.bench.attention import LayerRow, find_costs
 from lm.bench.results import ContextFigure
 
 ROW = LayerRow('softmax', 512, 'forward+backward', 16, False, 100.0, 90.0, 120.0, cpu_milliseconds=64.0)
 
 
 def test_on_a_cpu_processor_time_counts():
-    assert demo.find_costs([ROW], is_cpu=True) == [ContextFigure(512, *[1e3 * 64 / 8192] * 3)]
-    assert demo.find_costs([ROW], is_cpu=False) == [ContextFigure(512, *(1e3 * ms / 8192 for ms in (100, 90, 120)))]
+    assert find_costs([ROW], of_processor=True) == [ContextFigure(512, *[1e3 * 64 / 8192] * 3)]
+    assert find_costs([ROW]) == [ContextFigure(512, *(1e3 * ms / 8192 for ms in (100, 90, 120)))]
 
 
 def test_a_sentence_says_how_the_time_grows():

@@ -47,9 +47,7 @@ def test_weights_gradients_of_many_tiles():
     biases = jnp.asarray(rng.standard_normal((1, 2, 1, 64)), jnp.float32)
     w = w / 8
     with interpreted():
-        gradients = jax.jit(functools.partial(weight_gradients, GpuNodePlan(2, 2, 5, True)))(
-            x, d, LevelMaps(w, v), biases
-        )
+        gradients = jax.jit(functools.partial(weight_gradients, GpuNodePlan(2, 2, 5)))(x, d, LevelMaps(w, v), biases)
     x, d, w, v, biases = (np.asarray(a, np.float64)[0] for a in (x, d, w, v, biases))
     for split, tokens in enumerate((slice(0, 320), slice(320, 448))):
         for network in range(2):

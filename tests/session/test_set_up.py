@@ -26,7 +26,6 @@ from lm.session.train import open_session, train, train_in_job
 from lm.tasks.induction_heads import InductionHeads
 from lm.training.config import TrainConfig
 from lm.training.optimizer import OptimizerConfig
-from lm.training.program import Compilation
 
 TASK = InductionHeads()
 EXPERIMENT = Experiment(
@@ -146,7 +145,7 @@ class Saved:
 def test_a_session_continues_from_the_restored_state(monkeypatch, tmp_path, capsys, rewind_to):
     lowered, compiled = types.SimpleNamespace(exception=lambda: None), types.SimpleNamespace(result=lambda: 'a program')
     monkeypatch.setattr(train_module, 'Checkpointer', Saved)
-    monkeypatch.setattr(train_module, 'compile_in_background', lambda *_: Compilation(lowered, compiled))
+    monkeypatch.setattr(train_module, 'compile_in_background', lambda *_: (lowered, compiled))
     monkeypatch.setattr(RunDir, 'check_unchanged', lambda run, text, rewound: None)
     monkeypatch.setattr(RunDir, 'read_goodput', lambda run: Goodput(begun=None).record() | {'seconds': {'step': 100.0}})
     with open_session(EXPERIMENT, Request(str(tmp_path / 'run'), rewind_to), 'none') as trainer:

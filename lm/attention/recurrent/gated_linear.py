@@ -30,64 +30,28 @@ from lm.parameters import EPSILON, declare, rms_norm
 POWERS = {1: PLAIN, 2: SQUARE}
 
 
-class SigmoidGate(ForgetGate):
-    """gate = 'sigmoid'."""
-
-    by_channel = False
-
-    def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
-        super().__init__(dims.n_kv_heads)
-
-    def gated(
-        self, k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (u, log a)."""
-        return v_BxLxKxD, self.log_decay(k_BxLxKxE, gate_BxLxN)
-
-    def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        """Returns the output, with the part that bypasses the state."""
-        return o_BxLxHxD
-
-
 class SkippedStepGate(StepGate):
     """gate = 'ssd'. D = 1 at first."""
-
-    by_channel = False
 
     def __init__(self, dims: HeadDims, rngs: nnx.Rngs):
         super().__init__(dims.n_kv_heads, rngs)
         self.skip = nnx.Param(jnp.ones(dims.n_heads), **declare('gain', 'heads'))
 
-    def gated(
-        self, k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (u, log a)."""
-        step_BxLxKx1 = self.steps(k_BxLxKxE, gate_BxLxN)[..., None]
-        return (v_BxLxKxD * step_BxLxKx1).astype(v_BxLxKxD.dtype), self.log_decay(k_BxLxKxE, gate_BxLxN)
+    def scale(self, v_BxLxKxD: jax.Array, steps_BxLxK: jax.Array) -> jax.Array:
+        """Returns u."""
+        return (v_BxLxKxD * steps_BxLxK[..., None]).astype(v_BxLxKxD.dtype)
 
-    def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
+    def add_skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
         """Returns the output, with the part that bypasses the state."""
         v_BxLxHxD = jnp.repeat(v_BxLxKxD, o_BxLxHxD.shape[2] // v_BxLxKxD.shape[2], axis=2)
         return o_BxLxHxD + self.skip[...][:, None] * v_BxLxHxD
 
 
-class ChannelGate(ChannelForgetGate):
-    """gate = 'channel'."""
-
-    by_channel = True
-
-    def gated(
-        self, k_BxLxKxE: jax.Array, v_BxLxKxD: jax.Array, gate_BxLxN: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (u, log a), log a of each channel."""
-        return v_BxLxKxD, self.log_decay(k_BxLxKxE, gate_BxLxN)
-
-    def skipped(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        """Returns the output: nothing bypasses the state."""
-        return o_BxLxHxD
-
-
-GATES = {'sigmoid': SigmoidGate, 'ssd': SkippedStepGate, 'channel': ChannelGate}
+GATES = {
+    'sigmoid': lambda dims, rngs: ForgetGate(dims.n_kv_heads),
+    'ssd': SkippedStepGate,
+    'channel': ChannelForgetGate,
+}
 
 
 @configurable('gated_linear')
@@ -146,8 +110,10 @@ class GatedLinearAttention(LinearModule):
         v_BxLxKxD: jax.Array,
         gate_BxLxN: jax.Array | None = None,
     ) -> LinearCall:
-        u_BxLxKxD, log_decay = self.gate.gated(k_BxLxKxD, v_BxLxKxD, gate_BxLxN)
-        by_channel = self.gate.by_channel
+        log_decay, u_BxLxKxD = self.gate.log_decay(k_BxLxKxD, gate_BxLxN), v_BxLxKxD
+        if isinstance(self.gate, SkippedStepGate):
+            u_BxLxKxD = self.gate.scale(v_BxLxKxD, self.gate.steps(k_BxLxKxD, gate_BxLxN))
+        by_channel = isinstance(self.gate, ChannelForgetGate)
         return LinearCall(
             q_BxLxHxD,
             k_BxLxKxD,
@@ -158,4 +124,6 @@ class GatedLinearAttention(LinearModule):
         )
 
     def outputs(self, o_BxLxHxD: jax.Array, v_BxLxKxD: jax.Array) -> jax.Array:
-        return self.out_norm(self.gate.skipped(o_BxLxHxD, v_BxLxKxD)).astype(o_BxLxHxD.dtype)
+        skips = isinstance(self.gate, SkippedStepGate)
+        whole_BxLxHxD = self.gate.add_skipped(o_BxLxHxD, v_BxLxKxD) if skips else o_BxLxHxD
+        return self.out_norm(whole_BxLxHxD).astype(o_BxLxHxD.dtype)

@@ -3,7 +3,7 @@
 B batch, L length, D width, V vocabulary, P devices among which the batch is split.
 """
 
-from typing import Annotated, Literal, overload
+from typing import Annotated
 
 import jax
 
@@ -12,41 +12,12 @@ from lm.ops.arguments import check_cap, check_counts, check_shapes
 from lm.ops.cross_entropy.cap import capped
 from lm.ops.cross_entropy.types import (
     CrossEntropyCall,
-    CrossEntropyImplementation,
     WeightedCall,
 )
 
-IMPLEMENTATIONS = platform.Implementations[CrossEntropyImplementation, CrossEntropyCall](
-    'cross-entropy', __name__, reference='reference', xla='xla'
-)
-
-
-@overload
-def cross_entropy(
-    x_BxLxD: jax.Array,
-    embedding_VxD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BxL: jax.Array,
-    *,
-    cap: float | None = None,
-    normalizer: Literal[False] = False,
-    chunk: int | None = None,
-    implementation: str | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def cross_entropy(
-    x_BxLxD: jax.Array,
-    embedding_VxD: jax.Array,
-    bias_V: jax.Array | None,
-    targets_BxL: jax.Array,
-    *,
-    cap: float | None = None,
-    normalizer: Literal[True],
-    chunk: int | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+IMPLEMENTATIONS = platform.Implementations('cross-entropy', __name__, reference='reference', xla='xla')
+"""Each module has `cross_entropy(call: CrossEntropyCall)`, which returns the nats, and the log-normalizers or None. It
+also has `weighted_cross_entropy(call: WeightedCall)`, which returns the parts of the sum [P, 1], and the nats."""
 
 
 def cross_entropy(

@@ -4,7 +4,6 @@ B batch, L length, D width, V vocabulary, P devices among which the batch is spl
 """
 
 import dataclasses
-from typing import Protocol
 
 import jax
 
@@ -32,15 +31,3 @@ class WeightedCall(CrossEntropyCall):
     _: dataclasses.KW_ONLY
     weights_BxL: jax.Array
     z_loss: float = dataclasses.field(default=0.0, metadata={'static': True})
-
-
-class CrossEntropyImplementation(Protocol):
-    """A module that computes cross-entropies."""
-
-    def cross_entropy(self, call: CrossEntropyCall) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the nats of all tokens, and log Σ_v exp(logit_v) where the call asks for it; float32 [B, L]."""
-        ...
-
-    def weighted_cross_entropy(self, call: WeightedCall) -> tuple[jax.Array, jax.Array]:
-        """Returns the parts of the weighted sum on each device [P, 1], and the nats [B, L], which have no gradient."""
-        ...

@@ -17,13 +17,11 @@ from lm.ops.errors import OperationError
 from lm.ops.exact_attention.types import (
     ExactCall,
     PolynomialCall,
-    PolynomialImplementation,
     SoftmaxCall,
-    SoftmaxImplementation,
 )
 from lm.ops.platform import sequence_shards
 
-SOFTMAX = platform.Implementations[SoftmaxImplementation, SoftmaxCall](
+SOFTMAX = platform.Implementations(
     'softmax attention',
     __name__,
     preferred={'tpu': ('pallas_tpu', 'splash'), 'gpu': ('cudnn',)},
@@ -33,9 +31,11 @@ SOFTMAX = platform.Implementations[SoftmaxImplementation, SoftmaxCall](
     splash='tpu.splash',
     cudnn='cudnn',
 )
-POLYNOMIAL = platform.Implementations[PolynomialImplementation, PolynomialCall](
+"""Each module has `softmax_attention(call: SoftmaxCall) -> jax.Array`."""
+POLYNOMIAL = platform.Implementations(
     'polynomial attention', __name__, reference='reference', xla='xla', pallas_tpu='tpu.polynomial', pallas_gpu='gpu'
 )
+"""Each module has `polynomial_attention(call: PolynomialCall) -> jax.Array`."""
 
 
 def softmax_attention(

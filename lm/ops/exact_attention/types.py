@@ -4,7 +4,6 @@ B batch, L queries, M keys, H query heads, K key and value heads, D head size.
 """
 
 import dataclasses
-from typing import Protocol
 
 import jax
 
@@ -67,19 +66,3 @@ class PolynomialCall(ExactCall):
     degree: int
     denominator_bias: float = 1.0
     scale: float = 1.0
-
-
-class SoftmaxImplementation(Protocol):
-    """A module that computes softmax attention."""
-
-    def softmax_attention(self, call: SoftmaxCall) -> jax.Array:
-        """Returns [B, L, H, D] in the dtype of q."""
-        ...
-
-
-class PolynomialImplementation(Protocol):
-    """A module that computes polynomial attention."""
-
-    def polynomial_attention(self, call: PolynomialCall) -> jax.Array:
-        """Returns [B, L, H, D] in the dtype of q."""
-        ...

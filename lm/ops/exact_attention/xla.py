@@ -9,7 +9,7 @@ L queries, M keys; G query heads share each of the K key heads.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,58 +27,24 @@ from lm.ops.residuals import save_residual
 
 MASKED = -1e30  # Finite, so that a row without visible keys so far gives no NaN; the first real score erases it.
 
-Statistics = TypeVar('Statistics')
-"""The numbers that a rule keeps of each query, besides the sum of its weighted values, from block to block."""
-
-
-class BlockWeights(Protocol[Statistics]):
-    """How scores become weights, a block of keys at a time; hashable.
-
-    Scores s are [B, K, G, L, M], values v [B, K, M, D]. `visible` tells which keys the queries see. `fade` has the log
-    factors of the decay [B, K, 1, L, M], or is None without decay.
-    """
-
-    def start(self, rows: tuple[int, ...]) -> Statistics:
-        """Returns the statistics of queries that have met no key."""
-        ...
-
-    def accumulate(
-        self,
-        acc: jax.Array,
-        stats: Statistics,
-        s: jax.Array,
-        visible: jax.Array,
-        v: jax.Array,
-        fade: jax.Array | None = None,
-    ) -> tuple[jax.Array, Statistics]:
-        """Adds a block of keys to the sum of the weighted values and to the statistics."""
-        ...
-
-    def finish(self, acc: jax.Array, stats: Statistics) -> tuple[jax.Array, jax.Array]:
-        """Returns the outputs and the normalizers."""
-        ...
-
-    def weights(
-        self, s: jax.Array, visible: jax.Array, normalizer: jax.Array, fade: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalized weights and their derivative by s where the normalizer is held fixed."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxWeights:
-    """`BlockWeights` exp(scale s) / Σ exp(scale s); scale s may have a cap.
+    """Weights exp(scale s) / Σ exp(scale s); scale s may have a cap.
 
-    The statistics are the largest score so far, and the sum of the weights relative to it.
+    From block to block of keys it keeps statistics of each query, besides the sum of the weighted values. Here they are
+    the largest score so far, and the sum of the weights relative to it.
     """
 
     scale: float
     cap: float | None = None
 
     def start(self, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """Returns the statistics of queries that have met no key."""
         return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
 
     def accumulate(self, acc, stats, s, visible, v, fade=None):
+        """Adds a block of keys to the sum of the weighted values and to the statistics."""
         maximum, total = stats
         s = jnp.where(visible, self._logits(s, fade), MASKED)
         raised = jnp.maximum(maximum, s.max(-1))
@@ -88,10 +54,12 @@ class SoftmaxWeights:
         return acc, (raised, total * shrink + w.sum(-1))
 
     def finish(self, acc, stats):
+        """Returns the outputs and the normalizers."""
         maximum, total = stats
         return acc / total[..., None], maximum + jnp.log(total)
 
     def weights(self, s, visible, normalizer, fade=None):
+        """Returns the normalized weights and their derivative by s where the normalizer is held fixed."""
         w = jnp.exp(jnp.where(visible, self._logits(s, fade), MASKED) - normalizer[..., None])
         if self.cap is None:
             return w, w * self.scale
@@ -104,7 +72,7 @@ class SoftmaxWeights:
 
 @dataclasses.dataclass(frozen=True)
 class PolynomialWeights:
-    """`BlockWeights` (scale s)^degree / (denominator_bias + Σ (scale s)^degree).
+    """Weights (scale s)^degree / (denominator_bias + Σ (scale s)^degree), by the methods of `SoftmaxWeights`.
 
     float32 needs no running maximum at usual degrees. The statistics are the denominators so far.
     """
@@ -129,6 +97,14 @@ class PolynomialWeights:
         below = jnp.where(visible, lax.integer_pow(s, self.degree - 1), 0.0) * (1.0 / normalizer)[..., None]
         below = below if fade is None else below * jnp.exp(fade)
         return below * s, below * (self.degree * self.scale)
+
+
+BlockWeights = SoftmaxWeights | PolynomialWeights
+"""How scores become weights, a block of keys at a time; hashable.
+
+Scores s are [B, K, G, L, M], values v [B, K, M, D]. `visible` tells which keys the queries see. `fade` has the log
+factors of the decay [B, K, 1, L, M], or is None without decay.
+"""
 
 
 class Operands(NamedTuple):

@@ -4,7 +4,6 @@ A warpgroup is 128 threads and holds a tile.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -13,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+
+from lm.ops import platform
 
 TILE = 64
 """Tokens of a tile, the rows of a `wgmma` product."""
@@ -37,45 +38,41 @@ def accumulator(rows: int, columns: int) -> Any:
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]: JAX documents it
 
 
-def regroup(refs: Sequence[object], *operands: object) -> list[Any]:
-    """Returns the refs of a kernel in the structure of `operands`, trees of the arrays it reads, and all other refs."""
-    leaves, structure = jax.tree.flatten(operands)
-    return [*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :]]
+def multiply(sums, a, b, warpgroups: str | None = None) -> None:
+    """Adds a · b to `sums`, registers of `accumulator`, and does not wait for the product.
 
-
-def multiply(sums, a: jax.Array, b, scratch) -> None:
-    """Adds a · b to `sums`, registers of `accumulator`, with `a` [64, 64] in registers and `b` in shared memory.
-
-    It does not wait for the product. `scratch` is a list with a matrix for `a` where the kernel is interpreted, since
-    the interpreter's `wgmma` takes no operand in registers; else it is empty.
+    `a` is in registers or in shared memory, `b` in the latter. The interpreter's `wgmma` takes no operand in registers,
+    so it gets a copy; `warpgroups` is the axis of the warpgroups, where a thread block has several.
     """
-    if scratch:
-        scratch[0][...] = a
+
+    def copy(smem):
+        place = smem if warpgroups is None else smem.at[lax.axis_index(warpgroups)]
+        place[...] = a
         plgpu.commit_smem()
-        a = scratch[0]
-    plgpu.wgmma(sums, a, b)
+        plgpu.wgmma(sums, place, b)
+
+    if isinstance(a, jax.Array) and platform.target_platform() != 'gpu':
+        shape = a.shape if warpgroups is None else (lax.axis_size(warpgroups), *a.shape)
+        pl.run_scoped(copy, matrix(*shape), collective_axes=warpgroups or ())
+    else:
+        plgpu.wgmma(sums, a, b)
 
 
 def product(a, b) -> jax.Array:
-    """Computes a · b, both in shared memory, and waits for the product; float32."""
-
-    def compute(sums):
-        plgpu.wgmma(sums, a, b)
-        return sums[...]
-
-    return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]))
+    """Computes a · b, and waits for the product; float32. `multiply` says where the factors are."""
+    return sum_products([(a, b)])[0]
 
 
-def sum_products(*sums, scratch=()) -> list[jax.Array]:
+def sum_products(*sums) -> list[jax.Array]:
     """Computes Σ a · b for each list of pairs (a, b), all at the same time; float32.
 
-    Factors are in shared memory, but `a` may be in registers; `multiply` explains `scratch`.
+    `multiply` says where the factors are.
     """
 
     def compute(*accumulators):
         for registers, pairs in zip(accumulators, sums, strict=True):
             for a, b in pairs:
-                multiply(registers, a, b, scratch if isinstance(a, jax.Array) else ())
+                multiply(registers, a, b)
         return [registers[...] for registers in accumulators]
 
     shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
@@ -197,7 +194,6 @@ def walk(sources, start, first, stop, use, carry=(), backwards=False, slots=WALK
         first: the number of the first tile.
         stop: one more than the number of the last tile.
         use: gets a tile of each source in shared memory, in the sources' tree.
-        carry: the carry of the first call.
         backwards: walk from the last tile to the first.
         slots: tiles for which there is room.
 

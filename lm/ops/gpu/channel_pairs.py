@@ -30,18 +30,6 @@ LEAST = -128.0
 """Logs below it count as it: exp of both is 0 in float32, and products take no infinite number."""
 
 
-class PairMemory(NamedTuple):
-    """Shared memory of the products.
-
-    Attributes:
-        keys: where keys times factors are placed, [C, E].
-        register: scratch of `multiply`, where the kernel is interpreted; else an empty list.
-    """
-
-    keys: Any
-    register: list
-
-
 def _differ(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the bits in which numbers differ; the first one is m of the level where two tokens meet."""
     return a + b - 2 * (a & b)
@@ -89,14 +77,14 @@ class Selections:
         return jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def add_selected(selection: jax.Array, parts: list, register: list) -> jax.Array:
+def add_selected(selection: jax.Array, parts: list) -> jax.Array:
     """Computes the sums of the selected tokens' numbers, float32 [C, E]; `parts` are in shared memory."""
-    return sum_products([(selection, part) for part in parts], scratch=register)[0]
+    return sum_products([(selection, part) for part in parts])[0]
 
 
-def make_factors(selection: jax.Array, logs: list, register: list) -> jax.Array:
+def make_factors(selection: jax.Array, logs: list) -> jax.Array:
     """Computes exp of the sums of the selected tokens' logs, float32 [C, E]."""
-    return jnp.exp(add_selected(selection, logs, register))
+    return jnp.exp(add_selected(selection, logs))
 
 
 def fade(x_CxE, factors: jax.Array) -> jax.Array:
@@ -120,24 +108,24 @@ def take_own(pairs: jax.Array) -> jax.Array:
     return jnp.where(row == column, pairs, 0.0)
 
 
-def weigh(q_CxE, k_CxE, logs: list, memory: PairMemory) -> jax.Array:
+def weigh(q_CxE, k_CxE, logs: list, faded_CxE) -> jax.Array:
     """Computes the weights of pairs j <= i, float32 [C, C] and 0 elsewhere; queries are on the rows.
 
-    No factor changes the weights of pairs j = i.
+    Keys times factors are placed in `faded_CxE`. No factor changes the weights of pairs j = i.
     """
-    return weigh_earlier(q_CxE, k_CxE, logs, memory, take_own(product(q_CxE, k_CxE.transpose((1, 0)))))
+    return weigh_earlier(q_CxE, k_CxE, logs, faded_CxE, take_own(product(q_CxE, k_CxE.transpose((1, 0)))))
 
 
-def weigh_earlier(q_CxE, k_CxE, logs: list, memory: PairMemory, other: jax.Array) -> jax.Array:
+def weigh_earlier(q_CxE, k_CxE, logs: list, faded_CxE, other: jax.Array) -> jax.Array:
     """Computes the weights of pairs j < i, float32 [C, C], and takes `other` elsewhere."""
     select = Selections()
 
     def weigh_level(m: jax.Array, pairs: jax.Array) -> jax.Array:
-        factors = make_factors(select.level(m), logs, memory.register)
+        factors = make_factors(select.level(m), logs)
         release()
-        memory.keys[...] = fade(k_CxE, factors)
+        faded_CxE[...] = fade(k_CxE, factors)
         plgpu.commit_smem()
-        found = sum_products([(fade(q_CxE, factors), memory.keys.transpose((1, 0)))], scratch=memory.register)[0]
+        found = product(fade(q_CxE, factors), faded_CxE.transpose((1, 0)))
         return take_level(found, m, pairs)
 
     return loop_over_levels(weigh_level, other)
@@ -147,28 +135,27 @@ class PairGradientMemory(NamedTuple):
     """Shared memory of the gradients of pairs.
 
     Attributes:
-        pairs: memory of `weigh`.
+        keys: where keys times factors are placed, [C, E].
         queries: where queries times factors are placed, [C, E].
         weights: where weights of pairs, or their gradients, are placed, [C, C].
         dlog: the gradients of the logs, float32 [C, E]. Registers would not hold them, too.
     """
 
-    pairs: PairMemory
+    keys: Any
     queries: Any
     weights: Any
     dlog: Any
 
     @classmethod
-    def allocate(cls, interpreted: bool) -> 'PairGradientMemory':
+    def allocate(cls) -> 'PairGradientMemory':
         tile = matrix(TILE, TILE)
-        pairs = PairMemory(tile, [tile] if interpreted else [])
-        return cls(pairs, tile, tile, matrix(TILE, TILE, dtype=jnp.float32))
+        return cls(tile, tile, tile, matrix(TILE, TILE, dtype=jnp.float32))
 
 
 def place_halves(value: jax.Array, memory: PairGradientMemory) -> list:
     """Places numbers in shared memory as two operands."""
     release()
-    halves = [memory.queries, memory.pairs.keys]
+    halves = [memory.queries, memory.keys]
     for place, half in zip(halves, in_parts(value, 2), strict=True):
         place[...] = half
     plgpu.commit_smem()
@@ -178,7 +165,7 @@ def place_halves(value: jax.Array, memory: PairGradientMemory) -> list:
 def add_log_gradients(turned_selection: jax.Array, value: jax.Array, memory: PairGradientMemory) -> None:
     """Adds the gradients of the logs of which `value` is the gradient of sums; the selection is transposed."""
     halves = place_halves(value, memory)
-    memory.dlog[...] = load_matrix(memory.dlog) + add_selected(turned_selection, halves, memory.pairs.register)
+    memory.dlog[...] = load_matrix(memory.dlog) + add_selected(turned_selection, halves)
 
 
 def differentiate_pairs(
@@ -188,17 +175,17 @@ def differentiate_pairs(
 
     `dpairs_CxC` are the gradients of the weights of pairs j < i, in shared memory; other entries do not count.
     """
-    select, turned, register = Selections(), Selections(transposed=True), memory.pairs.register
+    select, turned = Selections(), Selections(transposed=True)
 
     def differentiate_level(m: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dq, dk = found
-        factors = make_factors(select.level(m), logs, register)
+        factors = make_factors(select.level(m), logs)
         release()
         memory.weights[...] = take_level(load_matrix(dpairs_CxC), m)
-        memory.queries[...], memory.pairs.keys[...] = fade(q_CxE, factors), fade(k_CxE, factors)
+        memory.queries[...], memory.keys[...] = fade(q_CxE, factors), fade(k_CxE, factors)
         plgpu.commit_smem()
         # One after the other: registers do not hold both.
-        dqueries = product(memory.weights, memory.pairs.keys) * factors
+        dqueries = product(memory.weights, memory.keys) * factors
         dlog = dqueries * widen(q_CxE)
         dkeys = product(memory.weights.transpose((1, 0)), memory.queries) * factors
         add_log_gradients(turned.level(m), dlog + dkeys * widen(k_CxE), memory)

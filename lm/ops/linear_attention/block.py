@@ -24,7 +24,6 @@ class BlockTokens(NamedTuple):
     """The tokens of a block, or of all blocks; None where nothing reads them.
 
     Attributes:
-        v_BxKxDxS: values.
         k_BxKxExS: keys, inputs of the feature map; S = T, with a window N + T.
         k_local_BxKxCxS: the keys that the exact kernel compares.
         q_BxKxExGxT: queries, inputs of the feature map.
@@ -133,7 +132,6 @@ def read(
         shape: the static properties of the block.
         tokens: its queries, and the keys that they see.
         sums: the sums over the keys before the block; None where there are none to read.
-        parameters: the parameters of the feature map.
         bounds: bounds on the indices of keys; None: no bounds.
         start: index of the block's first key.
     """

@@ -108,12 +108,7 @@ def _segment(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the state after the chunks of a segment, and their outputs [B, K, N, G, C, D].
 
-    Args:
-        state_BxKxExD: the state before them.
-        q: queries, [B, K, N, G, C, E].
-        k: keys, [B, K, N, C, E].
-        v: values, [B, K, N, C, D].
-        log_decay: the logs of the factors, [B, K, N, C, E].
+    Tokens are [B, K, N, C, …], but queries [B, K, N, G, C, E].
     """
     pairs, since, until, whole = channel_decay.weigh(q, k, log_decay)
     weights = pairs + channel_decay.weigh_own(q, k)

@@ -19,8 +19,6 @@ class BlockPlan:
     """The static properties of a call.
 
     Attributes:
-        options: the options of the call.
-        length: tokens.
         block: tokens per block.
         tile: rows of queries at a time.
         heads: key heads.

@@ -21,11 +21,10 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lm.ops import decay as decays
 from lm.ops import platform
-from lm.ops.blocks import call_in_branch
+from lm.ops.blocks import call_in_branch, put, take
 from lm.ops.decay import Decay
 from lm.ops.linear_attention import channels
 from lm.ops.linear_attention.block import (
@@ -154,9 +153,7 @@ class BlockWalk:
     """The walk over the blocks of a call.
 
     Attributes:
-        plan: the plan.
         bounds: bounds on the indices of keys; None: no bounds.
-        parameters: the parameters of the feature map.
         tokens: all tokens, last, where the plan needs them.
         sums: the sums before the first block; None where the plan needs none.
     """
@@ -339,8 +336,8 @@ class Backward:
         if keys.decay is not None and last is not None:
             dsums = decay_state(dsums, decays.between(last, decays.entries(keys.decay, 0, 1))[..., 0])
         # Nothing else has a gradient of keys that are only folded.
-        put = _add if 'k_BxKxExS' in self.read else _put
-        added = {n: (put if n == 'k_BxKxExS' else _add)(dkeys[n], d, start) for n, d in found.items()}
+        place = _add if 'k_BxKxExS' in self.read else _put
+        added = {n: (place if n == 'k_BxKxExS' else _add)(dkeys[n], d, start) for n, d in found.items()}
         return dkeys | added, _sum(dparameters, more), dsums
 
 
@@ -437,7 +434,7 @@ def _make_zeros(tree: Tree) -> Tree:
 
 
 def _cut(tree: Tree, start: jax.Array | int, size: int) -> Tree:
-    return jax.tree.map(lambda x: x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, -1), tree)
+    return jax.tree.map(lambda x: take(x, start, size, -1), tree)
 
 
 def _cut_keys(tokens: BlockTokens, start: jax.Array | int, size: int) -> BlockTokens:
@@ -447,11 +444,7 @@ def _cut_keys(tokens: BlockTokens, start: jax.Array | int, size: int) -> BlockTo
 
 
 def _put(tree: Tree, parts: Tree, start: jax.Array | int) -> Tree:
-    def put(x, part):
-        part = part.astype(x.dtype)
-        return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, x.ndim - 1)
-
-    return jax.tree.map(put, tree, parts)
+    return jax.tree.map(lambda x, part: put(x, part, start, x.ndim - 1), tree, parts)
 
 
 def _add(tree: Tree, parts: Tree, start: jax.Array | int) -> Tree:

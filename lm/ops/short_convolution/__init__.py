@@ -11,11 +11,10 @@ import jax
 
 from lm.ops import platform
 from lm.ops.arguments import check_shapes
-from lm.ops.short_convolution.types import ConvolutionCall, ConvolutionImplementation
+from lm.ops.short_convolution.types import ConvolutionCall
 
-IMPLEMENTATIONS = platform.Implementations[ConvolutionImplementation, ConvolutionCall](
-    'short convolution', __name__, xla='xla', pallas_tpu='tpu'
-)
+IMPLEMENTATIONS = platform.Implementations('short convolution', __name__, xla='xla', pallas_tpu='tpu')
+"""Each module has `short_convolution(call: ConvolutionCall) -> jax.Array`."""
 
 
 def short_convolution(

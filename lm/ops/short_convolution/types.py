@@ -1,6 +1,6 @@
 """The call of a short convolution, as all implementations take it."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 
@@ -12,11 +12,3 @@ class ConvolutionCall(NamedTuple):
     kernel_SxN: jax.Array
     before_BxRxN: jax.Array | None = None
     reach_BxL: jax.Array | None = None
-
-
-class ConvolutionImplementation(Protocol):
-    """A module that computes short convolutions."""
-
-    def short_convolution(self, call: ConvolutionCall) -> jax.Array:
-        """Computes a call that `unsupported` does not refuse: y [B, L, N] in the dtype of x."""
-        ...

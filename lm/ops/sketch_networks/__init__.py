@@ -19,10 +19,9 @@ from lm.ops.sketch_networks.types import (
     Nodes,
     SketchCall,
     Sketched,
-    SketchImplementation,
 )
 
-IMPLEMENTATIONS = platform.Implementations[SketchImplementation, SketchCall](
+IMPLEMENTATIONS = platform.Implementations(
     'sketch networks',
     __name__,
     reference='reference',
@@ -30,6 +29,7 @@ IMPLEMENTATIONS = platform.Implementations[SketchImplementation, SketchCall](
     pallas_tpu='tpu.networks',
     pallas_gpu='gpu.networks',
 )
+"""Each module has `sketch_networks(call: SketchCall) -> Sketched`."""
 
 
 def sketch_networks(nodes: Nodes, *xs_BxLxNxGxM: jax.Array, implementation: str | None = None) -> Sketched:

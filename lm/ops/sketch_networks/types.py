@@ -3,7 +3,7 @@
 B batch, L length, N sketches of G heads each, M vector size, E hidden units, r (R in names) sketch size.
 """
 
-from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -79,11 +79,3 @@ class Sketched(NamedTuple):
 
     sketches: Annotated[tuple[jax.Array, ...], 'BxLxNxGxR']
     vectors: Annotated[tuple[jax.Array, ...], 'BxLxNxGxM']
-
-
-class SketchImplementation(Protocol):
-    """A module that computes sketch networks."""
-
-    def sketch_networks(self, call: SketchCall) -> Sketched:
-        """Computes a call that `unsupported` does not refuse."""
-        ...

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops import platform
 from lm.ops.dots import in_parts
 from lm.ops.gpu import (
     FAST,
@@ -74,24 +73,20 @@ def pair_turned(x: jax.Array, *, factors, high: Ref, low: Ref, **_) -> list[tupl
     return [([part.transpose((1, 0)) for part in (high, low)], d) for d in factors]
 
 
-def send_products(
-    results: list[tuple[Sequence[Ref], list[Ref]]], staging: list[Ref], out: list[Ref], register: list[Ref]
-) -> None:
+def send_products(results: list[tuple[Sequence[Ref], list[Ref]]], staging: list[Ref], out: list[Ref]) -> None:
     """Sends each result to its matrix in memory, one part of each of them at the same time.
 
     Args:
         results: the factors of each result. The first are the two bfloat16 numbers of X, or of Xᵀ, or of X with
             factors per column; the second are the parts of the other matrix, in shared memory.
         staging: where a part of each result is placed.
-        out: the matrices.
-        register: scratch of `multiply`.
     """
     for part in range(max(len(parts) for _, parts in results)):
         wait_for_copies()
         release()
         wide = [number for number, (_, parts) in enumerate(results) if part < len(parts)]
         pairs = [[(x, results[number][1][part]) for x in results[number][0]] for number in wide]
-        for number, value in zip(wide, sum_products(*pairs, scratch=register), strict=True):
+        for number, value in zip(wide, sum_products(*pairs), strict=True):
             send(value, staging[number], out[number].at[:, slice_tile(part)])
 
 
@@ -108,19 +103,16 @@ def solve_systems(
     """Runs a kernel that inverts the system of each chunk, and applies the inverse X.
 
     Args:
-        name: of the kernel.
         keys: the keys [N, …, E], bfloat16, alone or followed by what belongs to them.
         scalars: numbers of the tokens, float32.
         factors: arrays like keys, of which the first is like the first result.
         locate: (head, chunk) → the place of a chunk in an array.
-        make_system: (parts of keys, scalars, scratch of `multiply`, *extra) → A.
+        make_system: (parts of keys, scalars, *extra) → A.
         pair: takes X and, by name, what is in shared memory: the parts of `keys` and of each of the `factors`, the
-            `scalars`, `register`, and `high` and `low` for two bfloat16 numbers. It returns what `send_products` takes.
-        extra: further shared memory.
+            `scalars`, and `high` and `low` for two bfloat16 numbers. It returns what `send_products` takes.
     """
     k = jax.tree.leaves(keys)[0]
     n, key_size = k.shape[0], k.shape[-1]
-    interpreted = platform.target_platform() != 'gpu'
 
     def body(keys, scalars, factors, out, /, *, ready, scalars_ready, staging, extra, **chunk):
         head = lax.axis_index('head')
@@ -133,10 +125,9 @@ def solve_systems(
             plgpu.copy_gmem_to_smem(source.at[at], to, scalars_ready)
         plgpu.barrier_wait(ready)
         plgpu.barrier_wait(scalars_ready)
-        register = chunk['register']
-        a = make_system(chunk['keys'], chunk['scalars'], register, *extra)
-        x = invert(a, functools.partial(multiply_split, chunk['high'], chunk['low'], register))
-        send_products(pair(x, **chunk), staging, [to.at[at] for to in out], register)
+        a = make_system(chunk['keys'], chunk['scalars'], *extra)
+        x = invert(a, functools.partial(multiply_split, chunk['high'], chunk['low']))
+        send_products(pair(x, **chunk), staging, [to.at[at] for to in out])
         plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = name
@@ -158,23 +149,22 @@ def solve_systems(
             'high': tile,
             'low': tile,
             'staging': [tile, tile],
-            'register': [tile] if interpreted else [],
             'extra': list(extra),
         },
     )(keys, scalars, factors)
     return results
 
 
-def multiply_split(high: Ref, low: Ref, register: list[Ref], a: jax.Array, b: jax.Array) -> jax.Array:
+def multiply_split(high: Ref, low: Ref, a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes a · b of float32 [C, C] in registers; the two bfloat16 numbers of b are placed in shared memory."""
     release()
     high[...], low[...] = in_parts(b, 2)
     plgpu.commit_smem()
     a_high, a_low = in_parts(a, 2)
-    return sum_products([(a_high, high), (a_high, low), (a_low, high)], scratch=register)[0]
+    return sum_products([(a_high, high), (a_high, low), (a_low, high)])[0]
 
 
-def _make_system(keys: list[Ref], scalars: list[Ref], _: list[Ref]) -> jax.Array:
+def _make_system(keys: list[Ref], scalars: list[Ref]) -> jax.Array:
     """Makes A, float32 in registers."""
     beta_C, t_C = scalars
     t_rows = repeat_per_row(load_rows(t_C), TILE)

@@ -127,7 +127,6 @@ def make_plan(options: Options, length: int, exact_local: bool) -> GpuPlan:
         scale=scale,
         denominator_bias=options.denominator_bias,
         single_block=length <= block,
-        interpreted=platform.target_platform() != 'gpu',
     )
 
 

@@ -27,7 +27,7 @@ from lm.ops.gpu import (
     walk,
     write,
 )
-from lm.ops.linear_attention.gpu.features import allocate_operand, mask, weigh
+from lm.ops.linear_attention.gpu.features import mask, weigh
 from lm.ops.linear_attention.gpu.plan import TILE, A, FarTokens, GpuPlan, NearTokens, Ref
 from lm.ops.linear_attention.gpu.squares import SumsReader, TilePlace, allocate_reader
 
@@ -52,7 +52,6 @@ def differentiate_queries(
     """Computes the gradients of x and, where plan.exact_local, of a.
 
     Args:
-        plan: the plan of the forward kernels.
         near: the operands of weights inside a block, queries first.
         far: queries, and the sums before each block with mirror images; None with plan.single_block.
     """
@@ -67,7 +66,6 @@ def differentiate_keys(
     """Computes the gradients of v, of y and, where plan.exact_local, of b.
 
     Args:
-        plan: the plan of the forward kernels.
         near: the operands of weights inside a block, keys first.
         far: keys, and Σ (x ⊗ x) gᵀ and Σ e x xᵀ after each block with mirror images; None with plan.single_block.
     """
@@ -87,8 +85,7 @@ def _call(
     """Runs a kernel; `gradients` are arrays like the results.
 
     In its memory `compared_TxC` holds the vectors of a tile that weights compare, `vector_TxD` g of queries or v of
-    keys; both arrive at `ready`. `e_T` holds e of queries, which arrives at `e_ready`. `register` is scratch of
-    `multiply`, where the kernel is interpreted; else an empty list.
+    keys; both arrive at `ready`. `e_T` holds e of queries, which arrives at `e_ready`.
     """
     n, length, size = near.own_NxLxC.shape
 
@@ -102,7 +99,6 @@ def _call(
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
         scratch_types={
-            'register': allocate_operand(plan.interpreted),
             'compared_TxC': matrix(TILE, size),
             'vector_TxD': matrix(TILE, TILE),
             'ready': plgpu.Barrier(num_arrivals=2),
@@ -119,7 +115,6 @@ def _query_kernel(
     far: FarTokens[Ref] | None,
     gradients: SideGradients[Ref],
     *,
-    register: list[Ref],
     compared_TxC: Ref,
     vector_TxD: Ref,
     ready: Ref,
@@ -142,7 +137,7 @@ def _query_kernel(
             dw_TxK = product(g_TxD, v_smem.transpose((1, 0))) + repeat_per_row(load_rows(e_T), TILE)
             _, slope_TxK = weigh(plan, s_TxK)
             ds_TxK = mask(dw_TxK * slope_TxK, (place.inside - step) * TILE, keys=1)
-            multiply(da_TxC, ds_TxK.astype(jnp.bfloat16), b_smem, register)
+            multiply(da_TxC, ds_TxK.astype(jnp.bfloat16), b_smem)
             return carry
 
         sources = (near.other_NxLxC.at[head], near.v_NxLxD.at[head])
@@ -150,7 +145,7 @@ def _query_kernel(
         return plan.degree * plan.scale * da_TxC[...]
 
     def differentiate_before(far, **memory):
-        reader = SumsReader(far, place, register, **memory)
+        reader = SumsReader(far, place, **memory)
         reader.wait()
         mx_TxR = reader.multiply_moment() * repeat_per_row(load_rows(e_T), reader.features)
         return 2.0 * (mx_TxR + jnp.concatenate(reader.multiply_squares(g_TxD=g_TxD), axis=1))
@@ -188,7 +183,6 @@ def _key_kernel(
     far: FarTokens[Ref] | None,
     gradients: SideGradients[Ref],
     *,
-    register: list[Ref],
     compared_TxC: Ref,
     vector_TxD: Ref,
     ready: Ref,
@@ -208,9 +202,9 @@ def _key_kernel(
                 dw_TxQ = product(v_TxD, g_smem.transpose((1, 0))) + repeat_per_column(load_columns(e_smem), TILE)
                 w_TxQ, slope_TxQ = weigh(plan, s_TxQ)
                 shift = (step - place.inside) * TILE
-                multiply(dv_TxD, mask(w_TxQ, shift, keys=0).astype(jnp.bfloat16), g_smem, register)
+                multiply(dv_TxD, mask(w_TxQ, shift, keys=0).astype(jnp.bfloat16), g_smem)
                 ds_TxQ = mask(dw_TxQ * slope_TxQ, shift, keys=0)
-                multiply(db_TxC, ds_TxQ.astype(jnp.bfloat16), a_smem, register)
+                multiply(db_TxC, ds_TxQ.astype(jnp.bfloat16), a_smem)
                 return carry
 
             sources = (near.other_NxLxC.at[head], cast(Ref, near.g_NxLxD).at[head], cast(Ref, near.e_NxL).at[head])
@@ -218,7 +212,7 @@ def _key_kernel(
             return plan.degree * plan.scale * db_TxC[...]
 
         def differentiate_after(far, **memory):
-            reader = SumsReader(far, place, register, **memory)
+            reader = SumsReader(far, place, **memory)
             reader.wait()
             my_TxR = reader.multiply_moment()
             return 2.0 * (my_TxR + jnp.concatenate(reader.multiply_squares(dv_TxD, v_TxD), axis=1))

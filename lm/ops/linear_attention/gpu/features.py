@@ -7,16 +7,10 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import load_rows, matrix, repeat_per_row
-from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, GpuPlan, Ref
+from lm.ops.gpu import load_rows, number_entries, repeat_per_row
+from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, GpuPlan, Ref
 from lm.ops.powers import power_and_slope
-
-
-def allocate_operand(interpreted: bool) -> list[Ref]:
-    """Returns the memory that `multiply` needs where the kernel is interpreted."""
-    return [matrix(TILE, SLICE)] if interpreted else []
 
 
 def multiply_features(x_TxG: jax.Array, rows: Ref, index: int) -> jax.Array:
@@ -43,7 +37,5 @@ def mask(weights: jax.Array, shift: jax.Array | int, keys: int) -> jax.Array:
         shift: the number of tokens from the first key to the first query, not negative.
         keys: the axis of the keys, 0 or 1.
     """
-    key, query = (
-        plgpu.broadcasted_iota(jnp.int32, weights.shape, i, layout=plgpu.Layout.WGMMA) for i in (keys, 1 - keys)
-    )
-    return jnp.where(key <= query + shift, weights, 0.0)
+    numbers = number_entries()
+    return jnp.where(numbers[keys] <= numbers[1 - keys] + shift, weights, 0.0)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import accumulator, load_matrix, matrix, multiply, product, repeat_per_row, walk, write, zeros
-from lm.ops.linear_attention.gpu.features import allocate_operand, mask, multiply_features, weigh
+from lm.ops.linear_attention.gpu.features import mask, multiply_features, weigh
 from lm.ops.linear_attention.gpu.plan import (
     GROUP,
     SLICE,
@@ -123,7 +123,7 @@ def outputs(
         out_type=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((n, length), jnp.float32)),
         grid=(length // TILE, n),
         grid_names=('tile', 'head'),
-        scratch_types=[allocate_operand(plan.interpreted), matrix(TILE, size), plgpu.Barrier()],
+        scratch_types=[matrix(TILE, size), plgpu.Barrier()],
     )(near, far)
     return o_NxLxD, inverse_NxL
 
@@ -134,7 +134,6 @@ def _outputs(
     far: FarTokens[Ref] | None,
     o: Ref,
     inverse: Ref,
-    register: list[Ref],
     a_smem: Ref,
     a_ready: Ref,
 ) -> None:
@@ -145,7 +144,7 @@ def _outputs(
 
     def compute(num_TxD):
         def read_sums(far, **memory):
-            reader = SumsReader(far, place, register, **memory)
+            reader = SumsReader(far, place, **memory)
             reader.wait()
             x_TxR = load_matrix(reader.x_TxR).astype(jnp.float32)
             den_T = jnp.maximum(jnp.sum(reader.multiply_moment() * x_TxR, axis=1), 0.0)
@@ -156,7 +155,7 @@ def _outputs(
             b_smem, v_smem = tiles
             w_TxK, _ = weigh(plan, product(a_smem, b_smem.transpose((1, 0))))
             w_TxK = mask(w_TxK, (place.inside - step) * TILE, keys=1)
-            multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem, register)
+            multiply(num_TxD, w_TxK.astype(jnp.bfloat16), v_smem)
             return den_T + jnp.sum(w_TxK, axis=1)
 
         den_T = zeros(TILE) + plan.denominator_bias

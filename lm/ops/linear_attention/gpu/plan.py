@@ -29,7 +29,6 @@ class SquareInputs(NamedTuple):
     Attributes:
         x_NxLxR: features of queries.
         y_NxLxR: features of keys.
-        v_NxLxD: values.
         a_NxLxC: the queries that the exact kernel compares; None unless plan.exact_local.
         b_NxLxC: the keys that the exact kernel compares; None unless plan.exact_local.
     """
@@ -57,7 +56,6 @@ class NearTokens(NamedTuple, Generic[A]):
     Attributes:
         own_NxLxC: the compared vectors of this side.
         other_NxLxC: the compared vectors of the other side.
-        v_NxLxD: values.
         g_NxLxD: gradients of numerators, bfloat16; None in the forward pass.
         e_NxL: gradients of denominators, float32; None in the forward pass.
     """
@@ -95,10 +93,7 @@ class GpuPlan:
             ⟨x, y⟩².
         exact_local: a and b are arrays of their own; else they are x and y.
         degree: the degree of the weights inside a block, a power of two.
-        scale: the scale of the weights inside a block.
-        denominator_bias: the constant that is added to the denominator.
         single_block: the sequence is one block, so that x ⊗ x has no part in it.
-        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
     block: int
@@ -107,7 +102,6 @@ class GpuPlan:
     scale: float
     denominator_bias: float
     single_block: bool
-    interpreted: bool
 
     @property
     def tiles(self) -> int:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lm.ops.gpu import accumulator, load_matrix, load_rows, matrix, multiply, product, release, repeat_per_row, zeros
+from lm.ops.gpu import load_matrix, load_rows, matrix, multiply, product, release, repeat_per_row, sum_products, zeros
 from lm.ops.linear_attention.gpu.features import multiply_features
 from lm.ops.linear_attention.gpu.plan import GROUP, SLICE, TILE, FarTokens, Ref
 
@@ -58,7 +58,6 @@ class SumsReader:
         self,
         far: FarTokens[Ref],
         place: TilePlace,
-        register: list[Ref],
         *,
         x_TxR: Ref,
         xt_RxT: Ref,
@@ -67,21 +66,9 @@ class SumsReader:
         ready: Ref,
         arrived: Ref,
     ):
-        """Starts the copies.
-
-        Args:
-            far: arrays in memory.
-            place: the place of the tile.
-            register: `allocate_operand(…)`.
-            x_TxR: shared memory for the tile's features.
-            xt_RxT: for x transposed.
-            moment_QxR: for the three parts of the moment, Q = 3R.
-            halves: for SLOTS halves of squares.
-            ready: the barrier of the first three.
-            arrived: a barrier per slot.
-        """
+        """Starts the copies of `far` to the memory of `allocate_reader`; x, xᵀ and the moment arrive at `ready`."""
         head, tokens = place.head, place.tokens
-        self.register, self.features = register, x_TxR.shape[1]
+        self.features = x_TxR.shape[1]
         self.x_TxR, self.xt_RxT, self.moment_QxR = x_TxR, xt_RxT, moment_QxR
         self.halves, self.ready, self.arrived = halves, ready, arrived
         self.state = far.state.at[head, place.block]
@@ -102,13 +89,8 @@ class SumsReader:
     def multiply_moment(self) -> jax.Array:
         """Computes moment · x, float32 [TILE, R]."""
         size = self.features
-
-        def compute(sum_TxR):
-            for i in range(3):
-                plgpu.wgmma(sum_TxR, self.x_TxR, self.moment_QxR.at[i * size : (i + 1) * size])
-            return sum_TxR[...]
-
-        return pl.run_scoped(compute, accumulator(TILE, size))
+        parts = [self.moment_QxR.at[i * size : (i + 1) * size] for i in range(3)]
+        return sum_products([(self.x_TxR, part) for part in parts])[0]
 
     def multiply_squares(self, sum_TxD: Ref | None = None, g_TxD: Ref | None = None) -> list[jax.Array]:
         """Adds ⟨x ⊗ x, Z⟩ to an accumulator, or differentiates such sums, or both.
@@ -131,7 +113,7 @@ class SumsReader:
                 weight = jnp.where(i < 2 * column, 2.0, 1.0).astype(jnp.bfloat16)
                 for j in range(ROWS * GROUP // SLICE):
                     phi_TxS = multiply_features(x_TxG * weight, rows, j)
-                    multiply(sum_TxD, phi_TxS, z_SxD.at[j * SLICE : (j + 1) * SLICE], self.register)
+                    multiply(sum_TxD, phi_TxS, z_SxD.at[j * SLICE : (j + 1) * SLICE])
             if g_TxD is not None:
                 dphi_TxS = product(g_TxD, z_SxD.transpose((1, 0)))
                 for j in range(ROWS):

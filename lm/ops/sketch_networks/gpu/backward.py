@@ -19,9 +19,9 @@ from lm.ops.gpu import (
     load_rows,
     matrix,
     multiply,
-    regroup,
     repeat_per_column,
     repeat_per_row,
+    sum_products,
     walk,
     write,
     zeros,
@@ -31,7 +31,6 @@ from lm.ops.sketch_networks.gpu.forward import PASSES as FORWARD_PASSES
 from lm.ops.sketch_networks.gpu.forward import (
     Inputs,
     compute_level,
-    operand_memory,
     standardize,
     tiles_of,
 )
@@ -49,13 +48,10 @@ def input_gradients(
     """Returns the gradients of the inputs, and what `weight_gradients` takes of each level.
 
     It takes the standardized vectors that enter a level, [N, S, V, M] and [N, 2, V, r]. It also takes the gradients of
-    what leaves the level, [N, 2, V, r] each.
+    what leaves the level, [N, 2, V, r] each. Other arguments are as in the forward pass.
 
     Args:
         plan: V is a multiple of its warpgroups times TILE.
-        inputs: as in the forward pass.
-        maps: as in the forward pass.
-        biases: as in the forward pass.
         dpsi: [N, V, r].
     """
     (n, vectors, size), r, dtype = inputs[0].shape, dpsi.shape[2], dpsi.dtype
@@ -68,11 +64,11 @@ def input_gradients(
     )
 
     def sketch_networks_input_gradients(*refs):
-        _input_gradients(plan, *regroup(refs, inputs, maps, biases, dpsi, results))
+        _input_gradients(plan, *refs)
 
-    written = plgpu.kernel(
+    (gradients,) = plgpu.kernel(
         sketch_networks_input_gradients,
-        out_type=jax.tree.leaves(results),
+        out_type=(results,),
         grid=(vectors // (warpgroups * TILE), n),
         grid_names=('block', 'sketch'),
         num_threads=warpgroups,
@@ -82,10 +78,9 @@ def input_gradients(
             allocate(warpgroups, size, r, maps.lower.wide_Nx2xExM.shape[2]),
             [matrix(count, warpgroups, TILE, size), matrix(2, warpgroups, TILE, r), matrix(2, warpgroups, TILE, r)],
             plgpu.Barrier(num_arrivals=count + 1, num_barriers=warpgroups),
-            operand_memory(plan, warpgroups),
         ],
-    )(*jax.tree.leaves((inputs, maps, biases, dpsi)))
-    return jax.tree.unflatten(jax.tree.structure(results), written)
+    )(inputs, maps, biases, dpsi)
+    return gradients
 
 
 def _input_gradients(
@@ -98,7 +93,6 @@ def _input_gradients(
     memory: StreamMemory,
     tiles: list[jax.Ref],
     ready: jax.Ref,
-    operands: list[jax.Ref],
 ) -> None:
     dinputs, standard, leaving = results
     block, sketch, warpgroup = (lax.axis_index(name) for name in ('block', 'sketch', 'warpgroup'))
@@ -108,7 +102,7 @@ def _input_gradients(
         plgpu.copy_gmem_to_smem(source.at[sketch, vectors], tile, ready.at[warpgroup])
     sketch_maps = jax.tree.map(lambda m: m.at[sketch], maps)
     weights = Stream(PASSES, warpgroup, sketch_maps, biases.at[sketch], memory)
-    operands, r = [s.at[warpgroup] for s in operands], dpsi.shape[2]
+    r = dpsi.shape[2]
     plgpu.barrier_wait(ready.at[warpgroup])
 
     # The forward pass again.
@@ -117,9 +111,9 @@ def _input_gradients(
         x_inverses.append(standardize(load_matrix(x_TxM).astype(jnp.float32), x_TxM))
         plgpu.copy_smem_to_gmem(x_TxM, standard.lower.at[sketch, i, vectors])
     for i, y_TxR in enumerate(ys):
-        y_inverses.append(standardize(compute_level(weights, xs[i % len(xs)], operands), y_TxR))
+        y_inverses.append(standardize(compute_level(weights, xs[i % len(xs)]), y_TxR))
         plgpu.copy_smem_to_gmem(y_TxR, standard.upper.at[sketch, i, vectors])
-        outputs.append(compute_level(weights, y_TxR, operands))
+        outputs.append(compute_level(weights, y_TxR))
 
     # Through the product of the two networks.
     bounded_TxR = jnp.tanh(r**-0.5 * outputs[0] * outputs[1])
@@ -132,7 +126,7 @@ def _input_gradients(
 
     # Through the upper level of each network.
     for i, (y_TxR, d_TxR) in enumerate(zip(ys, ds, strict=True)):
-        dy_TxR = _level_backward(weights, [(y_TxR, d_TxR)], operands)
+        dy_TxR = _level_backward(weights, [(y_TxR, d_TxR)])
         plgpu.wait_smem_to_gmem(0)
         _standardize_backward(y_TxR, y_inverses[i], dy_TxR, d_TxR)
         plgpu.copy_smem_to_gmem(d_TxR, leaving.lower.at[sketch, i, vectors])
@@ -140,14 +134,14 @@ def _input_gradients(
     # Through the lower level: an input that both networks read has the sum of two gradients.
     entering = [[(xs[0], d_TxR) for d_TxR in ds]] if len(xs) == 1 else [[pair] for pair in zip(xs, ds, strict=True)]
     for i, pairs in enumerate(entering):
-        dx_TxM = _level_backward(weights, pairs, operands)
+        dx_TxM = _level_backward(weights, pairs)
         plgpu.wait_smem_to_gmem(0)
         _standardize_backward(xs[i], x_inverses[i], dx_TxM, xs[i])
         plgpu.copy_smem_to_gmem(xs[i], dinputs[i].at[sketch, vectors])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _level_backward(weights: Stream, pairs: list[tuple], operands: list) -> jax.Array:
+def _level_backward(weights: Stream, pairs: list[tuple]) -> jax.Array:
     """Returns the gradient of the standardized vectors x that enter levels, float32 [T, M].
 
     `pairs` are (x, gradient of what leaves the level); it sums over them, one pass each.
@@ -157,25 +151,14 @@ def _level_backward(weights: Stream, pairs: list[tuple], operands: list) -> jax.
         for x_TxM, d_TxR in pairs:
 
             def chunk(w_CxM, v_CxR, c_C, x_TxM=x_TxM, d_TxR=d_TxR):
-                z_TxC, dh_TxC = _two_products(x_TxM, w_CxM.transpose((1, 0)), d_TxR, v_CxR.transpose((1, 0)))
+                z_TxC, dh_TxC = sum_products([(x_TxM, w_CxM.transpose((1, 0)))], [(d_TxR, v_CxR.transpose((1, 0)))])
                 _, slope_TxC = gelu_and_slope(z_TxC + repeat_per_column(load_columns(c_C), TILE))
-                multiply(dx_TxM, (dh_TxC * slope_TxC).astype(jnp.bfloat16), w_CxM, operands)
+                multiply(dx_TxM, (dh_TxC * slope_TxC).astype(jnp.bfloat16), w_CxM, 'warpgroup')
 
             weights.next_pass(chunk)
         return dx_TxM[...]
 
     return pl.run_scoped(compute, accumulator(*pairs[0][0].shape))
-
-
-def _two_products(a, b, c, d) -> tuple[jax.Array, jax.Array]:
-    """Returns a · b and c · d, as `product`."""
-
-    def compute(first, second):
-        plgpu.wgmma(first, a, b)
-        plgpu.wgmma(second, c, d)
-        return first[...], second[...]
-
-    return pl.run_scoped(compute, accumulator(a.shape[0], b.shape[1]), accumulator(c.shape[0], d.shape[1]))
 
 
 def _standardize_backward(standard, inverse_T: jax.Array, d_TxM: jax.Array, destination) -> None:
@@ -206,7 +189,7 @@ def weight_gradients(
     tiles = vectors // TILE
     splits = -(-tiles // plan.split)
 
-    def sketch_networks_weight_gradients(x, d, w, v, biases, dw, dv, dc, operands, w_CxM, v_CxR, c_C, ready):
+    def sketch_networks_weight_gradients(x, d, w, v, biases, dw, dv, dc, w_CxM, v_CxR, c_C, ready):
         part, chunk, sketch = (lax.axis_index(name) for name in ('part', 'chunk', 'sketch'))
         network, split = lax.rem(part, 2), lax.div(part, 2)
         hidden = pl.ds(chunk * CHUNK, CHUNK)
@@ -218,11 +201,11 @@ def weight_gradients(
         def compute(dw_CxM, dv_CxR):
             def use(step, tiles, dc_C):
                 x_TxM, d_TxR = tiles
-                z_CxT, dh_CxT = _two_products(w_CxM, x_TxM.transpose((1, 0)), v_CxR, d_TxR.transpose((1, 0)))
+                z_CxT, dh_CxT = sum_products([(w_CxM, x_TxM.transpose((1, 0)))], [(v_CxR, d_TxR.transpose((1, 0)))])
                 h_CxT, slope_CxT = gelu_and_slope(z_CxT + repeat_per_row(load_rows(c_C), TILE))
-                multiply(dv_CxR, h_CxT.astype(jnp.bfloat16), d_TxR, operands)
+                multiply(dv_CxR, h_CxT.astype(jnp.bfloat16), d_TxR)
                 dz_CxT = dh_CxT * slope_CxT
-                multiply(dw_CxM, dz_CxT.astype(jnp.bfloat16), x_TxM, operands)
+                multiply(dw_CxM, dz_CxT.astype(jnp.bfloat16), x_TxM)
                 return dc_C + jnp.sum(dz_CxT, axis=1)
 
             sources = x.at[sketch, network if count == 2 else 0], d.at[sketch, network]
@@ -243,7 +226,6 @@ def weight_gradients(
         grid_names=('part', 'chunk', 'sketch'),
         compiler_params=FAST,
         scratch_types=[
-            [matrix(CHUNK, TILE)] if plan.interpreted else [],
             matrix(CHUNK, size),
             matrix(CHUNK, r),
             plgpu.SMEM((CHUNK,), jnp.float32),

@@ -21,12 +21,11 @@ from lm.ops.gpu import (
     matrix,
     multiply,
     product,
-    regroup,
     repeat_per_column,
     repeat_per_row,
 )
 from lm.ops.sketch_networks.folding import LevelMaps, gelu
-from lm.ops.sketch_networks.gpu.plan import CHUNK, TILE, GpuNodePlan
+from lm.ops.sketch_networks.gpu.plan import TILE, GpuNodePlan
 from lm.ops.sketch_networks.gpu.stream import Stream, StreamMemory, allocate
 from lm.ops.sketch_networks.types import ByLevel
 
@@ -50,7 +49,7 @@ def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array
     count, warpgroups = len(inputs), plan.forward_warpgroups
 
     def sketch_networks_forward(*refs):
-        _forward(plan, *regroup(refs, inputs, maps, biases))
+        _forward(plan, *refs)
 
     return plgpu.kernel(
         sketch_networks_forward,
@@ -65,14 +64,8 @@ def forward(plan: GpuNodePlan, inputs: Inputs, maps: ByLevel[LevelMaps[jax.Array
             matrix(count, warpgroups, TILE, size),
             plgpu.Barrier(num_arrivals=count, num_barriers=warpgroups),
             matrix(warpgroups, TILE, r),
-            operand_memory(plan, warpgroups),
         ],
-    )(*jax.tree.leaves((inputs, maps, biases)))
-
-
-def operand_memory(plan: GpuNodePlan, warpgroups: int) -> list[Any]:
-    """Returns the memory that `multiply` needs of each warpgroup."""
-    return [matrix(warpgroups, TILE, CHUNK)] if plan.interpreted else []
+    )(inputs, maps, biases)
 
 
 def _forward(
@@ -85,7 +78,6 @@ def _forward(
     x_smem: jax.Ref,
     x_ready: jax.Ref,
     y_smem: jax.Ref,
-    operands: list[jax.Ref],
 ) -> None:
     block, sketch, warpgroup = (lax.axis_index(name) for name in ('block', 'sketch', 'warpgroup'))
     vectors = pl.ds((block * plan.forward_warpgroups + warpgroup) * TILE, TILE)
@@ -93,15 +85,15 @@ def _forward(
         plgpu.copy_gmem_to_smem(x.at[sketch, vectors], x_TxM, x_ready.at[warpgroup])
     sketch_maps = jax.tree.map(lambda m: m.at[sketch], maps)
     weights = Stream(PASSES, warpgroup, sketch_maps, biases.at[sketch], memory)
-    operands, y_TxR = [s.at[warpgroup] for s in operands], y_smem.at[warpgroup]
+    y_TxR = y_smem.at[warpgroup]
     plgpu.barrier_wait(x_ready.at[warpgroup])
     xs = tiles_of(x_smem, warpgroup)
     for x_TxM in xs:
         standardize(load_matrix(x_TxM).astype(jnp.float32), x_TxM)
     results = []
     for network in range(2):
-        standardize(compute_level(weights, xs[network % len(xs)], operands), y_TxR)
-        results.append(compute_level(weights, y_TxR, operands))
+        standardize(compute_level(weights, xs[network % len(xs)]), y_TxR)
+        results.append(compute_level(weights, y_TxR))
     r = y_TxR.shape[1]
     y_TxR[...] = (r**0.5 * jnp.tanh(r**-0.5 * results[0] * results[1])).astype(y_TxR.dtype)
     plgpu.commit_smem()
@@ -114,13 +106,13 @@ def tiles_of(x_SxWxTxM: jax.Ref, warpgroup: jax.Array) -> list[Any]:
     return [x_SxWxTxM.at[i, warpgroup] for i in range(x_SxWxTxM.shape[0])]
 
 
-def compute_level(weights: Stream, x_TxM, operands: list) -> jax.Array:
+def compute_level(weights: Stream, x_TxM) -> jax.Array:
     """Returns gelu(x W + c) V for the weights of the next pass, float32 [T, r]."""
 
     def compute(y_TxR):
         def chunk(w_CxM, v_CxR, c_C):
             z_TxC = product(x_TxM, w_CxM.transpose((1, 0))) + repeat_per_column(load_columns(c_C), TILE)
-            multiply(y_TxR, gelu(z_TxC).astype(jnp.bfloat16), v_CxR, operands)
+            multiply(y_TxR, gelu(z_TxC).astype(jnp.bfloat16), v_CxR, 'warpgroup')
 
         weights.next_pass(chunk)
         return y_TxR[...]

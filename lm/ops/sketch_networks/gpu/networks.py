@@ -46,11 +46,10 @@ def unsupported(call: SketchCall) -> str | None:
 def plan_for(vectors: int, nodes: Nodes) -> GpuNodePlan:
     """Returns how so many vectors are computed."""
     n, size, hidden, r = SketchSizes.measure(nodes)
-    interpreted = platform.target_platform() != 'gpu'
     # The interpreter takes a thread of the processor for each; two meet all that four do.
-    forward, backward = (2, 2) if interpreted else warpgroups(size, r, hidden, len(nodes))
+    fitting = warpgroups(size, r, hidden, len(nodes)) if platform.target_platform() == 'gpu' else (2, 2)
     splits = max(1, THREAD_BLOCKS // (n * 2 * (hidden // CHUNK)))
-    return GpuNodePlan(forward, backward, -(-vectors // (TILE * splits)), interpreted)
+    return GpuNodePlan(*fitting, split=-(-vectors // (TILE * splits)))
 
 
 def _sketch(nodes: Nodes, x_BxLxNxGxM: jax.Array) -> jax.Array:
@@ -85,7 +84,6 @@ def node(
     """Returns ψ [N, V, r] of one node.
 
     Args:
-        plan: how it is computed.
         inputs: its children [N, V, M], one array where they are the same.
         maps: from `_by_hidden_unit`, like the biases; float32.
         biases: of the wide maps.

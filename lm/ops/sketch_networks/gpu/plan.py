@@ -27,13 +27,11 @@ class GpuNodePlan:
         forward_warpgroups: warpgroups of a thread block of the forward kernel; each has a tile of vectors.
         backward_warpgroups: warpgroups of a thread block of the kernel that computes the inputs' gradients.
         split: tiles whose gradients of the weights are added up by one thread block.
-        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
     forward_warpgroups: int
     backward_warpgroups: int
     split: int
-    interpreted: bool
 
     @property
     def grain(self) -> int:

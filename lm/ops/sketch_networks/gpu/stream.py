@@ -72,7 +72,6 @@ class Stream:
             warpgroup: the number of this warpgroup.
             maps: of both networks, in global memory: [2, E, M] and [2, E, r] for each level.
             biases: [4, E / CHUNK, CHUNK], the lower level before the upper level.
-            memory: from `allocate`.
         """
         self.passes, self.warpgroup, self.maps, self.memory, self.at = passes, warpgroup, maps, memory, 0
         self.chunks = maps.lower.wide_Nx2xExM.shape[1] // CHUNK

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import FAST, TILE, matrix, release, send, slice_tile, sum_products
-from lm.ops.gpu.channel_pairs import PairMemory, Selections, fade, make_factors, weigh
+from lm.ops.gpu.channel_pairs import Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelPlan, describe_terms
 
 
@@ -22,7 +22,6 @@ def differentiate_reads(
     """Computes the gradients of each query head.
 
     Args:
-        plan: the plan.
         q: queries, bfloat16 [N, L, G E].
         k: keys, bfloat16 [N, L, E].
         logs: logs of the factors, two arrays [N, L, E] whose sum they are.
@@ -33,19 +32,19 @@ def differentiate_reads(
     """
     n, length, _ = k.shape
 
-    def channel_delta_reads(q, k, logs, do, dnew, dstate, *, chunk, ready, pairs: PairMemory, weights, staging):
+    def channel_delta_reads(q, k, logs, do, dnew, dstate, *, chunk, ready, faded, weights, staging):
         number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
         find = plan.slice_queries, plan.slice_keys, [plan.slice_keys] * 2, plan.slice_outputs
         for source, to, cut in zip(*map(jax.tree.leaves, ((q, k, logs, do), chunk, find)), strict=True):
             plgpu.copy_gmem_to_smem(cut(source, number).at[rows], to, ready)
         plgpu.barrier_wait(ready)
         q, k, logs, do = chunk
-        found = weigh(q, k, logs, pairs)
-        since = make_factors(Selections().since(), logs, pairs.register)
+        found = weigh(q, k, logs, faded)
+        since = make_factors(Selections().since(), logs)
         release()
-        weights[...], pairs.keys[...] = found.astype(jnp.bfloat16), fade(q, since)
+        weights[...], faded[...] = found.astype(jnp.bfloat16), fade(q, since)
         plgpu.commit_smem()
-        gradients = sum_products([(weights.transpose((1, 0)), do)], [(pairs.keys.transpose((1, 0)), do)])
+        gradients = sum_products([(weights.transpose((1, 0)), do)], [(faded.transpose((1, 0)), do)])
         places = plan.slice_output_terms(dnew, number), dstate.at[number]
         for gradient, place, to in zip(gradients, staging, places, strict=True):
             send(gradient, place, to.at[rows])
@@ -64,7 +63,7 @@ def differentiate_reads(
         scratch_types={
             'chunk': (tile, tile, [tile, tile], tile),
             'ready': plgpu.Barrier(num_arrivals=5),
-            'pairs': PairMemory(tile, [tile] if plan.interpreted else []),
+            'faded': tile,
             'weights': tile,
             'staging': [tile, tile],
         },

@@ -60,7 +60,6 @@ def _compute(call: DeltaCall) -> DeltaResult:
         key_heads=1,
         key_parts=wide_key // CHUNK,
         value_parts=wide_value // CHUNK,
-        interpreted=platform.target_platform() != 'gpu',
     )
 
     def arrange(x):
@@ -206,7 +205,7 @@ def _differentiate_systems(
     dsystem += dot('ntie,ntje->ntij', _cut(dkeys), sides.a_NxTxCxE)
     dsystem = (-dsystem).astype(dtype).reshape(*k.shape[:2], CHUNK)
     scaled = (k * wide_beta).astype(dtype)
-    dscaled, more_dk, more_dlog = differentiate_systems(system, scaled, dsystem, plan.interpreted)
+    dscaled, more_dk, more_dlog = differentiate_systems(system, scaled, dsystem)
     pull = jax.vjp(_make_right_sides, tokens.k, beta, tokens.logs, tokens.v)[1]
     more = pull((dvalues.astype(jnp.float32), dkeys.astype(jnp.float32)))
     dk, dbeta, dlog, dv = (x.astype(jnp.float32) for x in more)

@@ -30,7 +30,6 @@ from lm.ops.gpu import (
 )
 from lm.ops.gpu.channel_pairs import (
     PairGradientMemory,
-    PairMemory,
     Selections,
     differentiate_pairs,
     fade,
@@ -46,9 +45,9 @@ def solve(system: KernelTokens[jax.Array], beta_NxL: jax.Array, v_NxLxD: jax.Arr
     A is made of the keys and the logs of `system`, and of β, float32.
     """
 
-    def pair(x: jax.Array, *, keys, factors, scalars, register, **_):
+    def pair(x: jax.Array, *, keys, factors, scalars, **_):
         for k, logs in keys:
-            since = make_factors(Selections().since(), logs, register)
+            since = make_factors(Selections().since(), logs)
             release()
             k[...] = fade(k, since)
         plgpu.commit_smem()
@@ -72,17 +71,14 @@ def _locate(head: jax.Array, chunk: jax.Array) -> tuple:
     return head, slice_tile(chunk)
 
 
-def _make_system(
-    keys: list[tuple[Ref, list[Ref]]], scalars: list[Ref], register: list[Ref], faded_CxE: Ref
-) -> jax.Array:
+def _make_system(keys: list[tuple[Ref, list[Ref]]], scalars: list[Ref], faded_CxE: Ref) -> jax.Array:
     """Makes A, float32 in registers."""
-    memory = PairMemory(faded_CxE, register)
-    parts = [weigh_earlier(k, k, logs, memory, zeros(TILE, TILE)) for k, logs in keys]
+    parts = [weigh_earlier(k, k, logs, faded_CxE, zeros(TILE, TILE)) for k, logs in keys]
     return sum(parts[1:], parts[0]) * repeat_per_row(load_rows(scalars[0]), TILE)
 
 
 def differentiate_systems(
-    system: KernelTokens[jax.Array], scaled: jax.Array, dsystem: jax.Array, interpreted: bool
+    system: KernelTokens[jax.Array], scaled: jax.Array, dsystem: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of keys and logs through A, whose rows are pairs of keys times β with keys.
 
@@ -90,7 +86,6 @@ def differentiate_systems(
         system: keys and logs.
         scaled: keys times β, bfloat16 [N, L, E].
         dsystem: the gradients of each chunk's A, bfloat16 [N, L, C].
-        interpreted: whether the kernel is interpreted.
 
     Returns:
         The gradients that A gives to keys times β, and to keys, bfloat16, and to the logs, float32; [N, L, E].
@@ -127,7 +122,7 @@ def differentiate_systems(
             'vectors': (tile, tile, [tile, tile]),
             'dpairs': tile,
             'ready': plgpu.Barrier(num_arrivals=5),
-            'scratch': PairGradientMemory.allocate(interpreted),
+            'scratch': PairGradientMemory.allocate(),
             'staging': tile,
         },
     )((scaled, system.k, system.logs), dsystem)

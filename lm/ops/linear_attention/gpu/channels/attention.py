@@ -58,7 +58,6 @@ def _compute(call: LinearCall, state_BxKxExD: jax.Array) -> tuple[jax.Array, jax
         key_heads=kv_heads,
         key_parts=-(-size // CHUNK),
         value_parts=-(-value_size // CHUNK),
-        interpreted=platform.target_platform() != 'gpu',
     )
     sizes = plan.key_parts * CHUNK, plan.value_parts * CHUNK
 

@@ -36,8 +36,6 @@ def differentiate(
     """Computes the gradients of all tokens.
 
     Args:
-        plan: the plan.
-        tokens: tokens.
         do: gradients of outputs, [B, L, H D].
         before: S before each chunk, [N, L, 64].
         dafter: gradients of S after each chunk, [N, L, 64].
@@ -81,7 +79,7 @@ def differentiate(
             'chunk_do': tile,
             'states': [tile, tile],
             'ready': plgpu.Barrier(num_arrivals=8),
-            'scratch': PairGradientMemory.allocate(plan.interpreted),
+            'scratch': PairGradientMemory.allocate(),
             'staging': tile,
         },
     )(tokens, do, before, dafter)
@@ -91,12 +89,12 @@ def differentiate(
 def _differentiate_values(chunk: KernelTokens[Ref], do: Ref, dafter: Ref, scratch: PairGradientMemory) -> jax.Array:
     """Computes dV, float32 [C, 64]."""
     q, k, _, logs = chunk
-    weights = weigh(q, k, logs, scratch.pairs)
-    until = make_factors(Selections().until(), logs, scratch.pairs.register)
+    weights = weigh(q, k, logs, scratch.keys)
+    until = make_factors(Selections().until(), logs)
     release()
-    scratch.weights[...], scratch.pairs.keys[...] = weights.astype(jnp.bfloat16), fade(k, until)
+    scratch.weights[...], scratch.keys[...] = weights.astype(jnp.bfloat16), fade(k, until)
     plgpu.commit_smem()
-    return sum_products([(scratch.weights.transpose((1, 0)), do), (scratch.pairs.keys, dafter)])[0]
+    return sum_products([(scratch.weights.transpose((1, 0)), do), (scratch.keys, dafter)])[0]
 
 
 def _differentiate_keys(
@@ -106,19 +104,19 @@ def _differentiate_keys(
 
     `states` are S before the chunk, and the gradient of S after it. Once it is read, dO gives its place to dP.
     """
-    (q, k, v, logs), (before, dafter), register = chunk, states, scratch.pairs.register
+    (q, k, v, logs), (before, dafter) = chunk, states
     select, turned = Selections(), Selections(transposed=True)
     # Through S', and through the queries' reads of S.
     halves = place_halves(widen(before) * widen(dafter), scratch)
-    kept = add_selected(select.whole(), [x.transpose((1, 0)) for x in halves], register)
-    scratch.dlog[...] = kept * make_factors(select.whole(), logs, register)
-    dq = product(do, before.transpose((1, 0))) * make_factors(select.since(), logs, register)
+    kept = add_selected(select.whole(), [x.transpose((1, 0)) for x in halves])
+    scratch.dlog[...] = kept * make_factors(select.whole(), logs)
+    dq = product(do, before.transpose((1, 0))) * make_factors(select.since(), logs)
     add_log_gradients(turned.since(), dq * widen(q), scratch)
-    dk = product(v, dafter.transpose((1, 0))) * make_factors(select.until(), logs, register)
+    dk = product(v, dafter.transpose((1, 0))) * make_factors(select.until(), logs)
     add_log_gradients(turned.until(), dk * widen(k), scratch)
     dpairs = product(do, v.transpose((1, 0)))
     release()
     do[...] = dpairs.astype(jnp.bfloat16)
     own = take_own(dpairs).astype(jnp.bfloat16)
-    dq, dk = (x + sum_products([(own, y)], scratch=register)[0] for x, y in ((dq, k), (dk, q)))
+    dq, dk = (x + product(own, y) for x, y in ((dq, k), (dk, q)))
     return differentiate_pairs(q, k, logs, do, scratch, (dq, dk))

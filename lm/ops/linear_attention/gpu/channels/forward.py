@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import FAST, TILE, matrix, send, slice_tile, sum_products
-from lm.ops.gpu.channel_pairs import PairMemory, Selections, fade, make_factors, weigh
+from lm.ops.gpu.channel_pairs import Selections, fade, make_factors, weigh
 from lm.ops.linear_attention.gpu.channels.plan import ChannelArrays, ChannelPlan, KernelTokens, Ref, describe_terms
 
 
@@ -20,15 +20,15 @@ def compute(plan: ChannelPlan, tokens: KernelTokens[jax.Array], before: jax.Arra
     """Computes outputs, bfloat16 terms [key parts, B, L, H D]; `before` holds S before each chunk, [N, L, 64]."""
     count, length, _ = before.shape
 
-    def channel_outputs(tokens, before, out, *, chunk, state, ready, pairs: PairMemory, staging):
+    def channel_outputs(tokens, before, out, *, chunk, state, ready, faded_keys, staging):
         number, rows = lax.axis_index('part'), slice_tile(lax.axis_index('chunk'))
         copy_tokens(plan, tokens, chunk, number, rows, ready)
         plgpu.copy_gmem_to_smem(before.at[number, rows], state, ready)
         plgpu.barrier_wait(ready)
         q, k, v, logs = chunk
-        weights = weigh(q, k, logs, pairs).astype(jnp.bfloat16)
-        faded = fade(q, make_factors(Selections().since(), logs, pairs.register))
-        (o,) = sum_products([(weights, v), (faded, state)], scratch=pairs.register)
+        weights = weigh(q, k, logs, faded_keys).astype(jnp.bfloat16)
+        faded = fade(q, make_factors(Selections().since(), logs))
+        (o,) = sum_products([(weights, v), (faded, state)])
         send(o, staging, plan.slice_output_terms(out, number).at[rows])
         plgpu.wait_smem_to_gmem(0)
 
@@ -43,7 +43,7 @@ def compute(plan: ChannelPlan, tokens: KernelTokens[jax.Array], before: jax.Arra
             'chunk': ChannelArrays(tile, tile, tile, [tile, tile]),
             'state': tile,
             'ready': plgpu.Barrier(num_arrivals=6),
-            'pairs': PairMemory(tile, [tile] if plan.interpreted else []),
+            'faded_keys': tile,
             'staging': tile,
         },
     )(tokens, before)

@@ -50,21 +50,12 @@ def split_logs(tokens: ChannelArrays[jax.Array, jax.Array]) -> KernelTokens[jax.
 
 @dataclasses.dataclass(frozen=True)
 class ChannelPlan:
-    """One call of the kernels.
-
-    Attributes:
-        heads: query heads.
-        key_heads: key heads, which divide the query heads.
-        key_parts: parts of a key.
-        value_parts: parts of a value.
-        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
-    """
+    """One call of the kernels: the numbers of query and key heads, and of the parts of a key and of a value."""
 
     heads: int
     key_heads: int
     key_parts: int
     value_parts: int
-    interpreted: bool
 
     @property
     def parts(self) -> int:

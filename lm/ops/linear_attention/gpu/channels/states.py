@@ -45,8 +45,7 @@ def walk_states(
 
     Args:
         start: the first S, float32 [N, 64, 64].
-        b: bfloat16.
-        c: bfloat16.
+        b, c: bfloat16.
         w: float32 [N, T C].
         slice_b: the method of a plan that finds the part of a thread block in b.
         slice_c: the same for c.

@@ -20,6 +20,7 @@ from lm.ops.linear_attention import expansion
 from lm.ops.linear_attention.feature_maps import ElementwiseMap
 from lm.ops.linear_attention.gpu.recurrent.plan import CHUNK, RecurrentArrays, RecurrentPlan, SegmentSums, SideArrays
 from lm.ops.linear_attention.types import LinearCall, LinearResult, Options
+from lm.ops.linear_attention.xla import count_features
 from lm.ops.residuals import save_residual
 
 TILE = 64
@@ -50,7 +51,6 @@ def linear_attention(call: LinearCall) -> LinearResult:
         denominator_bias=options.denominator_bias,
         decay=decay,
         feature_map=feature_map,
-        interpreted=platform.target_platform() != 'gpu',
     )
     rows = None
     if feature_map is not None:
@@ -94,12 +94,8 @@ def unsupported(call: LinearCall) -> str | None:
 
 def _count_features(call: LinearCall) -> int:
     """Counts features, with all powers."""
-    options, k = call.options, call.k_BxLxKxE
-    one = jax.ShapeDtypeStruct((1, 1, *k.shape[2:]), k.dtype)
-    compute = functools.partial(options.compute_features, queries=False)
-    return sum(
-        len(w) for w in expansion.weights(options.powers, jax.eval_shape(compute, call.k_parameters, one).shape[-1])
-    )
+    features = count_features(call.options, call.k_parameters, call.k_BxLxKxE)
+    return sum(len(w) for w in expansion.weights(call.options.powers, features))
 
 
 def choose_pieces(features: int, heads: int, length: int, decay: bool) -> tuple[int, int, int]:

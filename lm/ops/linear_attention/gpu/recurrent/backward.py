@@ -20,13 +20,13 @@ from lm.ops.gpu import (
     TILE,
     load_columns,
     load_rows,
+    product,
     repeat_per_column,
     repeat_per_row,
     sum_products,
     wait_for_copies,
     walk,
 )
-from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
 from lm.ops.linear_attention.gpu.recurrent.features import Features, FeaturesMemory
 from lm.ops.linear_attention.gpu.recurrent.plan import (
@@ -56,10 +56,10 @@ def _call(
 ) -> SideArrays[jax.Array]:
     is_key, g = name == 'key', cast(jax.Array, inputs.g)
 
-    def body(inputs: RecurrentArrays[Ref], outputs: SideArrays[Ref], *, features, sums, staging, register):
+    def body(inputs: RecurrentArrays[Ref], outputs: SideArrays[Ref], *, features, sums, staging):
         sides = [(inputs.own, not is_key), (cast(SideArrays, inputs.other), is_key)]
         own, other = Features.load_sides(plan, sides, inputs.rows, features)
-        results = Results(plan, own, outputs, staging, register)
+        results = Results(plan, own, outputs, staging)
 
         def run(sums: RunningSums) -> None:
             def step(number, tiles: RecurrentArrays[Ref], carry: Carry) -> Carry:
@@ -90,7 +90,6 @@ def _call(
             'features': FeaturesMemory.allocate(plan, placed=(False, True)),
             'sums': RunningSums.allocate(plan),
             'staging': allocate_results(plan, with_values=is_key),
-            'register': allocate_operand(plan.interpreted),
         },
     )(inputs)[0]
 
@@ -113,9 +112,7 @@ class TileGradients:
         Args:
             tile: the tile's arrays, in shared memory.
             results: writes the gradients, and has the own features.
-            number: the number of the tile.
             other: the other side's features, a chunk each.
-            factors: factors of decay; None without decay.
             sums: the sums over the other side's tokens before, `placed`.
             totals: sums of features alone, a number for each column of a chunk, in registers; None without e.
         """
@@ -126,14 +123,14 @@ class TileGradients:
         """Computes dx_i = a_i (Z g_i + e_i Σ y) + Σ_{j ≤ i} (⟨g_i, v_j⟩ + e_i) y_j, with decay."""
         tile, factors = self.tile, self.factors
         e_T = None if tile.e is None else load_rows(tile.e)
-        dw_TxK = sum_products([(tile.g, tile.v.transpose((1, 0)))])[0]
+        dw_TxK = product(tile.g, tile.v.transpose((1, 0)))
         dw_TxK = dw_TxK if e_T is None else dw_TxK + repeat_per_row(e_T, TILE)
         ds_TxK = mask_weights(dw_TxK, factors, keys=1).astype(jnp.bfloat16)
 
         def differentiate(c: int) -> jax.Array:
             total = 0.0 if e_T is None else repeat_per_row(e_T, CHUNK) * self._repeat_total(c)
             before, inside = [(tile.g, self.sums[c].transpose((1, 0)))], [(ds_TxK, self.other[c])]
-            return accumulate_with_decay(before, inside, factors and factors.since_start, total, self.results.register)
+            return accumulate_with_decay(before, inside, factors and factors.since_start, total)
 
         wait_for_copies()
         self.results.send_features(self.number, tile.own, self._make_own, differentiate)
@@ -145,20 +142,20 @@ class TileGradients:
         """
         tile, y_TxF, factor_T = self.tile, self._make_own(), self.factors and self.factors.until_end
         pairs = [(y, x.transpose((1, 0))) for x, y in zip(self.other, y_TxF, strict=True)]
-        s_TxQ = sum_products(pairs, scratch=self.results.register)[0]
+        s_TxQ = sum_products(pairs)[0]
         w_TxQ = mask_weights(s_TxQ, self.factors, keys=0).astype(jnp.bfloat16)
         before = list(zip(y_TxF, self.sums, strict=True))
-        dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T, scratch=self.results.register)
+        dv_TxD = accumulate_with_decay(before, [(w_TxQ, tile.g)], factor_T)
         wait_for_copies()
         self.results.send_values(self.number, dv_TxD)
-        dw_TxQ = sum_products([(tile.v, cast(Ref, tile.g).transpose((1, 0)))])[0]
+        dw_TxQ = product(tile.v, cast(Ref, tile.g).transpose((1, 0)))
         dw_TxQ = dw_TxQ if tile.e is None else dw_TxQ + repeat_per_column(load_columns(tile.e), TILE)
         ds_TxQ = mask_weights(dw_TxQ, self.factors, keys=0).astype(jnp.bfloat16)
 
         def differentiate(c: int) -> jax.Array:
             total = 0.0 if tile.e is None else self._repeat_total(c)
             before, inside = [(tile.v, self.sums[c].transpose((1, 0)))], [(ds_TxQ, self.other[c])]
-            return accumulate_with_decay(before, inside, factor_T, total, self.results.register)
+            return accumulate_with_decay(before, inside, factor_T, total)
 
         self.results.send_features(self.number, tile.own, lambda: y_TxF, differentiate)
 

@@ -46,18 +46,10 @@ def mask_weights(weights: jax.Array, factors: TileFactors | None, keys: int) -> 
 
 
 def accumulate_with_decay(
-    before: list, inside: list, factor_T: jax.Array | None, more: jax.Array | float = 0.0, scratch: list | tuple = ()
+    before: list, inside: list, factor_T: jax.Array | None, more: jax.Array | float = 0.0
 ) -> jax.Array:
-    """Computes factor · (Σ before + more) + Σ inside.
-
-    Args:
-        before: pairs of operands as in `sum_products`, for the part from the sums.
-        inside: pairs of operands as in `sum_products`, for the part from the tile's tokens.
-        factor_T: a factor per token; None: 1.
-        more: another part from the sums.
-        scratch: as in `sum_products`.
-    """
+    """Computes factor · (Σ before + more) + Σ inside, from pairs of operands as in `sum_products`; no factor: 1."""
     if factor_T is None:
-        return sum_products(before + inside, scratch=scratch)[0] + more
-    of_sums, of_tile = sum_products(before, inside, scratch=scratch)
+        return sum_products(before + inside)[0] + more
+    of_sums, of_tile = sum_products(before, inside)
     return (of_sums + more) * repeat_per_row(factor_T, of_sums.shape[1]) + of_tile

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lm.ops.gpu import FAST, TILE, load_rows, matrix, repeat_per_row, send, sum_products, wait_for_copies, walk
-from lm.ops.linear_attention.gpu.features import allocate_operand
 from lm.ops.linear_attention.gpu.recurrent.factors import TileFactors, accumulate_with_decay, mask_weights
 from lm.ops.linear_attention.gpu.recurrent.features import Features, FeaturesMemory
 from lm.ops.linear_attention.gpu.recurrent.plan import (
@@ -58,7 +57,6 @@ def outputs(plan: RecurrentPlan, inputs: RecurrentArrays[jax.Array]) -> tuple[ja
             'sums': RunningSums.allocate(plan),
             'numerator_TxD': matrix(TILE, TILE, dtype=plan.part_type),
             'denominator_T': plgpu.SMEM((TILE,), jnp.float32),
-            'register': allocate_operand(plan.interpreted),
         },
     )(inputs)
 
@@ -73,7 +71,6 @@ def _outputs(
     sums: tuple[list[Ref], Ref | None],
     numerator_TxD: Ref,
     denominator_T: Ref,
-    register: list[Ref],
 ) -> None:
     part, head = lax.axis_index('slice'), lax.axis_index('head')
     x, y = Features.load_sides(
@@ -92,7 +89,7 @@ def _outputs(
             before = list(zip(x_TxF, sums.placed, strict=True))
             inside = [(w_TxK.astype(inputs.v.dtype), tiles.v)]
             since_start = factors and factors.since_start
-            num_TxD = accumulate_with_decay(before, inside, since_start, scratch=register)
+            num_TxD = accumulate_with_decay(before, inside, since_start)
             wait_for_copies()
             if denominators is not None:
                 before_T = sums.multiply_totals(carry, x_TxF)

@@ -95,7 +95,6 @@ class RecurrentPlan:
         denominator_bias: added to denominators.
         decay: True where there are log factors.
         feature_map: makes features of the vectors in memory; None: the arrays are features.
-        interpreted: the kernels run in the interpreter, whose `wgmma` takes no operand in registers.
     """
 
     heads: int
@@ -106,7 +105,6 @@ class RecurrentPlan:
     denominator_bias: float
     decay: bool
     feature_map: ElementwiseMap | None
-    interpreted: bool
 
     @property
     def carried(self) -> bool:

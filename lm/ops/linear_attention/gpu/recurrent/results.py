@@ -57,10 +57,9 @@ class Results:
         features: Features,
         outputs: SideArrays[Ref],
         memory: SideArrays[Ref],
-        register: list[Ref],
     ):
-        """Stores the features of the side, the arrays in memory, the staging memory and `allocate_operand(…)`."""
-        self.plan, self.features, self.outputs, self.memory, self.register = plan, features, outputs, memory, register
+        """Stores the features of the side, the arrays in memory and the staging memory."""
+        self.plan, self.features, self.outputs, self.memory = plan, features, outputs, memory
 
     def send_values(self, number: jax.Array, dv_TxD: jax.Array) -> None:
         """Sends the gradient of a tile's values, after earlier copies have ended."""
@@ -76,7 +75,6 @@ class Results:
         """Sends all other gradients of a tile, after earlier copies except values have ended.
 
         Args:
-            number: the number of the tile.
             tile: the sources of its features.
             make: returns the features, a chunk each.
             differentiate: returns the gradient of the features of chunk c, float32 [T, 64].
@@ -99,7 +97,7 @@ class Results:
             dz.append(dz_TxF.astype(jnp.bfloat16))
         if outputs.vectors is not None:
             products = [(d, w) for rows in self.features.rows for d, w in zip(dz, rows, strict=True)]
-            dx_TxE = sum_products(products, scratch=self.register)[0]
+            dx_TxE = sum_products(products)[0]
             wait_for_copies()
             send(dx_TxE, memory.vectors, self.plan.slice_part(outputs.vectors).at[tokens])
             send(cast(jax.Array, dshift_T), memory.shifts, _find_tokens(outputs.shifts, tokens))

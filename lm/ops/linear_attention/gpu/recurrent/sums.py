@@ -90,7 +90,6 @@ class RunningSums:
             carry: the sums before the tile.
             y_TxF: features, a chunk each, in shared memory.
             v_TxD: values, in shared memory.
-            factors: factors of the tile.
             weight_T: a factor per token; None: 1.
             more_T: another factor per y; None: 1.
         """
