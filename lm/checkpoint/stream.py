@@ -16,7 +16,7 @@ from etils import epath
 from jax.typing import DTypeLike
 
 from lm.checkpoint.checksum import checksum_of_part
-from lm.checkpoint.snapshot import COMMITTED, make_record_of_leaves
+from lm.checkpoint.snapshot import COMMITTED, make_record
 from lm.errors import writing
 from lm.files import folder_spec, write_atomically
 
@@ -71,7 +71,7 @@ class StepWriter:
 
     def commit(self, fingerprints: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
         """Completes the step. Raises LmError if the storage fails."""
-        record = make_record_of_leaves(self.step, self.leaves, fingerprints, {}, metadata)
+        record = make_record(self.step, self.leaves, fingerprints, {}, metadata)
         with writing(self.path):
             folder = self.path / 'metadata'
             folder.mkdir(parents=True, exist_ok=True)
