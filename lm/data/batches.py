@@ -68,10 +68,10 @@ class BatchWindows(abc.ABC):
     def place(self, example: np.ndarray) -> np.ndarray:
         """Returns start offsets, in the shape of `example`, of the windows with these numbers (from 0)."""
 
-    @abc.abstractmethod
     def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
         """Returns the figures that are logged for a step besides its loss, from the mean loss of each window and its
-        number of targets. None: all windows have equally many targets."""
+        number of targets. None: all windows have equally many targets. A single source has no further figures."""
+        return {}
 
     @abc.abstractmethod
     def describe(self, steps: int, path: str) -> str:
@@ -139,10 +139,6 @@ class Windows(BatchWindows):
 
     def place(self, example: np.ndarray) -> np.ndarray:
         return self.order(example)
-
-    def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
-        """Returns nothing: there is one source."""
-        return {}
 
     def describe(self, steps: int, path: str) -> str:
         return f'{steps * self.batch_size / self.count:.3g} epochs of {path}'

@@ -21,7 +21,6 @@ from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
 from lm.report.students import (
     find_students,
-    format_students,
     make_position_table,
     make_student_pictures,
     make_student_table,
@@ -123,8 +122,8 @@ class Report:
         if self.ladder:
             self._write_csv('ladder.csv', self.ladder.list_rows())
         text = [*HEAD, self.make_run_table().to_markdown(), '']
-        text += ['## Ladder', '', make_ladder_table(self.ladder).to_markdown(), ''] if self.ladder else []
-        text += format_students(self.students)
+        for table in (*self._make_ladder_tables(), *self._make_student_tables()):
+            text += [f'## {table.title}', '', table.to_markdown(), '']
         text += paper.format_tables(self.comparison, self.corpus)
         for picture in made.made if pictures else ():
             caption = escape_markdown(picture.caption)
@@ -141,11 +140,9 @@ class Report:
 
     def make_tables(self) -> list[SortableTable]:
         """Returns the tables of the page: figures, differences of configurations, the papers' numbers, provenance."""
-        tables = [self.make_run_table()]
-        if self.ladder:
-            tables.append(make_ladder_table(self.ladder))
+        tables = [self.make_run_table(), *self._make_ladder_tables()]
         tables += [table for search in self.searches if (table := make_search_table(search))]
-        tables += [t for t in (make_student_table(self.students), make_position_table(self.students)) if t]
+        tables += self._make_student_tables()
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
@@ -157,6 +154,13 @@ class Report:
         ]
         tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
         return tables
+
+    def _make_ladder_tables(self) -> list[SortableTable]:
+        return [make_ladder_table(self.ladder)] if self.ladder else []
+
+    def _make_student_tables(self) -> list[SortableTable]:
+        found = make_student_table(self.students), make_position_table(self.students)
+        return [table for table in found if table]
 
     def make_run_table(self) -> SortableTable:
         """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
