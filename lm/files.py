@@ -234,6 +234,14 @@ def parse_json_object(content: str | bytes) -> dict[str, object]:
     return value
 
 
+def find_entries(content: str | bytes | None) -> JsonObject:
+    """Returns the entries of an object of JSON; {} where the text is missing or something else: others report that."""
+    try:
+        return {} if content is None else parse_json_object(content)
+    except ValueError:
+        return {}
+
+
 def is_damage(error: Exception | str) -> bool:
     """Returns whether a read with TensorStore failed because the data are gone, cut off, or do not match their
     checksum. Else the storage or this machine has failed, and another try may succeed."""

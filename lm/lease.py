@@ -28,7 +28,7 @@ import tensorstore as ts
 
 from lm.buckets import waiting_for
 from lm.errors import ConfigError
-from lm.files import AnyPath, JsonObject, folder_spec, is_remote, local_path, parse_json, reaching, read_bytes
+from lm.files import AnyPath, JsonObject, find_entries, folder_spec, is_remote, local_path, reaching, read_bytes
 from lm.signals import last_act
 from lm.text import make_visible
 
@@ -231,12 +231,7 @@ def _name(owner: dict[str, object]) -> str:
 
 def _parse(data: bytes) -> JsonObject:
     """Returns the owner, or {} where the file is damaged or not one of `Lease`."""
-    try:
-        owner = parse_json(data)
-    except ValueError:
-        return {}
-    if not isinstance(owner, dict):
-        return {}
+    owner = find_entries(data)
     texts = [owner.get(name) for name in ('host', 'since', 'boot')]
     texts += [owner.get(name) or '' for name in ('uuid', 'pid_started', 'pid_namespace')]
     pid, inode, renewed = owner.get('pid'), owner.get('inode', 0), owner.get('renewed', math.inf)

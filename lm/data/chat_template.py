@@ -12,7 +12,7 @@ from typing import Any
 
 from lm.data.tokenizers.companions import FOLDER, TOKENIZER_CONFIG, find_template, read_companions
 from lm.errors import ConfigError, MissingPackageError
-from lm.files import AnyPath, open_path, parse_json_object
+from lm.files import AnyPath, find_entries, open_path
 
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation; each has `role` and `content`."""
@@ -104,10 +104,7 @@ def find_special_tokens(folder: AnyPath) -> dict[str, str]:
     files = read_companions(folder / FOLDER) or read_companions(folder)
     named: dict[str, str] = dict.fromkeys(MARKS, '')
     for name in ('special_tokens_map.json', TOKENIZER_CONFIG):
-        try:
-            config = parse_json_object(files.get(name, b'{}'))
-        except ValueError:
-            continue
+        config = find_entries(files.get(name))
         for mark in MARKS:
             value = config.get(mark)
             value = value.get('content') if isinstance(value, dict) else value

@@ -59,6 +59,17 @@ class Sweep:
         path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
         return is_run(path) and _has_finished(Run.read(path), point, failure)
 
+    def is_due(self, point: Point, retry_failed: bool) -> bool:
+        """Tells whether a point is to be trained, and prints why one is left out that is not done."""
+        row = self.result(point)
+        if point.fault:
+            print(f'{point.name} makes no configuration and is left out: {point.fault}')
+        elif sweep_file.is_final(row) and not retry_failed:
+            print(f'{point.name} failed with {row["exit_code"]} before and is left out (see --retry_failed)')
+        else:
+            return row['status'] != 'done'
+        return False
+
     def is_running(self, point: Point) -> bool:
         """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
         lock."""

@@ -133,8 +133,8 @@ def test_a_pruned_run_has_its_own_status_and_can_continue(search, tmp_path, monk
     assert pruned
     name = pruned[0]['point']
     step = int(re.search(rf'{name}: pruned at step (\d+)', printed)[1])
-    found = {row.point: row for row in read_status(root)}[name]
-    assert (found.status, found.reason) == ('pruned', f'pruned at step {step}')
+    found = {row['point']: row for row in read_status(root)}[name]
+    assert (found['status'], found['error']) == ('pruned', f'pruned at step {step}')
     assert step <= pruned[0]['step'] < 810, 'it was told to stop'
     best = re.search(r'the best is (\S+), loss ([\d.]+)', printed)
     losses = {row['point']: row['loss'] for row in sweep_file.read_rows(root) if row['status'] == 'done'}

@@ -36,6 +36,10 @@ class Jsonl(LinePatterns):
             return Document(identifier, error='invalid UTF-8')
         except (ValueError, RecursionError):
             return Document(identifier, error='invalid JSON')
+        return self.read_record(identifier, record)
+
+    def read_record(self, identifier: str, record: object) -> Document:
+        """Returns the document of a line, or an error in its place."""
         text = record.get(self.text_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             return Document(identifier, error=f'no text in field {self.text_field!r}')

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lm.errors import MismatchError
-from lm.files import AnyPath, parse_json_object
+from lm.files import AnyPath, find_entries
 
 
 class TextMarks(NamedTuple):
@@ -74,8 +74,8 @@ def list_ids(value: object) -> tuple[int, ...]:
 
 
 def _read(path: AnyPath) -> dict[str, object]:
-    """Returns the object in a file of JSON; {} where the file is missing or damaged: others report that."""
+    """Returns the object in a file of JSON; {} where the file is missing or damaged."""
     try:
-        return parse_json_object(path.read_bytes())
-    except (OSError, ValueError):
+        return find_entries(path.read_bytes())
+    except OSError:
         return {}
