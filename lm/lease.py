@@ -253,7 +253,8 @@ def _is_alive(owner: JsonObject, folder: os.PathLike | str) -> bool | None:
     if owner['boot'] != _boot():
         # Another machine may bear the same name: only a lease that is older than this machine's start is dead for sure.
         age = time.time() - owner['renewed']
-        return False if age > max(2.5 * HEARTBEAT, _seconds_since_boot()) else None
+        started = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else 0.0
+        return False if age > max(2.5 * HEARTBEAT, started) else None
     if owner.get('pid_namespace') != _pid_namespace():
         return None
     try:
@@ -300,7 +301,3 @@ def _pid_namespace() -> str:
 
 def _boot() -> str:
     return _read('/proc/sys/kernel/random/boot_id').strip()
-
-
-def _seconds_since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else 0.0

@@ -40,11 +40,6 @@ PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
 """How figures of the named sets of an evaluation begin."""
 
 
-def format_entry(value: float | str) -> str:
-    """Formats an entry of a file of figures for the page: five digits of a float, and all else as it is."""
-    return f'{value:.5g}' if isinstance(value, float) else str(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column of the table of runs.
@@ -146,7 +141,10 @@ class Report:
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
-            cells = [[make_cell(value, format_entry) for value in row.values()] for row in compared]
+            cells = [
+                [make_cell(value, lambda v: f'{v:.5g}' if isinstance(v, float) else str(v)) for value in row.values()]
+                for row in compared
+            ]
             tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
         cells = [
             [TableCell(run.name, run.name, link_run(run, self.out)), make_cell(self.describe_provenance(run))]
@@ -176,6 +174,7 @@ class Report:
     def make_row(self, run: Run) -> dict[str, Any]:
         """Returns the figures of a run."""
         measured, rate, bounds = flatten_result(self.measures.find_newest(run)), run.tokens_per_second, run.speed_range
+        is_conditional = 'perplexity' in measured and 'task' not in measured and is_conditioned(run)
         return {
             'run': run.name,
             'status': get_status(run),
@@ -192,7 +191,7 @@ class Report:
             'train_loss': run.train[-1]['loss'] if run.train else None,
             'split': measured.get('split'),
             'copied_share': measured.get('copied_share'),
-            'conditioning': str(Conditioning.read(measured)) if self._shows_conditioning(run, measured) else None,
+            'conditioning': str(Conditioning.read(measured)) if is_conditional else None,
             **{name: measured.get(name) for name in (*MEASURES, *self.of_sets)},
             'evaluated_at': measured.get('step'),
             'tokens_per_second': rate,
@@ -204,9 +203,6 @@ class Report:
             'devices': paper.name_devices(run),
             'path': make_visible(str(run.directory.path)),
         }
-
-    def _shows_conditioning(self, run: Run, measured: dict[str, Any]) -> bool:
-        return 'perplexity' in measured and 'task' not in measured and is_conditioned(run)
 
     def _compare_with_ladder(self, run: Run) -> dict[str, Any]:
         """Returns compute and speed-ups of a run; {} without a ladder."""

@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from etils import epath
@@ -88,7 +88,10 @@ def make_points(
     for key in swept.keys() & params.keys():
         raise ConfigError(f'--gin_param {key}: is an axis of the sweep ({swept[key].where}); change it there')
 
-    resolved = [_resolve(values, {**base, **fixed, **_merge(values), **params}) for values in itertools.product(*axes)]
+    resolved = []
+    for values in itertools.product(*axes):
+        own = {key: statement for value in values for key, statement in value.statements.items()}
+        resolved.append(_resolve(values, {**base, **fixed, **own, **params}))
     _check_effects(resolved)
     found: dict[str, _Resolved] = {}
     for point in resolved:
@@ -119,10 +122,6 @@ class _Resolved(NamedTuple):
     @property
     def has_effect(self) -> bool:
         return all(value.has_effect(self.used) for value in self.values)
-
-
-def _merge(values: Iterable[AxisValue]) -> dict[str, Statement]:
-    return {key: statement for value in values for key, statement in value.statements.items()}
 
 
 def _resolve(values: tuple[AxisValue, ...], bindings: dict[str, Statement]) -> _Resolved:

@@ -65,12 +65,11 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         f'{record["kind"]}/{name}': float(value)
         for name, value in record.items()
-        if name != 'step' and _is_number(value) and math.isfinite(value)
+        if name != 'step'
+        and type(value) is not bool
+        and isinstance(value, int | float | np.number)
+        and math.isfinite(value)
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 class Trackers:

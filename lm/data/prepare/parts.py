@@ -86,7 +86,9 @@ class PartedPreparation:
     @classmethod
     def plan(cls, config: PrepareConfig, path: str) -> 'PartedPreparation':
         """Lists the source, and writes nothing."""
-        config = keep_split(config, _read_begun(find_parts(path)))
+        root = find_parts(path)
+        begun = root.read(SETTINGS)
+        config = keep_split(config, None if begun is None else _parse_begun(root, begun)[0])
         return cls(config, path, collect_settings(config), list_shards(config))
 
     def begin(self, machines: int | None) -> 'PartedPreparation':
@@ -210,12 +212,6 @@ def list_shards(config: PrepareConfig) -> dict[str, list[Shard]]:
 def find_parts(path: str) -> SharedFolder:
     """Returns the folder of all parts of a store."""
     return SharedFolder(f'{path.rstrip("/")}/{PARTS}')
-
-
-def _read_begun(root: SharedFolder) -> dict[str, object] | None:
-    """Returns the settings that a preparation was begun with; None: none is begun."""
-    content = root.read(SETTINGS)
-    return None if content is None else _parse_begun(root, content)[0]
 
 
 def _parse_begun(root: SharedFolder, content: bytes) -> tuple[JsonObject, int]:

@@ -93,7 +93,8 @@ class SearchRunner(Runner):
     def look(self) -> None:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
-        self._looked, self._has_ended = time.monotonic(), self.search.has_ended()
+        self._looked = time.monotonic()
+        self._has_ended = all(map(self.search.study.judge, range(self.search.options.trials)))
         if self._has_ended:
             self.search.note_facts()  # of trials of other machines, too
         busy = {job.point.name for job in self.running}

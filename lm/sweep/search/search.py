@@ -117,10 +117,6 @@ class Search:
         """Lets a trial end without a loss, because its values do not fit together."""
         self.refused[point.index] = error
 
-    def has_ended(self) -> bool:
-        """Tells whether every trial has ended."""
-        return all(self.study.judge(number) for number in range(self.options.trials))
-
     def judge(self, point: Point) -> 'FrozenTrial | None':
         """Returns a trial that has ended; None: it has not ended."""
         return self.study.judge(point.index)
