@@ -89,8 +89,7 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
-    """Returns a hint for unknown words: a flag of that name, or else the setting that a word such as '--lr'
-    may mean."""
+    """Returns a hint for unknown words: a flag of that name, or the setting that a word such as '--lr' may mean."""
     word, _, value = unknown[0].partition('=')
     name, names = word.strip('-'), {flag.strip('-'): flag for flag in flags}
     fields = _suggest_fields(name) if '--set' in flags and word.startswith('--') else []

@@ -209,8 +209,7 @@ def read_silence(folder: AnyPath) -> float | None:
 
 
 def is_held(folder: AnyPath) -> bool:
-    """Tells if a process holds the lease of a folder: a living one of this host, or one of another that lately renewed
-    it."""
+    """Tells if a process holds the lease of a folder: one that lives on this host, or lately renewed it elsewhere."""
     owner = read_owner(folder)
     alive = False if owner is None else _is_alive(owner, folder)
     if alive is None:
@@ -286,8 +285,7 @@ def _read(path: str) -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Returns when a process started, in ticks since the boot, which distinguishes processes of one number. None: there
-    is no such process, or no /proc."""
+    """Returns the ticks since the boot at which a process started; None: no such process, or no /proc."""
     fields = _read(f'/proc/{pid}/stat').rpartition(')')[2].split()
     return fields[19] if fields and fields[0] not in 'ZX' else None
 

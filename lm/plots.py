@@ -29,8 +29,7 @@ BANDS = 6
 """More curves than these are drawn without the range of their seeds, which would hide them."""
 
 NEAR, RING, RINGS = 2.5, 3.0, 4
-"""Points (1/72 inch): markers closer than this would hide each other; how much wider each further ring is, and how many
-grow."""
+"""Points (1/72 inch): markers closer than this hide each other; the growth of further rings; how many grow."""
 LEVELS = (0.0, 0.16, -0.16, 0.32, -0.32)
 """Heights within a row of dots."""
 

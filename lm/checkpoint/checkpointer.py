@@ -95,8 +95,7 @@ class Checkpointer:
         self._clock = SaveClock(self.config.save_every_minutes)
 
     def should_save(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after `step`, by number or by time. Ask once per step, in all
-        processes."""
+        """Returns whether a checkpoint is due after `step`, by number or by time. All processes ask once per step."""
         every = (self.config.save_every_steps, self.config.keep_every)
         due = any(n is not None and step % n == 0 for n in every)
         return self._clock.is_due(step) or due
@@ -270,10 +269,7 @@ class Checkpointer:
         self._tidy()
 
     def verify(self, step: int) -> None:
-        """Reads everything of one step, one array at a time.
-
-        Raises MismatchError if anything is damaged or not finite.
-        """
+        """Reads everything of one step, array by array. Raises MismatchError if it is damaged or not finite."""
         not_finite = None
         with refuse_damage(step):
             snapshot = Snapshot(self.directory, step)

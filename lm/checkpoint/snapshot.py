@@ -58,8 +58,7 @@ class Snapshot:
         return (self.path / COMMITTED).exists()
 
     def record(self) -> dict:
-        """The JSON record: format, step, leaves, fingerprints, metrics, metadata. Raises Damaged, or LmError where the
-        storage fails."""
+        """Returns the JSON record of the step. Raises Damaged, or LmError where the storage fails."""
         try:
             self._content(self.path / COMMITTED)
         except GONE:
@@ -216,8 +215,7 @@ def make_record(
     metrics: Mapping[str, float | str],
     metadata: Mapping[str, object],
 ) -> dict:
-    """Makes the record of a step whose arrays are `leaves` (`describe_arrays`). Metrics that are not finite become
-    strings: JSON has no such numbers."""
+    """Makes the record of a step with these `leaves` (`describe_arrays`). Metrics that are not finite become text."""
     record = {
         'format': FORMAT,
         'step': step,

@@ -88,10 +88,7 @@ def choose_chunk(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def cut_part(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """Yields the place of each chunk of a part of so many rows, and the flat index of its first element.
-
-    The elements of a chunk follow one another.
-    """
+    """Yields the place of each chunk of a part, and the flat index of its first element; its elements are in a row."""
     counts = [range(0, length, step) for length, step in zip(shape, chunk, strict=True)]
     for start in itertools.product(*counts):
         ends = (min(a + step, length) for a, step, length in zip(start, chunk, shape, strict=True))

@@ -54,8 +54,7 @@ class Writer(ocp.CheckpointManager):
         self.save(step, args=items, force=True)
 
     def reached_preemption(self, step: int) -> bool:
-        """Never: Orbax's own polling would disturb the count that `lm.pod.preemption` keeps with the same service,
-        which accepts one sequence of numbers."""
+        """Never: Orbax's polling would disturb the count of `lm.pod.preemption`, which has the same service."""
         return False
 
 

@@ -21,8 +21,7 @@ from lm.errors import ConfigError
 
 
 class Order:
-    """The order of the windows of one split: example number → start offset. Epoch e visits each window once, in the
-    order of a permutation keyed by (seed, e)."""
+    """The order of the windows of a split: example number → start offset, by a permutation of (seed, epoch)."""
 
     def __init__(self, n_tokens: int, context_length: int, seed: int):
         """Raises ConfigError for a split that is shorter than a window."""
@@ -131,8 +130,7 @@ class Windows(BatchWindows):
     def __init__(
         self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
     ):
-        """Takes the number of tokens of the split, and the seed that keys the order. `BatchWindows` describes the
-        rest."""
+        """Takes the tokens of the split, and the seed that keys the order; for the rest see `BatchWindows`."""
         super().__init__(context_length, batch_size, skip)
         self.order = Order(n_tokens, context_length, seed)
         self.count = self.order.count

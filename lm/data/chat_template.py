@@ -63,10 +63,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: str, name: str) -> 'ChatTemplate':
-        """Reads the template of a folder with a tokenizer, or of a run; `name` is the setting for messages.
-
-        Raises ConfigError if there is none.
-        """
+        """Reads the template beside a tokenizer, or of a run. Raises ConfigError, which says `name`, without one."""
         path = open_path(folder, name)
         path = path if path.is_dir() else path.parent
         text = find_template(path)

@@ -99,8 +99,7 @@ class Ladder:
 
     @functools.cached_property
     def deviation(self) -> float | None:
-        """The standard deviation of the residuals in nats; None where the curve has as many numbers as there are
-        runs."""
+        """The standard deviation of the residuals in nats; None: the curve has as many numbers as there are runs."""
         squares = [(result.loss - float(self.law.predict(result.compute))) ** 2 for result in self.baseline]
         free = len(squares) - FEWEST_SIZES
         return math.sqrt(sum(squares) / free) if free > 0 else None

@@ -164,10 +164,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _measures_something_else(run: Run, record: dict[str, Any]) -> bool:
-    """Returns whether an evaluation changed the model, the objective or the document masks, or scored other data.
-
-    The store may have moved.
-    """
+    """Returns whether an evaluation changed model, objective or document masks, or scored other data."""
     if record.get('data_sha256', run.info.get('data')) != run.info.get('data'):
         return True
     own = tuple(f'{name}.' for name in ('model', *run.mechanisms(), run.objective))

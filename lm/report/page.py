@@ -121,10 +121,7 @@ def link_run(run: Run, out: Path) -> str | None:
 
 
 def compare_configurations(runs: Sequence[Run]) -> SortableTable | None:
-    """Returns the bindings of config.gin that differ between runs; None: there are none.
-
-    A value that most runs do not have stands out.
-    """
+    """Returns the bindings that differ between runs; values that most runs do not have stand out. None: there are none."""
     names = list(dict.fromkeys(name for run in runs for name in run.config))
     rows = []
     for name in names:

@@ -28,10 +28,7 @@ from lm.text import format_count
 
 
 def write_report(paths: Sequence[str], out: str, **options: Any) -> None:
-    """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
-
-    The arguments are as in `write_files`.
-    """
+    """Writes the report on `paths` into the folder `out` as `write_files` does, and prints its table."""
     report = write_files(paths, out, **options)
     print(report.make_run_table().to_markdown())
     if report.ladder:

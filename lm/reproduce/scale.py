@@ -83,7 +83,6 @@ class Scale:
 
 
 def replace_part(bindings: Mapping[str, str], name: str, reference: str) -> dict[str, str]:
-    """Returns the bindings with another value of a field that refers to a part, and without the bindings of the part
-    that was there."""
+    """Returns the bindings with another part in the field `name`, without any binding of the part that was there."""
     old = bindings[name].strip('@()')
     return {key: text for key, text in bindings.items() if not key.startswith(f'{old}.')} | {name: reference}

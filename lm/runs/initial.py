@@ -1,5 +1,4 @@
-"""The weights that a new run takes from another one (`train.init_from`), by name: parameters, and the random
-projections that they were learned with."""
+"""The weights that a new run takes from another one (`train.init_from`), by name, with random projections."""
 
 from collections.abc import Mapping, Sequence
 from typing import NoReturn

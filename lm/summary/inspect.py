@@ -1,5 +1,4 @@
-"""`lm inspect`: the contents of a run directory, a sweep or a token store, without touching a device or changing a
-byte."""
+"""`lm inspect`: the contents of a run directory, a sweep or a token store, without a device or a change."""
 
 import sys
 

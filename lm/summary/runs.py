@@ -71,8 +71,7 @@ def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
 
 
 def inspect_checkpoint(run: Run, step: int, verify: bool) -> JsonObject | None:
-    """Returns step, size, time, health, and the loss of its evaluation; None: a continuing run has deleted it
-    meanwhile."""
+    """Returns size, time, health and evaluation loss of a step; None: a continuing run has deleted it meanwhile."""
     try:
         found = _read_checkpoint(run, step, verify)
         if not found['sound']:  # a step that is being deleted looks damaged

@@ -195,10 +195,7 @@ def _describe(settings: Mapping[str, Setting]) -> str:
 
 
 def _make_names(points: list[dict[str, Setting]]) -> list[str]:
-    """Returns a different name for each point.
-
-    Names contain all axes, also axes of one value: with a second value the old points keep their names.
-    """
+    """Returns a different name for each point, of all its axes: a second value on one changes no old name."""
     names = []
     for settings in points:
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(setting.label for setting in settings.values()))

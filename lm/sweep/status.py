@@ -16,10 +16,7 @@ COLUMNS = ('point', 'status', 'steps', 'heartbeat', 'loss', 'reason')
 
 
 def show_status(root: epath.PathLike) -> None:
-    """Prints a table of all points below `root`, and how many are in each state.
-
-    Raises ConfigError where there is neither a sweep nor a run.
-    """
+    """Prints the states of all points below `root`, and their counts. Raises ConfigError if there are none."""
     found = read_status(root)
     rows = [
         (

@@ -71,8 +71,7 @@ class Sweep:
         return False
 
     def is_running(self, point: Point) -> bool:
-        """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
-        lock."""
+        """Tells whether a process trains the point: one of this host, or one that lately renewed its lock elsewhere."""
         return is_held(self.root / point.name)
 
     def result(self, point: Point) -> sweep_file.Row:
@@ -136,8 +135,7 @@ class Sweep:
         return written
 
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
-        """Records how a point failed. If that cannot be written, there is a warning, and the point is tried again
-        later."""
+        """Records how a point failed. If that fails, there is a warning, and the point is tried again later."""
         self._note(point, {'exit_code': exit_code, 'error': error})
 
     def record_pruned(self, point: Point, step: int) -> None:

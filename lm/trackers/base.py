@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """A run as trackers see it: name, directory, configuration as binding → value, the step where it starts, and how
-    often it was rewound."""
+    """A run as trackers see it; `bindings` are its configuration, `start` its first step."""
 
     name: str
     path: epath.Path
@@ -40,8 +39,7 @@ class TrackerWriter:
         """Receives the figures of a step, such as 'train/loss'; each is finite."""
 
     def event(self, kind: str, step: int, message: str) -> None:
-        """Receives the end of the run after `step`: 'done', 'preempted', 'diverged', 'wrong results' or
-        'failed'."""
+        """Receives the end of a run after `step`: 'done', 'preempted', 'diverged', 'wrong results' or 'failed'."""
 
     def close(self) -> None:
         """Ends the writer; no call follows."""

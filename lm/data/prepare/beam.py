@@ -97,8 +97,7 @@ def _run(work: PartedPreparation, flags: str) -> None:
 def _guard(
     element: object, path: str, folder: SharedFolder, function: Callable, *arguments: object
 ) -> Iterator[object]:
-    """Yields what a function makes of an element. An error of a late repetition, after the store was finished, is none:
-    the parts are gone then."""
+    """Yields what a function makes of an element. Errors after the store was finished, without its parts, are none."""
     try:
         with discarding(folder):
             yield from function(element, *arguments)

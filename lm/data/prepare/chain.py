@@ -25,10 +25,7 @@ FILE = 'chain.jsonl'
 
 
 def write_chain(path: str, counts: Mapping[str, list[ShardCounts]]) -> dict[str, str]:
-    """Writes the file of a store whose shards have these counts. Returns the entry of dataset.json.
-
-    There is none if an earlier version made some of the shards.
-    """
+    """Writes the file of a store with these counts of shards. Returns the entry of dataset.json if all have digests."""
     if not all(c.source and c.sha256 for own in counts.values() for c in own):
         return {}
     lines = [

@@ -153,8 +153,7 @@ class PartedPreparation:
         return f'{what}; the same `lm prepare` with {flags} makes them'
 
     def read_counts(self) -> dict[str, list[ShardCounts]]:
-        """Returns split → the counts of its shards. Raises LmError where some are not finished, and
-        DamagedPartError."""
+        """Returns split → the counts of its shards. Raises LmError where some are missing, and DamagedPartError."""
         if missing := self.list_missing():
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
         return {split: read_counts(self.folder, name_shards(split, len(own))) for split, own in self.shards.items()}

@@ -56,8 +56,7 @@ class Arrow(FilePatterns):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Iterator['pyarrow.RecordBatch']]:
-        """The record batches of a file. Raises ConfigError where it has no such column of text, MismatchError where it
-        is damaged."""
+        """The record batches of a file. Raises ConfigError without such a column of text, MismatchError for damage."""
         with reading('Arrow', name), contextlib.ExitStack() as stack:
             import pyarrow.ipc
 

@@ -159,10 +159,7 @@ def walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def walk_bucket(folder: AnyPath, suffix: str) -> Iterator[AnyPath]:
-    """Yields the files under a folder of a bucket.
-
-    What ends in `suffix` is a file: to ask the bucket about each one would take a request per document.
-    """
+    """Yields the files under a folder of a bucket. What ends in `suffix` is one: asking would take a request each."""
     for path in folder.iterdir():
         if not path.name.endswith(suffix) and path.is_dir():
             yield from walk_bucket(path, suffix)

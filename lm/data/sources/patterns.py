@@ -249,8 +249,7 @@ def _is_pattern(path: AnyPath) -> bool:
 
 
 def _fixed_folder(path: AnyPath) -> tuple[AnyPath, str]:
-    """Returns the part of a pattern before its first wildcard, and the rest. An existing folder such as 'text [2]' has
-    no wildcard."""
+    """Returns the part of a pattern before its first wildcard, and the rest. Existing folders have no wildcard."""
     fixed = path.parent
     while _is_pattern(fixed) and not fixed.exists():
         fixed = fixed.parent

@@ -48,10 +48,7 @@ def find_marks(config: Mapping[str, object]) -> TextMarks:
 
 
 def check_marks(config: Mapping[str, object], where: AnyPath) -> None:
-    """Raises MismatchError if a config.json, which lies at `where`, names a token that its model does not have.
-
-    The id -1 stands for no token.
-    """
+    """Raises MismatchError if the config.json `where` names a token beyond its model; -1 stands for no token."""
     config = _with_text(config)
     size = config.get('vocab_size')
     for name in ('eos_token_id', 'bos_token_id'):

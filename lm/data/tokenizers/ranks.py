@@ -137,8 +137,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _parse(lines: bytes) -> dict[bytes, int]:
-    """Returns piece → id. Raises ValueError for lines of another form, for two pieces with one id, and if a byte has
-    none."""
+    """Returns piece → id. Raises ValueError for other lines, two pieces with one id, and a byte without one."""
     ranks = {}
     for line in filter(None, lines.splitlines()):
         piece, rank = line.split()

@@ -50,10 +50,7 @@ class SearchSpace:
     used: frozenset[str] = frozenset()
 
     def make_point(self, index: int, drawn: Mapping[str, Drawn]) -> Point:
-        """Returns the trial of this number with drawn values, by key. A value without an effect is left out.
-
-        Raises ConfigError if the values do not go together.
-        """
+        """Returns the trial with those drawn values that have an effect. Raises ConfigError if they do not fit."""
         bindings = dict(self.bindings)
         for key, value in drawn.items():
             bindings[key] = dataclasses.replace(bindings[key], value=self.distributions[key].to_gin(value))

@@ -1,5 +1,4 @@
-"""FASTA, as UniProt distributes TrEMBL (uniprot_trembl.fasta.gz): lines of `>` and a name, behind each lines of amino
-acids."""
+"""FASTA, as UniProt distributes TrEMBL (uniprot_trembl.fasta.gz): behind `>` and a name, lines of amino acids."""
 
 import codecs
 import dataclasses
