@@ -121,7 +121,7 @@ def link_run(run: Run, out: Path) -> str | None:
 
 
 def compare_configurations(runs: Sequence[Run]) -> SortableTable | None:
-    """Returns the bindings that differ between runs; values that most runs do not have stand out. None: there are none."""
+    """Returns the bindings that differ between runs; values that most runs lack stand out. None: there are none."""
     names = list(dict.fromkeys(name for run in runs for name in run.config))
     rows = []
     for name in names:
