@@ -166,10 +166,7 @@ def check_together(arguments: argparse.Namespace) -> None:
 
 
 VERB = Verb(
-    name='check',
     place=70,
     help='show what a run needs before it is paid for: memory, collectives, hours; compiles for TPUs without one',
     example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -84,10 +84,7 @@ def check_together(arguments: argparse.Namespace) -> None:
 
 
 VERB = Verb(
-    name='evaluate',
     place=30,
     help='measure the perplexity of a run on a split',
     example='lm evaluate runs/quickstart --split validation --window sliding:256',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -115,11 +115,8 @@ def read_prompts(
 
 
 VERB = Verb(
-    name='generate',
     place=40,
     help='continue a text with the weights of a run',
     example="lm generate runs/quickstart --prompt 'def main(' --max_tokens 200",
-    add_flags=add_flags,
-    make_call=make_call,
     only_prints=True,
 )

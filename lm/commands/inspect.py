@@ -89,11 +89,8 @@ def make_attention_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='inspect',
     place=110,
     help='show what a run, a sweep or a token store holds, or what its attention weighs',
     example='lm inspect runs/quickstart --verify',
-    add_flags=add_flags,
-    make_call=make_call,
     only_prints=True,
 )

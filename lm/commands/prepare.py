@@ -68,10 +68,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='prepare',
     place=10,
     help='turn text into a token store',
     example='lm prepare --gin_file data/quickstart.gin',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -52,10 +52,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='report',
     place=90,
     help='turn runs into a page, tables and pictures',
     example="lm report runs/sweep 'runs/quickstart*' --out report",
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -236,12 +236,9 @@ TRAIN = Mode('', make_train_call, RUN_FLAGS)
 
 
 VERB = Verb(
-    name='sweep',
     place=80,
     help='train every point of a grid of configurations, or those that are not finished yet',
     example='lm sweep --run_dir runs/sweep --gin_file configs/experiments/quickstart.gin '
     '--sweep_file configs/sweeps/quickstart.gin --dry_run',
-    add_flags=add_flags,
-    make_call=make_call,
     exit_codes='\n  Of a sweep 1 also means that points did not succeed: its table says which and why.',
 )
