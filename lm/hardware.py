@@ -41,6 +41,7 @@ class Chip:
         cores: what the number in an accelerator type such as v4-64 counts on each chip.
         libtpu: its name there.
         options: that libtpu needs.
+        dcn_bytes: a chip's share of the data-centre network between slices, one direction, bytes/s; 0: not published.
     """
 
     limits: ChipLimits
@@ -52,6 +53,7 @@ class Chip:
     cores: int = 1
     libtpu: str = ''
     options: tuple[tuple[str, str], ...] = ()
+    dcn_bytes: float = 0.0
 
     @property
     def name(self) -> str:
@@ -63,22 +65,16 @@ class Chip:
         """The clock of a TPU's cores, Hz: the peak over the multiply-adds per cycle of all matrix units."""
         return self.flops / 2 / (MATRIX_UNITS * self.cores * self.limits.matrix_side**2)
 
-    @property
-    def dcn_bytes(self) -> float:
-        """A chip's share of the data-centre network between slices, one direction, bytes/s; 0: not published."""
-        return DCN_BYTES.get(self.name, 0.0)
 
-
-DCN_BYTES = {'v5e': 25e9 / 8, 'v5p': 50e9 / 8, 'v6e': 100e9 / 8, 'v7x': 100e9 / 8}
 MEGACORE = (('chip_config_name', 'megacore'),)
 CHIPS = (
     Chip(LIMITS['v2'], 45e12, devices=2),
     Chip(LIMITS['v3'], 123e12, devices=2),
     Chip(LIMITS['v4'], 275e12, 1, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE),
-    Chip(LIMITS['v5e'], 197e12, 1, 819e9, 50e9, axes=2),
-    Chip(LIMITS['v5p'], 459e12, 1, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE),
-    Chip(LIMITS['v6e'], 918e12, 1, 1638e9, 100e9, axes=2),
-    Chip(LIMITS['v7x'], 2307e12, 2, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x'),
+    Chip(LIMITS['v5e'], 197e12, 1, 819e9, 50e9, axes=2, dcn_bytes=25e9 / 8),
+    Chip(LIMITS['v5p'], 459e12, 1, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE, dcn_bytes=50e9 / 8),
+    Chip(LIMITS['v6e'], 918e12, 1, 1638e9, 100e9, axes=2, dcn_bytes=100e9 / 8),
+    Chip(LIMITS['v7x'], 2307e12, 2, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x', dcn_bytes=100e9 / 8),
     Chip(LIMITS['A100'], 312e12),
     Chip(LIMITS['H100'], 989e12),
     Chip(LIMITS['H200'], 989e12),

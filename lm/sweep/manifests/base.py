@@ -82,17 +82,12 @@ class ManifestFormat(abc.ABC):
             flag, given = f'--{field.name}', getattr(options, field.name)
             is_given = given != getattr(default, field.name)
             if field.name in self.needs and not is_given:
-                raise ConfigError(f'{flag}: --emit {self.name} needs it; {self.explain(field.name)}')
+                raise ConfigError(f'{flag}: --emit {self.name} needs {field.metadata["help"]}')
             if is_given and field.name not in (*self.needs, *self.uses):
                 raise ConfigError(f'{flag}: --emit {self.name} does not use it; leave it out')
         if options.topology and (options.gpus or options.nodes):
             raise ConfigError('--topology and --gpus or --nodes: give one of them, TPUs or other machines')
         self.check_machines(options, is_local)
-
-    def explain(self, option: str) -> str:
-        """Returns what to give for a missing option."""
-        examples = {'image': 'name the container image', 'topology': 'name the TPU slice, such as v5e:4x4'}
-        return examples.get(option, 'give it')
 
     @abc.abstractmethod
     def check_machines(self, options: ClusterOptions, is_local: bool) -> None:
