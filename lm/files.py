@@ -18,7 +18,7 @@ from fsspec.config import conf as fsspec_conf
 from fsspec.core import url_to_fs
 
 from lm.buckets import LIMITS, NoAnswerError, explain_identity, register, waiting_for
-from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, MissingPackageError, require
 
 AnyPath = pathlib.Path | epath.Path
 
@@ -122,8 +122,7 @@ def open_source(path: os.PathLike | str, name: str = 'path') -> AnyPath:
         return open_path(path, name)
     if not re.match(rf'{HUB}://datasets/[^/]+/[^/]', text):
         raise ConfigError(f'{_label(path, name)}: names no data set; write {HUB}://datasets/OWNER/NAME/FOLDER')
-    if not importlib.util.find_spec('huggingface_hub'):
-        raise MissingPackageError(_label(path, name), 'huggingface_hub', 'hub')
+    require('huggingface_hub', _label(path, name), 'hub')
     register(HUB)
     return epath.Path(path)
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from lm.errors import ConfigError, MissingPackageError
+from lm.errors import ConfigError, require
 from lm.ops.chips import LIMITS, ChipLimits, limits_of
 
 MATRIX_UNITS = 4
@@ -247,8 +247,7 @@ def describe_devices(topology: Topology) -> list[Device]:
 
 def check_libtpu(topology: Topology) -> None:
     """Raises ConfigError when libtpu is missing."""
-    if importlib.util.find_spec('libtpu') is None:
-        raise MissingPackageError(f'--topology {topology.name}', 'libtpu', 'tpu', ' (no TPU is needed)')
+    require('libtpu', f'--topology {topology.name}', 'tpu', ' (no TPU is needed)')
 
 
 def describe_libtpu_fault() -> str | None:

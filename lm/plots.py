@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 
-from lm.errors import MissingPackageError
+from lm.errors import require
 from lm.text import format_digits, shorten
 
 if TYPE_CHECKING:
@@ -117,10 +117,7 @@ def _in_style(draw: Callable[P, None]) -> Callable[P, None]:
 
 def check_matplotlib(remark: str = '') -> None:
     """Raises MissingPackageError where matplotlib is missing; `remark` says what to do without it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingPackageError('pictures', 'matplotlib', 'report', remark) from None
+    require('matplotlib', 'pictures', 'report', remark)
 
 
 @_in_style

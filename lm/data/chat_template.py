@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm.data.tokenizers.companions import FOLDER, TOKENIZER_CONFIG, find_template, read_companions
-from lm.errors import ConfigError, MissingPackageError
+from lm.errors import ConfigError, require
 from lm.files import AnyPath, find_entries, open_path
 
 Messages = Sequence[Mapping[str, Any]]
@@ -25,13 +25,11 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: Mapping[str, str], where: str):
         """Raises MissingPackageError without Jinja, and ConfigError for a template that Jinja cannot read."""
-        try:
-            import jinja2
-            import jinja2.ext
-            import jinja2.nodes
-            import jinja2.sandbox
-        except ImportError:
-            raise MissingPackageError('prepare.source = @conversations()', 'jinja2', 'tokenizers') from None
+        require('jinja2', 'prepare.source = @conversations()', 'tokenizers')
+        import jinja2
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
 
         class Generation(jinja2.ext.Extension):
             """The block in which some templates put answers; it changes no text."""

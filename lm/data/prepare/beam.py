@@ -48,7 +48,7 @@ def prepare_with_beam(
     check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
     if importlib.util.find_spec('apache_beam') is None:
         raise MissingPackageError('--engine beam', 'apache-beam', 'beam')
-    console = console or Console(markup=False, emoji=False)
+    console = console or Console(markup=False, emoji=False, highlight=False)
     if (info := stages.find_finished(config, path, console)) is not None:
         return info
     stages.fetch_source(config, path, console)

@@ -65,7 +65,7 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
     Raises MismatchError that names the first shard whose source or tokens differ, and ConfigError if the store was made
     in another way.
     """
-    console = console or Console(markup=False, emoji=False)
+    console = console or Console(markup=False, emoji=False, highlight=False)
     if not 0 < share <= 1:
         raise ConfigError(f'--prove {share:g}: must be above 0 and at most 1')
     opened = TokenStore.open(path)
@@ -92,4 +92,4 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
                 raise MismatchError(f'{where}: its tokens differ from the tokens of the source; prepare the data again')
             proved += 1
     of = format_count(len(chain), 'shard')
-    console.print(f'{path}: {proved} of {of} proved: the source is the same, and so are the tokens', highlight=False)
+    console.print(f'{path}: {proved} of {of} proved: the source is the same, and so are the tokens')

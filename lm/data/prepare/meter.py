@@ -46,4 +46,4 @@ class Meter:
             self.printed = time.monotonic()
             left = max(0, self.total - self.before - done) * seconds / done if done else 0
             share = min(1.0, (self.before + done) / self.total)
-            self.console.print(f'{self.title}: {share:.0%}  {rate}  {format_duration(left)} left', highlight=False)
+            self.console.print(f'{self.title}: {share:.0%}  {rate}  {format_duration(left)} left')

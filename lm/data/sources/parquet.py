@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, require
 from lm.files import AnyPath, open_source
 
 if TYPE_CHECKING:
@@ -58,10 +58,9 @@ def reading(kind: str, name: str) -> Iterator[None]:
 
     Raises ConfigError without pyarrow, and MismatchError where the file is damaged.
     """
-    try:
-        import pyarrow
-    except ImportError:
-        raise MissingPackageError(f'prepare.source = @{kind.lower()}()', 'pyarrow', 'parquet') from None
+    require('pyarrow', f'prepare.source = @{kind.lower()}()', 'parquet')
+    import pyarrow
+
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns may be no text

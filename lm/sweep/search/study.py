@@ -9,13 +9,12 @@ may know.
 """
 
 import hashlib
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.errors import Diverged, MissingPackageError
+from lm.errors import Diverged, require
 from lm.sweep.options import SearchOptions
 from lm.sweep.search.distributions import Distribution, Drawn
 
@@ -53,8 +52,7 @@ def find_pruned_step(trial: 'FrozenTrial') -> int | None:
 
 def check_optuna() -> None:
     """Raises MissingPackageError where Optuna is missing."""
-    if importlib.util.find_spec('optuna') is None:
-        raise MissingPackageError('--search', 'optuna', 'search')
+    require('optuna', '--search', 'search')
 
 
 class Study:
