@@ -67,7 +67,6 @@ class Curve:
     """A line, or a row of dots, of a picture.
 
     Attributes:
-        label: what it is.
         style: which colour, line style and marker; the same in all pictures of a report.
         x, y: points [n].
         low, high: the band around them [n], such as the extremes over seeds; None: no band.
@@ -287,7 +286,6 @@ def draw_parallel(
 
     Args:
         lines: [axes] each, heights from 0 to 1; NaN leaves an axis out.
-        labels: of the axes.
         ticks: (height, text) on each axis.
         colours: a number per line, which decides its colour.
     """
@@ -329,7 +327,6 @@ def draw_matrices(
         matrices: pairs of a title and numbers [n, m].
         columns: matrices beside each other.
         labels: of the rows and columns, where all matrices have the same; None: their numbers.
-        title: a line above all.
     """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure

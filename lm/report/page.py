@@ -29,9 +29,7 @@ class TableCell(NamedTuple):
     """A cell of a table.
 
     Attributes:
-        text: what it shows.
         value: what the table is sorted by; None: it stays at the end.
-        link: an address.
         marked: it stands out.
     """
 
@@ -51,8 +49,6 @@ class SortableTable:
     """A table that the reader can sort.
 
     Attributes:
-        title: its heading.
-        columns: their titles.
         rows: cells, one per column.
         left: columns of words, which come first.
         notes: sentences below it.

@@ -46,7 +46,6 @@ class Column:
 
     Attributes:
         key: of the figure that it shows.
-        title: its heading.
         form: figure → text.
         sorted_by: key of the figure that it is sorted by; '': the shown one.
     """

@@ -31,7 +31,6 @@ class Student:
     """A run that learned from a teacher.
 
     Attributes:
-        run: the student.
         teacher_path: the run of its teacher, as its configuration names it.
         teacher: this run; None: it is not there any more.
         loss: what the student minimizes.

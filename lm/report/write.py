@@ -53,10 +53,8 @@ def write_files(
 
     Args:
         paths: run directories, sweeps, or globs of them.
-        out: the folder of the report.
         split, corpus: as in `lm.report.report.Report`.
         ladder: run directories of a baseline, a sweep, or a glob of them (`lm.report.ladder`); None: no comparison.
-        pictures: draw them, too.
         refresh: seconds after which the page reads itself again; None: never.
         any_conditioning: compare perplexities that are conditioned on different tokens, too.
     """

@@ -39,8 +39,6 @@ class Scale:
     """A scale.
 
     Attributes:
-        name: as in scales.toml.
-        divisor: of lengths.
         settings: binding → value, of steps and tokens.
         text: a folder of text files; None: the Python sources that every machine has.
     """

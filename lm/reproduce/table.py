@@ -84,7 +84,6 @@ class ReproducedTable:
     """The paper's table with ours beside it.
 
     Args:
-        runs: of the table.
         cells: what they measured (`collect`).
     """
 

@@ -179,7 +179,6 @@ def find_change(lines: Iterable[bytes], seals: Mapping[int, Mapping[str, Any]]) 
     """Says which of the lines are gone, or are not what a checkpoint sealed; None: all are as they were.
 
     Args:
-        lines: the lines of the file.
         seals: step → the entries of `MetricsFile.seal` in its checkpoint; older checkpoints have none.
     """
     rest, found, sound, running = iter(lines), 0, 0, hashlib.sha256()

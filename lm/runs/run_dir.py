@@ -162,8 +162,6 @@ class RunDir(RunPaths):
         """Returns the trackers of this run (`lm.trackers.base.Trackers`).
 
         Args:
-            trackers: their configurations.
-            text: the configuration of the run.
             enabled: False for processes other than the first.
             tensorboard: write summaries too, if their packages are installed and no tracker writes them.
             start: the step that the run goes on from.

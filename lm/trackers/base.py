@@ -75,7 +75,6 @@ class Trackers:
 
     Args:
         trackers: the trackers in the order of the configuration.
-        run: the run.
         enabled: False does nothing, because only one of several processes writes.
     """
 

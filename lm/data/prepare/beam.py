@@ -36,10 +36,8 @@ def prepare_with_beam(
     """Makes the token store `path` with a pipeline of Apache Beam. Returns the contents of dataset.json.
 
     Args:
-        config: how the store is made.
         path: the store, in a place that all workers see.
         flags: options of Beam's runner, as on a command line; '': Beam's DirectRunner with worker processes.
-        console: where progress is printed.
 
     Raises:
         MissingPackageError: apache-beam is not installed.

@@ -57,10 +57,7 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
     """Reads a share of the shards of a store's source again, tokenizes them, and compares all with the store.
 
     Args:
-        config: how the store was made.
-        path: the store.
         share: above 0 and up to 1; at least one shard of each split is read.
-        console: where the result is printed.
 
     Raises MismatchError that names the first shard whose source or tokens differ, and ConfigError if the store was made
     in another way.

@@ -70,10 +70,7 @@ class PartedPreparation:
     """A preparation whose parts lie beside the store.
 
     Attributes:
-        config: how the store is made.
-        path: the store.
         settings: all that the contents of the store depend on, without the listing of the source.
-        shards: split → its shards.
         machines: into so many shares the first machine has cut the work.
     """
 

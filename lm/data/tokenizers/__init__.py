@@ -21,7 +21,6 @@ def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenize
     """Makes the tokenizer that the contents of a file describe.
 
     Args:
-        model: the contents.
         eod: the end-of-document token, by id or name; None: the choice of the tokenizer.
         name: the name of the file, for messages.
 
@@ -56,7 +55,6 @@ def load(path: str | AnyPath, config: TokenizerConfig | None = None, *, marks: T
     """Reads the file of a tokenizer, or the one in a folder, such as an imported run.
 
     Args:
-        path: the file or folder.
         config: what the file may lack.
         marks: decide on the end-of-document token where `config` has none; None: run.json or config.json beside it.
 

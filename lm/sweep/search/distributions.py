@@ -29,7 +29,6 @@ class Numbers:
     """Numbers between two limits.
 
     Attributes:
-        kind: float or int.
         step: between whole numbers.
         log: uniform in the logarithm.
     """

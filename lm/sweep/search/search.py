@@ -43,8 +43,6 @@ class Search:
 
     Args:
         root: the folder, a local path or an address.
-        space: of the values.
-        options: of the search.
         retry_failed: failures of earlier calls do not count.
 
     Raises ConfigError where the folder holds another search, a grid or a run.

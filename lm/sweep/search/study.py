@@ -60,7 +60,6 @@ class Study:
 
     Args:
         distributions: of the searched parameters, by key.
-        options: of the search.
         read: returns the result of a trial that has begun, or has failed; None: it has not begun.
         steps, every: of a training: how many, and between two evaluations.
     """
