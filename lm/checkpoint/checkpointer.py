@@ -51,7 +51,7 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     """Saves and restores the state of one run. All processes of a run call every method together.
 
     Reading changes nothing on disk; unfinished leftovers are removed, and damaged or abandoned steps renamed, before
@@ -194,9 +194,6 @@ class Checkpointer:
                 self._lazy_manager.close()
                 self._lazy_manager = None
             self._log_filter.stop()
-
-    def __enter__(self) -> 'Checkpointer':
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         try:

@@ -272,14 +272,11 @@ def name_leaf(path: tuple) -> str:
     return '.'.join(map(str, path))
 
 
-class Agreement:
+class Agreement(contextlib.AbstractContextManager['Agreement']):
     """A block that fails either in all processes, with the same exit code, or in none."""
 
     def __init__(self, step: int):
         self.step = step
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind, error, traceback) -> None:
         if jax.process_count() == 1:

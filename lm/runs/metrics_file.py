@@ -5,6 +5,7 @@ JSON has no numbers for what is not finite: they are written as the strings 'NaN
 Each checkpoint seals the lines before it with their count and their SHA-256. So a digit that is changed later is seen.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -31,7 +32,7 @@ REMOTE_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
 
-class MetricsFile:
+class MetricsFile(contextlib.AbstractContextManager['MetricsFile']):
     """Appends records to `path`. A context manager. All processes make and use it alike, process 0 alone writes.
 
     Args:
@@ -125,9 +126,6 @@ class MetricsFile:
         self.flush()
         if self._file:
             self._file.close()
-
-    def __enter__(self) -> 'MetricsFile':
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

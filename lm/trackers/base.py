@@ -3,6 +3,7 @@
 A tracker never stops a run: an error is logged in one line, and the run goes on without the tracker.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -70,7 +71,7 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class Trackers:
+class Trackers(contextlib.AbstractContextManager['Trackers']):
     """All trackers of a run, as a context. Leaving the context reports how the run ended.
 
     Args:
@@ -93,9 +94,6 @@ class Trackers:
         """Passes a record of metrics.jsonl."""
         self._step = record['step']
         self._each(lambda writer: writer.write(record['step'], figures(record)))
-
-    def __enter__(self) -> 'Trackers':
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         ends = {type(None): 'done', Preempted: 'preempted', KeyboardInterrupt: 'preempted', Diverged: 'diverged'}
