@@ -3,9 +3,9 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from etils import epath
+from optuna.trial import FrozenTrial
 
 from lm.errors import ConfigError, WrongResults
 from lm.runs import sweep_file
@@ -17,9 +17,6 @@ from lm.sweep.search.distributions import Drawn
 from lm.sweep.search.space import SearchSpace, name_trial
 from lm.sweep.search.study import Study, TrialResult, find_pruned_step
 from lm.sweep.sweep import Sweep
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
 
 
 class TrialFolder(Sweep):
@@ -115,7 +112,7 @@ class Search:
         """Lets a trial end without a loss, because its values do not fit together."""
         self.refused[point.index] = error
 
-    def judge(self, point: Point) -> 'FrozenTrial | None':
+    def judge(self, point: Point) -> FrozenTrial | None:
         """Returns a trial that has ended; None: it has not ended."""
         return self.study.judge(point.index)
 
