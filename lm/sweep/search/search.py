@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 
 from etils import epath
-from optuna.trial import FrozenTrial
 
+from lm.config.text import format_value
 from lm.errors import ConfigError, WrongResults
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
@@ -55,9 +55,10 @@ class Search:
             first.experiment.train.steps,
             first.experiment.train.eval_every,
         )
-        self._forgiven = set(range(options.trials)) if retry_failed else set()
+        self.forgiven = set(range(options.trials)) if retry_failed else set()
+        """Trials whose failure in an earlier call does not count until they start again."""
         self.refused: dict[int, ConfigError] = {}
-        """Trials of this call whose values do not fit together → the error."""
+        """Trials of this call whose values do not fit together → the error; they end without a loss."""
         self._check(first)
 
     def _check(self, first: Point) -> None:
@@ -108,18 +109,6 @@ class Search:
                 self.sweep.record_pruned(point, step)
         return due
 
-    def refuse(self, point: Point, error: ConfigError) -> None:
-        """Lets a trial end without a loss, because its values do not fit together."""
-        self.refused[point.index] = error
-
-    def judge(self, point: Point) -> FrozenTrial | None:
-        """Returns a trial that has ended; None: it has not ended."""
-        return self.study.judge(point.index)
-
-    def forgive(self, point: Point) -> None:
-        """Lets the failure of an earlier call not count, since the trial starts again."""
-        self._forgiven.discard(point.index)
-
     def note_facts(self) -> None:
         """Has the next sweep.json tell how the trials were drawn, and which parameters matter."""
         self.sweep.facts = {'search': {**self.describe(), 'importance': self.study.rate()}}
@@ -128,10 +117,10 @@ class Search:
         try:
             return self.space.make_point(number, values)
         except ConfigError as error:
-            made = self.space.make_point(number, {})
-            point = dataclasses.replace(made, settings=self.space.write_values(values), fault=str(error))
-            self.refuse(point, error)
-            return point
+            self.refused[number] = error
+            made, distributions = self.space.make_point(number, {}), self.space.distributions
+            settings = {key: format_value(distributions[key].to_gin(value)) for key, value in values.items()}
+            return dataclasses.replace(made, settings=settings, fault=str(error))
 
     def _values(self, number: int) -> dict[str, Drawn] | None:
         """Returns the values of a trial: of its run directory, or else drawn."""
@@ -146,7 +135,7 @@ class Search:
         path, failure = self.sweep.root / name, sweep_file.read_failure(self.sweep.root, name)
         stated = failure.get('exit_code')
         code = stated if isinstance(stated, int) else None
-        counts = code is not None and code != WrongResults.exit_code and number not in self._forgiven
+        counts = code is not None and code != WrongResults.exit_code and number not in self.forgiven
         if not is_run(path):
             drawn = self.study.draw(number) if counts else None
             return TrialResult(drawn, (), False, code) if drawn else None

@@ -56,10 +56,6 @@ class SearchSpace:
         settings = {key: format_value(bindings[key].value) for key in drawn if key in used}
         return Point(index, name, settings, experiment)
 
-    def write_values(self, drawn: Mapping[str, Drawn]) -> dict[str, str]:
-        """Returns drawn values as gin files write them, by key."""
-        return {key: format_value(self.distributions[key].to_gin(value)) for key, value in drawn.items()}
-
     def read_values(self, config: Mapping[str, str], name: str) -> dict[str, Drawn]:
         """Returns the drawn values of the trial `name`, in Optuna's form, from binding → text of its config.gin.
 
