@@ -48,9 +48,6 @@ class SearchResult:
         keys = list(space) if isinstance(space, dict) else []
         return sorted(keys, key=lambda key: -self.importance.get(key, 0.0))
 
-    def is_logarithmic(self, key: str) -> bool:
-        return str(self.facts['space'].get(key)).startswith('log_')
-
 
 def read_searches(paths: Iterable[str]) -> list[SearchResult]:
     """Returns the searches among the folders of sweeps that `paths` name."""
@@ -106,7 +103,7 @@ def _make_parallel(search: SearchResult, finished: list[dict[str, Any]], suffix:
     axes, ticks, heights = search.list_axes(), [], []
     for key in axes:
         values = [row['settings'].get(key) if row['settings'] else None for row in shown]
-        found, marks = _place(values, search.is_logarithmic(key))
+        found, marks = _place(values, str(search.facts['space'].get(key)).startswith('log_'))
         heights.append(found)
         ticks.append(marks)
     found, marks = _place([repr(row['loss']) for row in shown], False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from etils import epath
 
-from lm.errors import ConfigError, Diverged, writing
+from lm.errors import FINAL, ConfigError, Diverged, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
 from lm.lease import is_held
 from lm.runs import sweep_file
@@ -64,7 +64,7 @@ class Sweep:
         row = self.result(point)
         if point.fault:
             print(f'{point.name} makes no configuration and is left out: {point.fault}')
-        elif sweep_file.is_final(row) and not retry_failed:
+        elif row['status'] == 'failed' and row['exit_code'] in FINAL and not retry_failed:
             print(f'{point.name} failed with {row["exit_code"]} before and is left out (see --retry_failed)')
         else:
             return row['status'] != 'done'

@@ -11,7 +11,6 @@ Each format has the same policy by exit codes, in the terms of its scheduler:
 
 import abc
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -100,8 +99,3 @@ class ManifestFormat(abc.ABC):
 def make_command(root: str, point: str) -> list[str]:
     """Returns the command of a point's processes."""
     return ['lm', 'sweep', '--run_dir', root, '--index', point]
-
-
-def make_script(setup: Sequence[str], command: Sequence[str]) -> str:
-    """Returns lines of shell: the set-up, each line of which must succeed, and the command."""
-    return '\n'.join(['set -e', *setup, f'exec {shlex.join(command)}']) + '\n'

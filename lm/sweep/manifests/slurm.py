@@ -100,7 +100,7 @@ class SlurmFormat(ManifestFormat):
         files = {}
         for number, chunk in chunks.items():
             name, log = (f'sweep-{number}.sh', f'{number}-%a.log') if number else (SCRIPT, '%a.log')
-            files[name] = self.format_head(chunk, options, f'{_escape(folder)}/{log}')
+            files[name] = self.format_head(chunk, options, f'{folder.replace("%", "%%")}/{log}')
             files[name] += self.format_body(chunk, options, folder, name)
         return files
 
@@ -155,8 +155,3 @@ class SlurmFormat(ManifestFormat):
             never_codes=never,
             failures=options.most_failures,
         )
-
-
-def _escape(path: str) -> str:
-    """Returns a path as Slurm's patterns of file names write it."""
-    return path.replace('%', '%%')
