@@ -185,11 +185,6 @@ class Target:
         slices = tuple(len(members) for members in group_by_slice(devices))
         return cls(devices[0].platform, slices, _measure_memory(devices[0]))
 
-    @classmethod
-    def of_topology(cls, topology: Topology) -> 'Target':
-        """Describes the devices of slices that need not exist."""
-        return cls('tpu', (math.prod(topology.shape) * topology.chip.devices,) * topology.slices)
-
     @property
     def devices(self) -> int | None:
         """The number of all devices; None: not known."""
