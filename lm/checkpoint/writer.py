@@ -21,14 +21,7 @@ class Writer(ocp.CheckpointManager):
         losses: for `keep_best`; what the caller changes in it later counts.
     """
 
-    def __init__(
-        self,
-        directory: epath.Path,
-        keep_last: int,
-        keep_every: int | None,
-        keep_best: int,
-        losses: Losses,
-    ):
+    def __init__(self, directory: epath.Path, keep_last: int, keep_every: int | None, keep_best: int, losses: Losses):
         if str(directory).startswith(S3):
             teach_s3()
         policies = [LatestN(keep_last), _Best(keep_best, losses)]

@@ -19,12 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='runs of a baseline at three sizes or more: fit the curve of its loss against compute, and give each run '
         'its effective speed-up',
     )
-    parser.add_argument(
-        '--no_pictures',
-        dest='pictures',
-        action='store_false',
-        help='no PNG and PDF files',
-    )
+    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='no PNG and PDF files')
     parser.add_argument(
         '--any_conditioning',
         action='store_true',

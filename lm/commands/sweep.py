@@ -214,20 +214,12 @@ def name_flags(options: type) -> list[str]:
 RUN_FLAGS = ('dry_run', *name_flags(SweepOptions))
 ADDRESS_FLAGS = ('coordinator_address', 'process_count', 'process_id')
 MODES = (
-    Mode(
-        'emit',
-        make_emit_call,
-        (*name_flags(ClusterOptions), 'jobs', 'retry_failed'),
-        '--emit starts nothing',
-    ),
+    Mode('emit', make_emit_call, (*name_flags(ClusterOptions), 'jobs', 'retry_failed'), '--emit starts nothing'),
     Mode('status', make_status_call, (), '--status starts nothing'),
     Mode('search', make_search_call, (*RUN_FLAGS, *name_flags(SearchOptions)), '--search draws the points'),
     Mode('index', make_point_call, ADDRESS_FLAGS, '--index runs one point, in this process'),
     Mode(
-        'count',
-        lambda arguments: functools.partial(print, len(find_points(arguments))),
-        (),
-        '--count is of all points',
+        'count', lambda arguments: functools.partial(print, len(find_points(arguments))), (), '--count is of all points'
     ),
 )
 """The first whose flag is given answers."""

@@ -19,12 +19,7 @@ from lm.report.out_folder import HEAD, PAGE, TEXT, check_folder
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run, make_cell
 from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
-from lm.report.students import (
-    find_students,
-    make_position_table,
-    make_student_pictures,
-    make_student_table,
-)
+from lm.report.students import find_students, make_position_table, make_student_pictures, make_student_table
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status

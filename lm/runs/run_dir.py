@@ -43,11 +43,7 @@ class RunDir(RunPaths):
     """Writes the files of a run, whose paths `RunPaths` describes. Making one writes nothing."""
 
     def create_or_resume(
-        self,
-        experiment: object,
-        info: Mapping[str, object],
-        first_step: int = 0,
-        rewound: bool = False,
+        self, experiment: object, info: Mapping[str, object], first_step: int = 0, rewound: bool = False
     ) -> bool:
         """Writes config.gin and run.json. Process 0 does the work, and all processes share its outcome.
 

@@ -47,11 +47,7 @@ POLL_SECONDS = 1.0
 
 
 def prepare(
-    config: PrepareConfig,
-    path: str,
-    console: Console | None = None,
-    share: Share = WHOLE,
-    only_assemble: bool = False,
+    config: PrepareConfig, path: str, console: Console | None = None, share: Share = WHOLE, only_assemble: bool = False
 ) -> JsonObject | None:
     """Makes the token store `path` unless it is there.
 
@@ -177,7 +173,7 @@ def print_plan(work: PartedPreparation, todo: list[Unit], console: Console) -> N
     console.print(
         f'{work.config.require_source().identity()["kind"]}: {splits}, about {format_si(total)}B in '
         f'{shards if len(todo) == len(work.units) else f"{len(todo)} of {shards}"}, '
-        f'{format_count(choose_processes(work.config, len(todo)), "process", "processes")}',
+        f'{format_count(choose_processes(work.config, len(todo)), "process", "processes")}'
     )
 
 
@@ -219,7 +215,7 @@ def _train(work: PartedPreparation, pool: concurrent.futures.Executor, console: 
     if not work.job.tokenizer().lossless:
         console.print(
             'the tokenizer is not lossless (it changes spaces or rare characters): perplexities by word and bits per '
-            'byte will not be exact',
+            'byte will not be exact'
         )
 
 
@@ -229,11 +225,7 @@ def choose_sampled(shards: dict[str, list[Shard]]) -> list[Shard]:
 
 
 def _tokenize_all(
-    job: Preparation,
-    todo: list[Unit],
-    pool: concurrent.futures.Executor,
-    progress: SynchronizedArray,
-    console: Console,
+    job: Preparation, todo: list[Unit], pool: concurrent.futures.Executor, progress: SynchronizedArray, console: Console
 ) -> None:
     """Tokenises shards in worker processes, except finished ones."""
     finished = job.find_finished(todo)
@@ -249,16 +241,12 @@ def _tokenize_all(
     if futures:
         console.print(
             f'tokenised {progress[0] / 1e6:,.1f} MB in {seconds:,.1f} s: {progress[0] / seconds / 1e6:.1f} MB/s, '
-            f'{progress[1] / seconds / 1e6:.2f} M tokens/s',
+            f'{progress[1] / seconds / 1e6:.2f} M tokens/s'
         )
 
 
 def _assemble(
-    work: PartedPreparation,
-    share: Share,
-    only_assemble: bool,
-    pool: concurrent.futures.Executor,
-    console: Console,
+    work: PartedPreparation, share: Share, only_assemble: bool, pool: concurrent.futures.Executor, console: Console
 ) -> dict[str, object] | None:
     """Makes the pieces of the store, or a share of them, and finishes the store, if all are made.
 

@@ -11,18 +11,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from lm.config.configurable import configurable_base, field
-from lm.data.sources.base import (
-    HELD_OUT_BY,
-    Document,
-    Part,
-    Shard,
-    Source,
-    decode,
-    group,
-    hash_of,
-    regular,
-    too_long,
-)
+from lm.data.sources.base import HELD_OUT_BY, Document, Part, Shard, Source, decode, group, hash_of, regular, too_long
 from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath, file_size
 

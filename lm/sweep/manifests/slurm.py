@@ -12,15 +12,7 @@ import shlex
 from collections.abc import Sequence
 
 from lm.signals import INTERRUPTED
-from lm.sweep.manifests.base import (
-    AGAIN,
-    ELSEWHERE,
-    NEVER,
-    PORT,
-    ClusterJob,
-    ManifestFormat,
-    make_command,
-)
+from lm.sweep.manifests.base import AGAIN, ELSEWHERE, NEVER, PORT, ClusterJob, ManifestFormat, make_command
 from lm.sweep.options import ClusterOptions
 
 SCRIPT = 'sweep.sh'

@@ -49,11 +49,7 @@ class Search:
         self.sweep, self.space, self.options = TrialFolder(root), space, options
         first = space.make_point(0, {})
         self.study = Study(
-            space.distributions,
-            options,
-            self._read,
-            first.experiment.train.steps,
-            first.experiment.train.eval_every,
+            space.distributions, options, self._read, first.experiment.train.steps, first.experiment.train.eval_every
         )
         self.forgiven = set(range(options.trials)) if retry_failed else set()
         """Trials whose failure in an earlier call does not count until they start again."""
