@@ -117,7 +117,9 @@ class Report:
         for picture in made.made if pictures else ():
             caption = escape_markdown(picture.caption)
             text += [f'![{caption}]({picture.name}.png)', '', f'*{caption}*', '']
-        if note := made.explain_left_out(self.runs):
+        left_out = ', '.join(run.name for run in self.runs if run not in made.drawn)
+        note = f'Not in the pictures, for want of steps: {left_out}.' if left_out else ''
+        if note:
             text += [escape_markdown(note), '']
         lines = [f'- {escape_markdown(f"{run.name}: {self.describe_provenance(run)}")}' for run in self.runs]
         text += ['## Runs', '', *lines, '']

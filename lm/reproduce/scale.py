@@ -52,7 +52,10 @@ class Scale:
         """Returns the experiment at this scale. Raises ConfigError for a length that the divisor does not divide."""
         bindings = parse_bindings(dump(experiment))
         changed = {name: self._divide(name, text) for name, text in bindings.items()}
-        changed = replace_part(changed, 'prepare.source', '@text_files()' if self.text else '@python_sources()')
+        # The source of the paper goes with all its bindings.
+        source = changed['prepare.source'].strip('@()')
+        changed = {name: text for name, text in changed.items() if not name.startswith(f'{source}.')}
+        changed['prepare.source'] = '@text_files()' if self.text else '@python_sources()'
         if self.text:
             changed['text_files.path'] = repr(self.text)
         steps = self.settings['train.steps']
@@ -78,9 +81,3 @@ class Scale:
                 f'{name} = {text}: is no multiple of {self.divisor**power}, so --scale {self.name} has none'
             )
         return str(number)
-
-
-def replace_part(bindings: Mapping[str, str], name: str, reference: str) -> dict[str, str]:
-    """Returns the bindings with another part in the field `name`, without any binding of the part that was there."""
-    old = bindings[name].strip('@()')
-    return {key: text for key, text in bindings.items() if not key.startswith(f'{old}.')} | {name: reference}
