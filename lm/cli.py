@@ -11,8 +11,7 @@ from lm.secrets import hide_secrets, redact
 from lm.signals import end_on_signals, end_plainly, handle_signals, print_stacks_on_signal
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
-    # Only the program does this, and neither its workers nor programs that import this module. It comes before anything
-    # slow.
+    # Only the program does this, not its workers or programs that import this module; and before anything slow.
     end_on_signals('lm')
     print_stacks_on_signal()
     prepare_streams()

@@ -19,13 +19,7 @@ from lm.text import format_digits
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The trials of a search, as its sweep.json tells them.
-
-    Attributes:
-        name: of its folder.
-        facts: how the trials were drawn.
-        rows: of the trials, in their order.
-    """
+    """A search as its sweep.json tells it: `facts` say how its trials were drawn, each of which has a row."""
 
     name: str
     facts: dict[str, Any]

@@ -154,8 +154,7 @@ class Runner:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            # Ctrl-C reaches the sweep alone, which asks its points to save. If the sweep is killed, the system asks
-            # them.
+            # Ctrl-C reaches the sweep alone, which asks its points to save; of a killed sweep, the system does.
             start_new_session=True,
         )
         self.running.append(RunningPoint(point, process, log, slot, begin, held.pop_all()))
@@ -184,8 +183,7 @@ class Runner:
             measured = [f', {m} {row[m]:.3f}' for m in ('perplexity', 'accuracy') if row[m] is not None]
             self.say(f'{job.point.name}: done{"".join(measured)}')
         elif code in INTERRUPTED or self.signals:
-            # The sweep did not stop this point: the machine is being taken away, or someone stops one point after the
-            # other.
+            # The sweep did not stop it: the machine is being taken away, or someone stops the points one by one.
             self.say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
                 self.stop()

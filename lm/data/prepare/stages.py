@@ -192,8 +192,7 @@ def _make_tokenizer(work: PartedPreparation, share: Share, pool: concurrent.futu
             is_waiting = True
             time.sleep(POLL_SECONDS)
         except BaseException as error:
-            # Such as too large a vocabulary: nothing is done that is worth keeping. Other machines may go on after a
-            # stop of this one.
+            # Such as too large a vocabulary: nothing is worth keeping. After a stop, other machines may go on.
             if share == WHOLE or isinstance(error, LmError):
                 delete_parts(work.path)
             raise

@@ -24,7 +24,7 @@ class Folder(Source):
     file go where the first of them goes.
     """
 
-    validation_fraction: float = field(default=0.05, above=0, below=1, help='of the files')
+    validation_fraction: float = field(default=0.05, above=0, below=1, help='of files that belong to no split')
 
     suffix: ClassVar[str]
     """The end of the names of the files that are read, such as '.txt'."""

@@ -33,8 +33,6 @@ class ClusterJob:
 
     Attributes:
         name: a label of at most 44 lower-case letters, digits and dashes; it differs between sweeps.
-        point: the point's name.
-        index: the point's number in the sweep.
         excluded: machines that computed wrongly before.
     """
 
