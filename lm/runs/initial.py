@@ -1,9 +1,8 @@
 """The weights that a new run takes from another one (`train.init_from`), by name, with random projections."""
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lm.checkpoint.checkpointer import Checkpointer
@@ -92,7 +91,7 @@ def refuse_initial(saved: SavedWeights, wrong: Sequence[str]) -> NoReturn:
 def _alike(buffers: dict, saved: Mapping[str, dict]) -> dict:
     """Returns the nested dict without arrays that `saved` lacks or has in another shape or type."""
 
-    def is_saved(path: tuple, array: jax.ShapeDtypeStruct) -> bool:
+    def is_saved(path: tuple, array: Any) -> bool:
         found = saved.get(name_leaf(('buffers', *path)), {})
         return (found.get('shape'), found.get('dtype')) == (list(array.shape), array.dtype.name)
 
