@@ -119,16 +119,6 @@ def check_strict(config: PrepareConfig, path: str, info: JsonObject) -> None:
         )
 
 
-def check_bad_records(config: PrepareConfig, bad: list[dict[str, str]]) -> None:
-    """Raises MismatchError that names the first bad record, where bad records are to stop a preparation."""
-    if config.strict and bad:
-        first = bad[0]
-        raise MismatchError(
-            f'split {first["split"]!r}, document {first["document"]}: {first["reason"]}; mend it, or run without '
-            '--strict to skip such documents and list them'
-        )
-
-
 def print_summary(config: PrepareConfig, path: str, info: JsonObject, console: Console) -> None:
     """Prints the sizes of a new store, and what its user should know."""
     source = config.require_source()

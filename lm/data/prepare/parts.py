@@ -25,10 +25,10 @@ from lm.data import store
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.description import check_bad_records, describe_split, describe_versions, finish_store
+from lm.data.prepare.description import describe_split, describe_versions, finish_store
 from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces
 from lm.data.prepare.settings import choose_splits, collect_settings, compare_settings, keep_split
-from lm.data.prepare.shards import Preparation, Unit, name_shards, read_counts
+from lm.data.prepare.shards import Preparation, Unit, check_bad_records, name_shards, read_counts
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.sources.base import Shard
 from lm.errors import ConfigError, LmError, MismatchError
