@@ -82,15 +82,11 @@ def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
 def refuse_special_files(folder: pathlib.Path) -> None:
     """Raises MismatchError if a folder holds a pipe, a socket or a device: whoever reads one may wait for ever."""
     with contextlib.suppress(OSError):  # no folder, or one that nobody may read: others say so
-        _refuse_special_files(folder)
-
-
-def _refuse_special_files(folder: pathlib.Path) -> None:
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # a link to nothing, or one that is gone by now
-            mode = path.stat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise MismatchError(f'{path}: is a pipe or a device, not a file; remove it')
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):  # a link to nothing, or one that is gone by now
+                mode = path.stat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise MismatchError(f'{path}: is a pipe or a device, not a file; remove it')
 
 
 def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:

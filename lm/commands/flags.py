@@ -173,7 +173,7 @@ def pick(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Returns the flags that are given; the options have the defaults of the others."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(arguments, name)) not in (None, [])}
 
 
 def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 import functools
 import re
 
-from lm.commands.flags import add_gin_flags, pick
+from lm.commands.flags import add_gin_flags, pick, refuse
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -51,9 +51,7 @@ def read_heads(text: str) -> list[tuple[int, int]]:
 def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.attention is not None:
         return make_attention_call(arguments)
-    for name in OF_ATTENTION:
-        if (value := getattr(arguments, name)) not in (None, []):
-            raise ConfigError(f'--{name} {value}: is of the picture of weights; add --attention')
+    refuse(arguments, OF_ATTENTION, 'is of the picture of weights; add --attention')
     from lm.summary.inspect import inspect_path
 
     return functools.partial(

@@ -135,11 +135,10 @@ def get_status(run: Run) -> str:
     if run.imported:
         return 'imported'
     failure = sweep_file.read_failure(run.directory.path.parent, run.name)
+    failed = sweep_file.describe_status('failed', failure.get('exit_code')) if failure else ''
     if run.train and not math.isfinite(run.train[-1]['loss']):
-        return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finite'
-    if run.is_finished():
-        return 'done'
-    return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finished'
+        return failed or 'not finite'
+    return 'done' if run.is_finished() else failed or 'not finished'
 
 
 def name_loss(run: Run) -> str | None:

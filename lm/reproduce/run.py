@@ -84,14 +84,10 @@ def score_tasks(runs: Sequence[TableRun], sweep: Sweep) -> None:
     for run in runs:
         if sweep.is_finished(run.point):
             path = str(sweep.root / run.point.name)
-            for figure in find_unscored(run, Run.read(path)):
-                run_command(describe_scoring(path, figure), str(sweep.root))
-
-
-def find_unscored(run: TableRun, record: Run) -> list[Figure]:
-    """Returns the tasks of the harness that the paper asks of a run, and that have no score."""
-    asked = [cell.figure for cell in run.cells if cell.figure.task]
-    return [figure for figure in asked if read_figure(run, record, figure) is None]
+            record = Run.read(path)
+            for figure in (cell.figure for cell in run.cells if cell.figure.task):
+                if read_figure(run, record, figure) is None:
+                    run_command(describe_scoring(path, figure), str(sweep.root))
 
 
 def describe_scoring(path: str, figure: Figure) -> str:

@@ -112,10 +112,7 @@ def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, object]:
 
 def size_of(path: epath.Path) -> int:
     """Returns the bytes of all files below `path`."""
-    total = 0
-    for entry in path.iterdir():
-        total += size_of(entry) if entry.is_dir() else entry.stat().length
-    return total
+    return sum(size_of(entry) if entry.is_dir() else entry.stat().length for entry in path.iterdir())
 
 
 def _count_parameters(run: Run, allow_imports: bool) -> tuple[dict[str, int], int | None]:

@@ -87,10 +87,9 @@ def make_task(job: ClusterJob, options: ClusterOptions) -> dict[str, object]:
         task['setup'] = '\n'.join(['set -e', *install]) + '\n'
         command = [f'.venv/bin/{command[0]}', *command[1:]]
     task |= {'resources': resources, 'envs': {'POINT': job.point}}
-    if options.topology is None and options.processes > 1:
-        task['num_nodes'] = options.processes
     run = '\n'.join(['set -e', *setup, f'exec {shlex.join(command)}']) + '\n'
     if options.topology is None and options.processes > 1:
+        task['num_nodes'] = options.processes
         address = f'"$(head -n 1 <<<"$SKYPILOT_NODE_IPS"):{PORT}"'
         meeting = f'--coordinator_address {address} --process_count "$SKYPILOT_NUM_NODES"'
         run = f'{run.rstrip()} {meeting} --process_id "$SKYPILOT_NODE_RANK"\n'
