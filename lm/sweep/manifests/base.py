@@ -48,7 +48,7 @@ class ClusterJob:
 
         It names the point: numbers of points may change when values are added to the sweep.
         """
-        return make_command(self.root, self.point)
+        return ['lm', 'sweep', '--run_dir', self.root, '--index', self.point]
 
 
 class ManifestFormat(abc.ABC):
@@ -92,8 +92,3 @@ class ManifestFormat(abc.ABC):
     @abc.abstractmethod
     def make_files(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str) -> dict[str, str]:
         """Returns file name → text of the manifests. `folder`: the absolute path that they will lie in."""
-
-
-def make_command(root: str, point: str) -> list[str]:
-    """Returns the command of a point's processes."""
-    return ['lm', 'sweep', '--run_dir', root, '--index', point]
