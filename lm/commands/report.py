@@ -3,6 +3,7 @@
 import argparse
 import functools
 
+from lm.commands.flags import pick
 from lm.commands.verb import Call, Verb
 
 
@@ -34,16 +35,9 @@ def make_call(arguments: argparse.Namespace) -> Call:
     from lm.report.watch import watch_report
     from lm.report.write import write_report
 
-    return functools.partial(
-        watch_report if arguments.watch else write_report,
-        arguments.paths,
-        arguments.out,
-        split=arguments.split,
-        corpus=arguments.paper,
-        ladder=arguments.ladder,
-        pictures=arguments.pictures,
-        any_conditioning=arguments.any_conditioning,
-    )
+    write = watch_report if arguments.watch else write_report
+    options = pick(arguments, 'split', 'ladder', 'pictures', 'any_conditioning')
+    return functools.partial(write, arguments.paths, arguments.out, corpus=arguments.paper, **options)
 
 
 VERB = Verb(

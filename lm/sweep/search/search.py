@@ -79,15 +79,8 @@ class Search:
 
     def describe(self) -> dict[str, object]:
         """Returns the facts of the search for sweep.json."""
-        options = self.options
-        return {
-            'sampler': options.sampler,
-            'seed': options.seed,
-            'trials': options.trials,
-            'parallel': options.parallel,
-            'prune': options.prune,
-            'space': dict(self.space.written),
-        }
+        names = 'sampler', 'seed', 'trials', 'parallel', 'prune'
+        return {name: getattr(self.options, name) for name in names} | {'space': dict(self.space.written)}
 
     def refresh(self) -> list[Point]:
         """Draws the trials that can be drawn, and returns the ones that have not ended."""
