@@ -144,11 +144,7 @@ def _to_number(text: str | None) -> float | str | None:
 
 
 def _describe_chart(picture: Picture) -> dict[str, Any]:
-    return {
-        'name': picture.name,
-        'caption': picture.caption,
-        'x_label': picture.x_label,
-        'y_label': picture.y_label,
+    return {name: getattr(picture, name) for name in ('name', 'caption', 'x_label', 'y_label')} | {
         # Contexts and positions are powers of two.
         'x_log': (2 if picture.options.get('ticks') else 10) if picture.options.get('x_scale') == 'log' else None,
         'ticks': picture.options.get('ticks'),

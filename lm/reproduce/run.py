@@ -64,7 +64,11 @@ def reproduce(
     for line in description.commands.get(choice.scale, ()):
         run_command(line, root)
     if runs:
-        show(ReproducedTable(description, choice, runs, collect(runs, sweep)), Path(root) / OUT, pictures)
+        table, folder = ReproducedTable(description, choice, runs, collect(runs, sweep)), Path(root) / OUT
+        names = table.write(folder, pictures)
+        table.print()
+        for line in (*table.list_remarks(), f'{format_count(len(names), "file")} in {folder}: {", ".join(names)}'):
+            print(line)
     if failure:
         raise failure
 
@@ -106,12 +110,3 @@ def run_command(line: str, root: str) -> None:
     print(f'$ {shlex.join(words)}', flush=True)
     if code := run_program(files):
         raise LmError(f'{shlex.join(words)}: ended with {code}; run the same command again when mended')
-
-
-def show(table: ReproducedTable, folder: Path, pictures: bool) -> None:
-    """Prints the table, and writes its files."""
-    names = table.write(folder, pictures)
-    table.print()
-    for line in table.list_remarks():
-        print(line)
-    print(f'{format_count(len(names), "file")} in {folder}: {", ".join(names)}')
