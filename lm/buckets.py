@@ -54,8 +54,7 @@ class NoAnswerError(LmError):
 
 @contextlib.contextmanager
 def waiting_for(path: os.PathLike | str) -> Iterator[None]:
-    """A block that waits for the server of `path`: after SILENT_SECONDS a line says so, not again at once for the same
-    bucket. Local paths have none."""
+    """A block that waits for the server of `path`: after SILENT_SECONDS a line says so. Local paths have none."""
     timer = threading.Timer(SILENT_SECONDS, _tell_waiting, (os.fspath(path),))
     timer.daemon = True
     if os.fspath(path).partition('://')[0] in MAKERS:

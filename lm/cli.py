@@ -11,8 +11,7 @@ from lm.secrets import hide_secrets, redact
 from lm.signals import end_on_signals, end_plainly, handle_signals, print_stacks_on_signal
 
 if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
-    # Only the program does this, and neither its workers nor programs that import this module. It comes before anything
-    # slow.
+    # Only the program does this, not its workers or programs that import this module; and before anything slow.
     end_on_signals('lm')
     print_stacks_on_signal()
     prepare_streams()
@@ -89,8 +88,7 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
-    """Returns a hint for unknown words: a flag of that name, or else the setting that a word such as '--lr'
-    may mean."""
+    """Returns a hint for unknown words: a flag of that name, or the setting that a word such as '--lr' may mean."""
     word, _, value = unknown[0].partition('=')
     name, names = word.strip('-'), {flag.strip('-'): flag for flag in flags}
     fields = _suggest_fields(name) if '--set' in flags and word.startswith('--') else []

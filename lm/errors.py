@@ -1,6 +1,7 @@
 """Errors for people: one line that names the field, the value and the remedy, and the exit code of the command."""
 
 import contextlib
+import importlib.util
 import os
 import pathlib
 import shlex
@@ -38,6 +39,12 @@ class MissingPackageError(ConfigError):
         """
         wanted = _name_extra(extra) if extra else package
         super().__init__(f'{what}: needs {package}; pip install {wanted}{remark}')
+
+
+def require(package: str, what: str, extra: str = '', remark: str = '') -> None:
+    """Raises MissingPackageError, with these arguments, where a package is missing that has the name of its module."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(what, package, extra, remark)
 
 
 def _name_extra(extra: str) -> str:

@@ -82,12 +82,7 @@ def load_of_run(
     if not run.config.exists() or find_import(run.path):
         raise ConfigError(f'--run_dir {run_dir}: {explain_absence(run.path)}')
     return gin.load(
-        gin_files,
-        gin_params,
-        root=Experiment,
-        allow_imports=allow_imports,
-        base=str(run.config),
-        leave_out=OF_THE_JOB,
+        gin_files, gin_params, root=Experiment, allow_imports=allow_imports, base=str(run.config), leave_out=OF_THE_JOB
     )
 
 

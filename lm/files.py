@@ -18,7 +18,7 @@ from fsspec.config import conf as fsspec_conf
 from fsspec.core import url_to_fs
 
 from lm.buckets import LIMITS, NoAnswerError, explain_identity, register, waiting_for
-from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, MissingPackageError, require
 
 AnyPath = pathlib.Path | epath.Path
 
@@ -82,15 +82,11 @@ def local_path(path: os.PathLike | str, name: str = 'path') -> pathlib.Path:
 def refuse_special_files(folder: pathlib.Path) -> None:
     """Raises MismatchError if a folder holds a pipe, a socket or a device: whoever reads one may wait for ever."""
     with contextlib.suppress(OSError):  # no folder, or one that nobody may read: others say so
-        _refuse_special_files(folder)
-
-
-def _refuse_special_files(folder: pathlib.Path) -> None:
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # a link to nothing, or one that is gone by now
-            mode = path.stat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise MismatchError(f'{path}: is a pipe or a device, not a file; remove it')
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):  # a link to nothing, or one that is gone by now
+                mode = path.stat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise MismatchError(f'{path}: is a pipe or a device, not a file; remove it')
 
 
 def open_path(path: os.PathLike | str, name: str = 'path') -> AnyPath:
@@ -122,8 +118,7 @@ def open_source(path: os.PathLike | str, name: str = 'path') -> AnyPath:
         return open_path(path, name)
     if not re.match(rf'{HUB}://datasets/[^/]+/[^/]', text):
         raise ConfigError(f'{_label(path, name)}: names no data set; write {HUB}://datasets/OWNER/NAME/FOLDER')
-    if not importlib.util.find_spec('huggingface_hub'):
-        raise MissingPackageError(_label(path, name), 'huggingface_hub', 'hub')
+    require('huggingface_hub', _label(path, name), 'hub')
     register(HUB)
     return epath.Path(path)
 
@@ -232,6 +227,14 @@ def parse_json_object(content: str | bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError('no object')
     return value
+
+
+def find_entries(content: str | bytes | None) -> JsonObject:
+    """Returns the entries of an object of JSON; {} where the text is missing or something else: others report that."""
+    try:
+        return {} if content is None else parse_json_object(content)
+    except ValueError:
+        return {}
 
 
 def is_damage(error: Exception | str) -> bool:

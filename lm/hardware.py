@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from lm.errors import ConfigError, MissingPackageError
+from lm.errors import ConfigError, require
 from lm.ops.chips import LIMITS, ChipLimits, limits_of
 
 MATRIX_UNITS = 4
@@ -41,6 +41,7 @@ class Chip:
         cores: what the number in an accelerator type such as v4-64 counts on each chip.
         libtpu: its name there.
         options: that libtpu needs.
+        dcn_bytes: a chip's share of the data-centre network between slices, one direction, bytes/s; 0: not published.
     """
 
     limits: ChipLimits
@@ -52,6 +53,7 @@ class Chip:
     cores: int = 1
     libtpu: str = ''
     options: tuple[tuple[str, str], ...] = ()
+    dcn_bytes: float = 0.0
 
     @property
     def name(self) -> str:
@@ -63,22 +65,16 @@ class Chip:
         """The clock of a TPU's cores, Hz: the peak over the multiply-adds per cycle of all matrix units."""
         return self.flops / 2 / (MATRIX_UNITS * self.cores * self.limits.matrix_side**2)
 
-    @property
-    def dcn_bytes(self) -> float:
-        """A chip's share of the data-centre network between slices, one direction, bytes/s; 0: not published."""
-        return DCN_BYTES.get(self.name, 0.0)
 
-
-DCN_BYTES = {'v5e': 25e9 / 8, 'v5p': 50e9 / 8, 'v6e': 100e9 / 8, 'v7x': 100e9 / 8}
 MEGACORE = (('chip_config_name', 'megacore'),)
 CHIPS = (
     Chip(LIMITS['v2'], 45e12, devices=2),
     Chip(LIMITS['v3'], 123e12, devices=2),
     Chip(LIMITS['v4'], 275e12, 1, 1200e9, 50e9, axes=3, cores=2, options=MEGACORE),
-    Chip(LIMITS['v5e'], 197e12, 1, 819e9, 50e9, axes=2),
-    Chip(LIMITS['v5p'], 459e12, 1, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE),
-    Chip(LIMITS['v6e'], 918e12, 1, 1638e9, 100e9, axes=2),
-    Chip(LIMITS['v7x'], 2307e12, 2, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x'),
+    Chip(LIMITS['v5e'], 197e12, 1, 819e9, 50e9, axes=2, dcn_bytes=25e9 / 8),
+    Chip(LIMITS['v5p'], 459e12, 1, 2765e9, 100e9, axes=3, cores=2, options=MEGACORE, dcn_bytes=50e9 / 8),
+    Chip(LIMITS['v6e'], 918e12, 1, 1638e9, 100e9, axes=2, dcn_bytes=100e9 / 8),
+    Chip(LIMITS['v7x'], 2307e12, 2, 7380e9, 100e9, axes=3, cores=2, libtpu='tpu7x', dcn_bytes=100e9 / 8),
     Chip(LIMITS['A100'], 312e12),
     Chip(LIMITS['H100'], 989e12),
     Chip(LIMITS['H200'], 989e12),
@@ -189,11 +185,6 @@ class Target:
         slices = tuple(len(members) for members in group_by_slice(devices))
         return cls(devices[0].platform, slices, _measure_memory(devices[0]))
 
-    @classmethod
-    def of_topology(cls, topology: Topology) -> 'Target':
-        """Describes the devices of slices that need not exist."""
-        return cls('tpu', (math.prod(topology.shape) * topology.chip.devices,) * topology.slices)
-
     @property
     def devices(self) -> int | None:
         """The number of all devices; None: not known."""
@@ -251,8 +242,7 @@ def describe_devices(topology: Topology) -> list[Device]:
 
 def check_libtpu(topology: Topology) -> None:
     """Raises ConfigError when libtpu is missing."""
-    if importlib.util.find_spec('libtpu') is None:
-        raise MissingPackageError(f'--topology {topology.name}', 'libtpu', 'tpu', ' (no TPU is needed)')
+    require('libtpu', f'--topology {topology.name}', 'tpu', ' (no TPU is needed)')
 
 
 def describe_libtpu_fault() -> str | None:

@@ -28,7 +28,7 @@ import tensorstore as ts
 
 from lm.buckets import waiting_for
 from lm.errors import ConfigError
-from lm.files import AnyPath, JsonObject, folder_spec, is_remote, local_path, parse_json, reaching, read_bytes
+from lm.files import AnyPath, JsonObject, find_entries, folder_spec, is_remote, local_path, reaching, read_bytes
 from lm.signals import last_act
 from lm.text import make_visible
 
@@ -209,8 +209,7 @@ def read_silence(folder: AnyPath) -> float | None:
 
 
 def is_held(folder: AnyPath) -> bool:
-    """Tells if a process holds the lease of a folder: a living one of this host, or one of another that lately renewed
-    it."""
+    """Tells if a process holds the lease of a folder: one that lives on this host, or lately renewed it elsewhere."""
     owner = read_owner(folder)
     alive = False if owner is None else _is_alive(owner, folder)
     if alive is None:
@@ -231,12 +230,7 @@ def _name(owner: dict[str, object]) -> str:
 
 def _parse(data: bytes) -> JsonObject:
     """Returns the owner, or {} where the file is damaged or not one of `Lease`."""
-    try:
-        owner = parse_json(data)
-    except ValueError:
-        return {}
-    if not isinstance(owner, dict):
-        return {}
+    owner = find_entries(data)
     texts = [owner.get(name) for name in ('host', 'since', 'boot')]
     texts += [owner.get(name) or '' for name in ('uuid', 'pid_started', 'pid_namespace')]
     pid, inode, renewed = owner.get('pid'), owner.get('inode', 0), owner.get('renewed', math.inf)
@@ -258,7 +252,8 @@ def _is_alive(owner: JsonObject, folder: os.PathLike | str) -> bool | None:
     if owner['boot'] != _boot():
         # Another machine may bear the same name: only a lease that is older than this machine's start is dead for sure.
         age = time.time() - owner['renewed']
-        return False if age > max(2.5 * HEARTBEAT, _seconds_since_boot()) else None
+        started = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else 0.0
+        return False if age > max(2.5 * HEARTBEAT, started) else None
     if owner.get('pid_namespace') != _pid_namespace():
         return None
     try:
@@ -290,8 +285,7 @@ def _read(path: str) -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Returns when a process started, in ticks since the boot, which distinguishes processes of one number. None: there
-    is no such process, or no /proc."""
+    """Returns the ticks since the boot at which a process started; None: no such process, or no /proc."""
     fields = _read(f'/proc/{pid}/stat').rpartition(')')[2].split()
     return fields[19] if fields and fields[0] not in 'ZX' else None
 
@@ -305,7 +299,3 @@ def _pid_namespace() -> str:
 
 def _boot() -> str:
     return _read('/proc/sys/kernel/random/boot_id').strip()
-
-
-def _seconds_since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, 'CLOCK_BOOTTIME') else 0.0

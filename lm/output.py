@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors after which nothing can ever be written there again. After other errors, such as a full disk, each line is
-tried again."""
+"""Errors after which nothing can be written there again; after others, such as a full disk, each line is tried."""
 UNREAD = 128 + signal.SIGPIPE
-"""The exit code of a command that ended because its reader had gone; shells show it for commands that the
-signal kills."""
+"""The exit code of a command that ended because its reader had gone, as shells show it for SIGPIPE."""
 
 TPU_DEVICES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 """Device files of TPUs, in the forms of all generations."""

@@ -73,8 +73,7 @@ def layer_norm(
 def rms_norm(
     size: int, axis: str, rngs: nnx.Rngs, *, part: str = 'mechanism', output: bool = False, **options: Any
 ) -> nnx.RMSNorm:
-    """Returns a root-mean-square normalization (Zhang and Sennrich 2019) whose gain is declared; `options`
-    are flax's, such as `epsilon`."""
+    """Returns a root-mean-square normalization (Zhang and Sennrich 2019) with a declared gain; `options`: flax's."""
     metadata = declare('gain', axis, part=part, output=output)
     options = {'epsilon': EPSILON} | options
     return nnx.RMSNorm(size, rngs=rngs, scale_metadata=metadata, **options)

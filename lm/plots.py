@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 
-from lm.errors import MissingPackageError
+from lm.errors import require
 from lm.text import format_digits, shorten
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ BANDS = 6
 """More curves than these are drawn without the range of their seeds, which would hide them."""
 
 NEAR, RING, RINGS = 2.5, 3.0, 4
-"""Points (1/72 inch): markers closer than this would hide each other; how much wider each further ring is, and how many
-grow."""
+"""Points (1/72 inch): markers closer than this hide each other; the growth of further rings; how many grow."""
 LEVELS = (0.0, 0.16, -0.16, 0.32, -0.32)
 """Heights within a row of dots."""
 
@@ -68,7 +67,6 @@ class Curve:
     """A line, or a row of dots, of a picture.
 
     Attributes:
-        label: what it is.
         style: which colour, line style and marker; the same in all pictures of a report.
         x, y: points [n].
         low, high: the band around them [n], such as the extremes over seeds; None: no band.
@@ -118,10 +116,7 @@ def _in_style(draw: Callable[P, None]) -> Callable[P, None]:
 
 def check_matplotlib(remark: str = '') -> None:
     """Raises MissingPackageError where matplotlib is missing; `remark` says what to do without it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingPackageError('pictures', 'matplotlib', 'report', remark) from None
+    require('matplotlib', 'pictures', 'report', remark)
 
 
 @_in_style
@@ -291,7 +286,6 @@ def draw_parallel(
 
     Args:
         lines: [axes] each, heights from 0 to 1; NaN leaves an axis out.
-        labels: of the axes.
         ticks: (height, text) on each axis.
         colours: a number per line, which decides its colour.
     """
@@ -333,7 +327,6 @@ def draw_matrices(
         matrices: pairs of a title and numbers [n, m].
         columns: matrices beside each other.
         labels: of the rows and columns, where all matrices have the same; None: their numbers.
-        title: a line above all.
     """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure

@@ -73,7 +73,6 @@ def make_markdown_table(rows: Sequence[Sequence[str]], headings: Sequence[str], 
 
     Args:
         rows: cells; a bar in one is escaped, a line break becomes a space.
-        headings: of the columns.
         left: the number of columns, from the first, that are aligned to the left; the others hold numbers.
     """
     rule = ['---' if i < left else '---:' for i in range(len(headings))]

@@ -25,6 +25,7 @@ from lm.checkpoint.shared_memory import SharedMemory
 from lm.checkpoint.snapshot import (
     Damaged,
     Snapshot,
+    describe_arrays,
     describe_error,
     find_committed_steps,
     find_steps,
@@ -50,7 +51,7 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     """Saves and restores the state of one run. All processes of a run call every method together.
 
     Reading changes nothing on disk; unfinished leftovers are removed, and damaged or abandoned steps renamed, before
@@ -94,8 +95,7 @@ class Checkpointer:
         self._clock = SaveClock(self.config.save_every_minutes)
 
     def should_save(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after `step`, by number or by time. Ask once per step, in all
-        processes."""
+        """Returns whether a checkpoint is due after `step`, by number or by time. All processes ask once per step."""
         every = (self.config.save_every_steps, self.config.keep_every)
         due = any(n is not None and step % n == 0 for n in every)
         return self._clock.is_due(step) or due
@@ -107,8 +107,9 @@ class Checkpointer:
     def keep(self, step: int, state: object, metadata: dict) -> None:
         """Keeps `state` in the memory of the hosts, and returns when it has left the devices. Of steps for which
         `should_keep` is true, `save` keeps the state as well."""
-        arrays = flatten(state)
-        self._write_memory(arrays, make_record(step, arrays, self.fingerprints, {}, metadata))
+        if self._memory:
+            arrays = flatten(state)
+            self._memory.write(arrays, make_record(step, describe_arrays(arrays), self.fingerprints, {}, metadata))
 
     def is_among_best(self, loss: float) -> bool:
         """Returns whether a checkpoint with this evaluation loss would be one of the `keep_best`."""
@@ -141,7 +142,7 @@ class Checkpointer:
         Raises:
             LmError: this save or the one before it failed, and checkpoint.on_failed_save is 'stop'.
         """
-        self._finish()
+        self.wait()
         arrays = {name: jax.numpy.asarray(x) for name, x in flatten(state).items()}
         try:
             manager = self._manager()
@@ -149,15 +150,14 @@ class Checkpointer:
                 if step in self._ours and not force:
                     return False
                 manager.delete(step)
-            record = make_record(
-                step, arrays, self.fingerprints, self._losses.add_measure(metrics or {}), metadata or {}
-            )
+            measured = self._losses.add_measure(metrics or {})
+            record = make_record(step, describe_arrays(arrays), self.fingerprints, measured, metadata or {})
             if metrics and 'loss' in metrics:
                 self._losses.add(step, metrics['loss'])
             self._ours.add(step)
             self._pending = step
-            if self.should_keep(step):
-                self._write_memory(arrays, record)
+            if self._memory and self.should_keep(step):
+                self._memory.write(arrays, record)
             manager.write(step, arrays, record)
         except Exception as error:
             self._pending = None
@@ -170,7 +170,7 @@ class Checkpointer:
 
     def add_loss(self, step: int, loss: float) -> None:
         """Has a step that is there count for checkpoint.keep_best as if it had been saved with this evaluation loss."""
-        self._finish()
+        self.wait()
         self._losses.add(step, loss)
         if jax.process_index() == 0:
             try:
@@ -183,24 +183,17 @@ class Checkpointer:
     def check_for_errors(self) -> None:
         """Raises LmError if a save failed in the background (or warns: checkpoint.on_failed_save). Cheap."""
         if self._pending is not None and not self._manager().is_saving_in_progress():
-            self._finish()
-
-    def wait(self) -> None:
-        """Blocks until the running save, if any, is complete on disk; raises LmError if it failed."""
-        self._finish()
+            self.wait()
 
     def close(self) -> None:
         """Waits like `wait`, then frees everything. A process must not end before this has returned."""
         try:
-            self._finish()
+            self.wait()
         finally:
             if self._lazy_manager is not None:
                 self._lazy_manager.close()
                 self._lazy_manager = None
             self._log_filter.stop()
-
-    def __enter__(self) -> 'Checkpointer':
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
@@ -229,7 +222,7 @@ class Checkpointer:
             MismatchError: the checkpoint belongs to something else (fingerprints, names, shapes, dtypes); or there
                 are checkpoints and none is sound; or `step` is damaged; or there is none where `step` is given.
         """
-        self._finish()
+        self.wait()
         known = agree_on_steps(self.directory)
         check_step(step, known, self.directory)
         tried: set[int] = set()
@@ -273,10 +266,7 @@ class Checkpointer:
         self._tidy()
 
     def verify(self, step: int) -> None:
-        """Reads everything of one step, one array at a time.
-
-        Raises MismatchError if anything is damaged or not finite.
-        """
+        """Reads everything of one step, array by array. Raises MismatchError if it is damaged or not finite."""
         not_finite = None
         with refuse_damage(step):
             snapshot = Snapshot(self.directory, step)
@@ -310,10 +300,6 @@ class Checkpointer:
             return None
         self._restored, self.stored = step, stored
         return Restored(state, step, record['metadata'])
-
-    def _write_memory(self, arrays: Mapping[str, jax.Array], record: dict) -> None:
-        if self._memory:
-            self._memory.write(arrays, record)
 
     def _release_memory(self, error: BaseException | None) -> None:
         """Gives the memory back unless it may be needed: after a failure, where it holds more than the directory."""
@@ -349,9 +335,11 @@ class Checkpointer:
                 elif self._restored is not None and step > self._restored:
                     set_aside(self.directory, step, 'abandoned')
         self._damaged.clear()
-        _barrier('tidy')
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices('lm.checkpoint.tidy')
 
-    def _finish(self) -> None:
+    def wait(self) -> None:
+        """Blocks until the running save, if any, is complete on disk; raises LmError if it failed."""
         if self._pending is None:
             return
         step, self._pending = self._pending, None
@@ -381,8 +369,3 @@ class Checkpointer:
         if is_fatal or self.config.on_failed_save == 'stop':
             raise LmError(message) from error
         log.warning('%s', message)
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f'lm.checkpoint.{name}')

@@ -27,8 +27,7 @@ def find_not_finite(arrays: Mapping[str, Any]) -> str | None:
 
 
 def refuse_not_finite(weights: object, what: str, remedy: str) -> None:
-    """Raises MismatchError for weights (nested dicts of arrays) that are not finite: `what`, the first array and
-    `remedy`."""
+    """Raises MismatchError (`what`, the first array, `remedy`) for nested dicts of weights that are not finite."""
     if name := find_not_finite(flatten(weights)):
         raise MismatchError(f'{what}: {describe_not_finite(name)}; {remedy}')
 

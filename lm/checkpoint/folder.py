@@ -50,8 +50,7 @@ def set_aside(directory: epath.Path, step: int, why: str) -> None:
 
 
 def agree_on_steps(directory: epath.Path) -> list[int]:
-    """Returns the steps that process 0 finds, in all processes. Unfinished ones count where a rename completes a step,
-    not where a marker does."""
+    """Returns the steps that process 0 finds. Unfinished ones count where a rename, not a marker, completes a step."""
     steps = find_committed_steps(directory) if is_remote(directory) else find_steps(directory)
     if jax.process_count() == 1:
         return steps

@@ -23,8 +23,7 @@ class Losses:
             self._found[step] = self.measure, float(loss)
 
     def read(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds the loss in the record of a step, if there is one. Records of older versions have no measure and count
-        as this one."""
+        """Adds the loss in the record of a step, if any; without a measure beside it, it counts as of this one."""
         if isinstance(loss := metrics.get('loss'), float):
             self._found[step] = metrics.get('measure', self.measure), loss
 

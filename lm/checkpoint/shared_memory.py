@@ -114,7 +114,8 @@ class SharedMemory:
 
     def write(self, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
         """Writes the parts of this process over the older of its two files. A failure is a warning, and the last."""
-        parts = [(name, index, data) for name, x in arrays.items() for index, data in _distinct(x).items()]
+        shards = {(name, str(s.index)): s.data for name, x in arrays.items() for s in x.addressable_shards}
+        parts = [(name, index, data) for (name, index), data in shards.items() if data is not None]
         size = sum(data.nbytes for *_, data in parts)
         try:
             if not self._is_off and self._has_room(size):
@@ -165,7 +166,7 @@ class SharedMemory:
             names = {_name(number) for number in (0, 1)}.intersection(os.listdir(folder))
             held = sum(os.lstat(name, dir_fd=folder).st_size for name in names)
         needed = 2 * size - held + ROOM if held < 2 * size else 0
-        free = min(shutil.disk_usage(FOLDER).free, _available_bytes())
+        free = min(shutil.disk_usage(FOLDER).free, read_host_memory('MemAvailable') or 0)
         if needed > free:
             self._give_up(f'two states need {needed / 2**20:,.0f} MiB in {FOLDER}, and {free / 2**20:,.0f} are free')
             return False
@@ -200,11 +201,6 @@ def _name(number: int) -> str:
 
 def _this_process() -> dict[str, int]:
     return {'process': jax.process_index(), 'processes': jax.process_count()}
-
-
-def _distinct(x: jax.Array) -> dict[str, jax.Array]:
-    """Returns the place in x → the part of it that a device of this process holds."""
-    return {str(shard.index): shard.data for shard in x.addressable_shards if shard.data is not None}
 
 
 def _read_description(name: str, folder: int) -> dict[str, Any] | None:
@@ -249,8 +245,3 @@ def _read(file: BinaryIO, name: str, target: Any, parts: Mapping[tuple, tuple]) 
 def _write_all(file: Any, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
-
-
-def _available_bytes() -> int:
-    """Returns the memory that the system can still give."""
-    return read_host_memory('MemAvailable') or 0

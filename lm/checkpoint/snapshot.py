@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
 from lm.checkpoint.checksum import checksums
@@ -57,8 +58,7 @@ class Snapshot:
         return (self.path / COMMITTED).exists()
 
     def record(self) -> dict:
-        """The JSON record: format, step, leaves, fingerprints, metrics, metadata. Raises Damaged, or LmError where the
-        storage fails."""
+        """Returns the JSON record of the step. Raises Damaged, or LmError where the storage fails."""
         try:
             self._content(self.path / COMMITTED)
         except GONE:
@@ -95,7 +95,8 @@ class Snapshot:
         with Agreement(self.step):
             record = self.record()
             if partial:
-                abstract_state = _intersect(abstract_state, record['leaves'])
+                leaves, found = record['leaves'], flatten_dict(abstract_state)
+                abstract_state = unflatten_dict({path: x for path, x in found.items() if name_leaf(path) in leaves})
             abstract = flatten(abstract_state)
             self.compare(record, abstract, fingerprints, partial)
         arrays = self.read(abstract, record)
@@ -199,29 +200,22 @@ class Snapshot:
                 )
 
 
-def make_record(
-    step: int,
-    arrays: Mapping[str, jax.Array],
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, float | str],
-    metadata: Mapping[str, object],
-) -> dict:
-    """Makes the record of a step. Metrics that are not finite become strings: JSON has no such numbers."""
-    sums = checksums(arrays)
-    leaves = {
-        name: {'dtype': x.dtype.name, 'shape': list(x.shape), 'checksum': sums[name]} for name, x in arrays.items()
+def describe_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, dict[str, object]]:
+    """Returns type, shape and checksum of each array, as a record has them."""
+    return {
+        name: {'dtype': arrays[name].dtype.name, 'shape': list(arrays[name].shape), 'checksum': total}
+        for name, total in checksums(arrays).items()
     }
-    return make_record_of_leaves(step, leaves, fingerprints, metrics, metadata)
 
 
-def make_record_of_leaves(
+def make_record(
     step: int,
     leaves: Mapping[str, Mapping[str, object]],
     fingerprints: Mapping[str, str],
     metrics: Mapping[str, float | str],
     metadata: Mapping[str, object],
 ) -> dict:
-    """Makes the record of a step like `make_record`; `leaves` are the types, shapes and checksums of its arrays."""
+    """Makes the record of a step with these `leaves` (`describe_arrays`). Metrics that are not finite become text."""
     record = {
         'format': FORMAT,
         'step': step,
@@ -273,28 +267,16 @@ def _local_bytes(target: Any) -> int:
     return len({str(index) for index in places}) * math.prod(shard) * jax.numpy.dtype(target.dtype).itemsize
 
 
-def _intersect(tree: Any, names: Mapping[str, Any], prefix: str = '') -> Any:
-    """Returns the nested dict without leaves outside `names`, and without dicts that become empty."""
-    kept = {}
-    for key, value in tree.items():
-        name = f'{prefix}{key}'
-        if isinstance(value, dict):
-            value = _intersect(value, names, name + '.')
-            if value:
-                kept[key] = value
-        elif name in names:
-            kept[key] = value
-    return kept
+def name_leaf(path: tuple) -> str:
+    """Returns the dotted name of a leaf from the keys that lead to it."""
+    return '.'.join(map(str, path))
 
 
-class Agreement:
+class Agreement(contextlib.AbstractContextManager['Agreement']):
     """A block that fails either in all processes, with the same exit code, or in none."""
 
     def __init__(self, step: int):
         self.step = step
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind, error, traceback) -> None:
         if jax.process_count() == 1:

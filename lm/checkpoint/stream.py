@@ -16,7 +16,7 @@ from etils import epath
 from jax.typing import DTypeLike
 
 from lm.checkpoint.checksum import checksum_of_part
-from lm.checkpoint.snapshot import COMMITTED, make_record_of_leaves
+from lm.checkpoint.snapshot import COMMITTED, make_record
 from lm.errors import writing
 from lm.files import folder_spec, write_atomically
 
@@ -71,7 +71,7 @@ class StepWriter:
 
     def commit(self, fingerprints: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
         """Completes the step. Raises LmError if the storage fails."""
-        record = make_record_of_leaves(self.step, self.leaves, fingerprints, {}, metadata)
+        record = make_record(self.step, self.leaves, fingerprints, {}, metadata)
         with writing(self.path):
             folder = self.path / 'metadata'
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,10 +88,7 @@ def choose_chunk(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def cut_part(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """Yields the place of each chunk of a part of so many rows, and the flat index of its first element.
-
-    The elements of a chunk follow one another.
-    """
+    """Yields the place of each chunk of a part, and the flat index of its first element; its elements are in a row."""
     counts = [range(0, length, step) for length, step in zip(shape, chunk, strict=True)]
     for start in itertools.product(*counts):
         ends = (min(a + step, length) for a, step, length in zip(start, chunk, shape, strict=True))

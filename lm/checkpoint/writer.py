@@ -21,14 +21,7 @@ class Writer(ocp.CheckpointManager):
         losses: for `keep_best`; what the caller changes in it later counts.
     """
 
-    def __init__(
-        self,
-        directory: epath.Path,
-        keep_last: int,
-        keep_every: int | None,
-        keep_best: int,
-        losses: Losses,
-    ):
+    def __init__(self, directory: epath.Path, keep_last: int, keep_every: int | None, keep_best: int, losses: Losses):
         if str(directory).startswith(S3):
             teach_s3()
         policies = [LatestN(keep_last), _Best(keep_best, losses)]
@@ -54,8 +47,7 @@ class Writer(ocp.CheckpointManager):
         self.save(step, args=items, force=True)
 
     def reached_preemption(self, step: int) -> bool:
-        """Never: Orbax's own polling would disturb the count that `lm.pod.preemption` keeps with the same service,
-        which accepts one sequence of numbers."""
+        """Never: Orbax's polling would disturb the count of `lm.pod.preemption`, which has the same service."""
         return False
 
 

@@ -47,7 +47,7 @@ class BenchPart:
     check: Callable[[argparse.Namespace, Any], None] = lambda arguments, options: None
 
 
-def add_parts(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the parts, as parsers of their own."""
     parts = parser.add_subparsers(dest='part', metavar='PART', title='parts', parser_class=type(parser))
     for name, part in PARTS.items():
@@ -138,10 +138,7 @@ PARTS = {
 }
 
 VERB = Verb(
-    name='bench',
     place=100,
     help='measure attention, training steps, precision, data and checkpoints on this machine',
     example='lm bench attention --mechanisms softmax,polysketch --contexts 1024,4096',
-    add_flags=add_parts,
-    make_call=make_call,
 )

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from lm.commands.flags import add_gin_flags, pick, read_experiment, read_index
+from lm.commands.flags import add_gin_flags, pick, read_experiment, read_index, refuse
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -160,16 +160,13 @@ def check_together(arguments: argparse.Namespace) -> None:
                 raise ConfigError(f'{flag}: needs --topology, such as --topology v5e:4x8')
     if price is not None and not (price >= 0 and math.isfinite(price)):
         raise ConfigError(f'--price_per_chip_hour {price}: must be a number of at least 0')
-    for flag in ('run_dir', 'branch_from') if arguments.sweep_file else ():
-        if (run := getattr(arguments, flag)) is not None:
-            raise ConfigError(f'--{flag} {run}: the points of a sweep are new runs; leave this or --sweep_file out')
+    if arguments.sweep_file:
+        why = 'the points of a sweep are new runs; leave this or --sweep_file out'
+        refuse(arguments, ('run_dir', 'branch_from'), why)
 
 
 VERB = Verb(
-    name='check',
     place=70,
     help='show what a run needs before it is paid for: memory, collectives, hours; compiles for TPUs without one',
     example='lm check --gin_file configs/models/small.gin --gin_file configs/recipes/paper.gin --topology v5e:4x8',
-    add_flags=add_flags,
-    make_call=make_call,
 )

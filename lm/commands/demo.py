@@ -18,10 +18,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='demo',
     place=130,
     help='draw what a token costs at growing context lengths, with softmax and with linear attention, in a minute',
     example='lm demo --out demo',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -115,11 +115,8 @@ def make_cache_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='distill',
     place=25,
     help='convert a trained model to another attention: its layers or its predictions are the aim',
     example='lm distill --teacher runs/softmax --stage align --run_dir runs/align --gin_file configs/recipes/align.gin',
-    add_flags=add_flags,
-    make_call=make_call,
     resumes=True,
 )

@@ -23,11 +23,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='doctor',
     place=120,
     help='examine this machine and its storage before a paid start, or for a bug report',
     example='lm doctor gs://my-bucket/runs',
-    add_flags=add_flags,
-    make_call=make_call,
     only_prints=True,
 )

@@ -12,6 +12,7 @@ from lm.commands.flags import (
     job_address,
     pick,
     read_experiment_of_run,
+    refuse,
 )
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
@@ -73,10 +74,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
 def check_together(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for a flag that would be ignored, and for numbers that the harness would misread."""
     of_tasks = arguments.tasks is not None
-    for flag in OF_SPLITS if of_tasks else OF_TASKS:
-        if (value := getattr(arguments, flag)) is not None:
-            remedy = 'is of a split, not of --tasks; leave out one' if of_tasks else 'is of tasks; add --tasks'
-            raise ConfigError(f'--{flag} {value}: {remedy}')
+    why = 'is of a split, not of --tasks; leave out one' if of_tasks else 'is of tasks; add --tasks'
+    refuse(arguments, OF_SPLITS if of_tasks else OF_TASKS, why)
     for flag, least in (('limit', 1), ('num_fewshot', 0), ('sample_seed', 0)):
         if (value := getattr(arguments, flag)) is not None and value < least:
             raise ConfigError(f'--{flag} {value}: must be at least {least}')
@@ -85,10 +84,7 @@ def check_together(arguments: argparse.Namespace) -> None:
 
 
 VERB = Verb(
-    name='evaluate',
     place=30,
     help='measure the perplexity of a run on a split',
     example='lm evaluate runs/quickstart --split validation --window sliding:256',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -52,10 +52,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='export',
     place=50,
     help='write the weights of a run for other programs',
     example='lm export runs/quickstart --format huggingface --out exports/quickstart',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -32,10 +32,7 @@ def add_parser(
 
 
 def add_option_flags(parser: argparse._ActionsContainer, options: type) -> None:
-    """Adds a flag for each field of a dataclass that has a help text, as `lm.options.option` describes it.
-
-    A flag that is not given is None.
-    """
+    """Adds a flag for each field with a help text (`lm.options.option`). A flag that is not given is None."""
     types = typing.get_type_hints(options)
     for field in list_options(options):
         settings = {name: value for name, value in field.metadata.items() if value is not None}
@@ -62,10 +59,7 @@ def find_options(arguments: argparse.Namespace, options: type) -> dict[str, Any]
 
 
 def _find_parser(annotation: object, least: int) -> Callable[[str], Any]:
-    """Returns the function that reads a value of this type. An int is at least `least`, a float is positive.
-
-    A type that it does not know stays text.
-    """
+    """Returns the reader of values of this type: an int of at least `least`, a positive float, or text."""
     known = {int: _count(least), float: _number, str: str}
     options = (annotation, *typing.get_args(annotation))  # `X | None` has the parts X and None
     if items := [typing.get_args(option)[0] for option in options if typing.get_origin(option) is Sequence]:
@@ -179,7 +173,7 @@ def pick(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def find_given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Returns the flags that are given; the options have the defaults of the others."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(arguments, name)) not in (None, [])}
 
 
 def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -210,8 +204,7 @@ def read_experiment(arguments: argparse.Namespace, params: Sequence[str] = (), b
 
 
 def read_experiment_of_run(arguments: argparse.Namespace, params: Sequence[str] = ()) -> 'Experiment':
-    """Returns the configuration of the run that `choose_run` names, changed by --gin_file, --gin_param and then
-    `params`."""
+    """Returns the configuration of the run of `choose_run`, changed by --gin_file, --gin_param and then `params`."""
     from lm.experiment import load_of_run
 
     params = [*arguments.gin_param, *params]

@@ -88,10 +88,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 def read_prompts(
     prompt: str | Sequence[str] | None = None, prompt_file: str | None = None, text_file: str | None = None
 ) -> list[str]:
-    """Returns the texts to continue, at least one.
-
-    Raises ConfigError if two sources are given, or if a file is not UTF-8 text.
-    """
+    """Returns the texts to continue. Raises ConfigError for two sources, and for a file that is not UTF-8 text."""
     given = {'prompt': prompt, 'prompt_file': prompt_file, 'text_file': text_file}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -118,11 +115,8 @@ def read_prompts(
 
 
 VERB = Verb(
-    name='generate',
     place=40,
     help='continue a text with the weights of a run',
     example="lm generate runs/quickstart --prompt 'def main(' --max_tokens 200",
-    add_flags=add_flags,
-    make_call=make_call,
     only_prints=True,
 )

@@ -22,11 +22,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='help',
     place=140,
     help='show the fields, values and gin files of a name, or the topics',
     example='lm help polysketch',
-    add_flags=add_flags,
-    make_call=make_call,
     only_prints=True,
 )

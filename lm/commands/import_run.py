@@ -43,10 +43,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='import',
     place=60,
     help='make a run of a checkpoint of Hugging Face or llama.cpp, or of what lm export has written',
     example='lm import checkpoints/llama --run_dir runs/llama',
-    add_flags=add_flags,
-    make_call=make_call,
 )

@@ -4,7 +4,7 @@ import argparse
 import functools
 import re
 
-from lm.commands.flags import add_gin_flags, pick
+from lm.commands.flags import add_gin_flags, pick, refuse
 from lm.commands.verb import Call, Verb
 from lm.errors import ConfigError
 
@@ -51,9 +51,7 @@ def read_heads(text: str) -> list[tuple[int, int]]:
 def make_call(arguments: argparse.Namespace) -> Call:
     if arguments.attention is not None:
         return make_attention_call(arguments)
-    for name in OF_ATTENTION:
-        if (value := getattr(arguments, name)) not in (None, []):
-            raise ConfigError(f'--{name} {value}: is of the picture of weights; add --attention')
+    refuse(arguments, OF_ATTENTION, 'is of the picture of weights; add --attention')
     from lm.summary.inspect import inspect_path
 
     return functools.partial(
@@ -89,11 +87,8 @@ def make_attention_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='inspect',
     place=110,
     help='show what a run, a sweep or a token store holds, or what its attention weighs',
     example='lm inspect runs/quickstart --verify',
-    add_flags=add_flags,
-    make_call=make_call,
     only_prints=True,
 )

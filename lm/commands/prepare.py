@@ -31,10 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--engine', choices=('beam',), help='what divides the work; default: processes of this machine')
     parser.add_argument(
-        '--beam_options',
-        default='',
-        metavar="'--X=Y …'",
-        help='with --engine beam: options for its runner',
+        '--beam_options', default='', metavar="'--X=Y …'", help='with --engine beam: options for its runner'
     )
     add_gin_flags(parser)
 
@@ -67,11 +64,4 @@ def make_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(run, prepare, *job, None, share, arguments.assemble)
 
 
-VERB = Verb(
-    name='prepare',
-    place=10,
-    help='turn text into a token store',
-    example='lm prepare --gin_file data/quickstart.gin',
-    add_flags=add_flags,
-    make_call=make_call,
-)
+VERB = Verb(place=10, help='turn text into a token store', example='lm prepare --gin_file data/quickstart.gin')

@@ -3,6 +3,7 @@
 import argparse
 import functools
 
+from lm.commands.flags import pick
 from lm.commands.verb import Call, Verb
 
 
@@ -19,12 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help='runs of a baseline at three sizes or more: fit the curve of its loss against compute, and give each run '
         'its effective speed-up',
     )
-    parser.add_argument(
-        '--no_pictures',
-        dest='pictures',
-        action='store_false',
-        help='no PNG and PDF files',
-    )
+    parser.add_argument('--no_pictures', dest='pictures', action='store_false', help='no PNG and PDF files')
     parser.add_argument(
         '--any_conditioning',
         action='store_true',
@@ -39,23 +35,13 @@ def make_call(arguments: argparse.Namespace) -> Call:
     from lm.report.watch import watch_report
     from lm.report.write import write_report
 
-    return functools.partial(
-        watch_report if arguments.watch else write_report,
-        arguments.paths,
-        arguments.out,
-        split=arguments.split,
-        corpus=arguments.paper,
-        ladder=arguments.ladder,
-        pictures=arguments.pictures,
-        any_conditioning=arguments.any_conditioning,
-    )
+    write = watch_report if arguments.watch else write_report
+    options = pick(arguments, 'split', 'ladder', 'pictures', 'any_conditioning')
+    return functools.partial(write, arguments.paths, arguments.out, corpus=arguments.paper, **options)
 
 
 VERB = Verb(
-    name='report',
     place=90,
     help='turn runs into a page, tables and pictures',
     example="lm report runs/sweep 'runs/quickstart*' --out report",
-    add_flags=add_flags,
-    make_call=make_call,
 )

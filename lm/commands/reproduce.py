@@ -110,11 +110,8 @@ def read_choice(arguments: argparse.Namespace) -> 'TableChoice':
 
 
 VERB = Verb(
-    name='reproduce',
     place=85,
     help="repeat a table of a paper: data, runs, and the paper's numbers beside ours",
     example='lm reproduce polysketchformer/table_2 --scale tiny --columns 1',
-    add_flags=add_flags,
-    make_call=make_call,
     resumes=True,
 )

@@ -16,7 +16,7 @@ from lm.commands.flags import (
     read_points,
 )
 from lm.commands.verb import Call, Verb
-from lm.errors import ConfigError
+from lm.errors import ConfigError, require
 from lm.sweep.options import ClusterOptions, SearchOptions, SweepOptions
 
 if TYPE_CHECKING:
@@ -141,15 +141,14 @@ def make_emit_call(arguments: argparse.Namespace) -> Call:
 
 def make_search_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --search."""
+    require('optuna', '--search', 'search')
     from lm.sweep.search.run import run_search
     from lm.sweep.search.search import Search
     from lm.sweep.search.space import make_space
-    from lm.sweep.search.study import check_optuna
 
     if not arguments.sweep_file:
         raise ConfigError('--sweep_file: name a gin file with distributions')
     root = read_root(arguments, 'for the runs of the search')
-    check_optuna()
     options = read_sweep_options(arguments)
     given: dict[str, Any] = {'parallel': options.jobs} | find_options(arguments, SearchOptions)
     search = SearchOptions(arguments.search, **given)
@@ -215,20 +214,12 @@ def name_flags(options: type) -> list[str]:
 RUN_FLAGS = ('dry_run', *name_flags(SweepOptions))
 ADDRESS_FLAGS = ('coordinator_address', 'process_count', 'process_id')
 MODES = (
-    Mode(
-        'emit',
-        make_emit_call,
-        (*name_flags(ClusterOptions), 'jobs', 'retry_failed'),
-        '--emit starts nothing',
-    ),
+    Mode('emit', make_emit_call, (*name_flags(ClusterOptions), 'jobs', 'retry_failed'), '--emit starts nothing'),
     Mode('status', make_status_call, (), '--status starts nothing'),
     Mode('search', make_search_call, (*RUN_FLAGS, *name_flags(SearchOptions)), '--search draws the points'),
     Mode('index', make_point_call, ADDRESS_FLAGS, '--index runs one point, in this process'),
     Mode(
-        'count',
-        lambda arguments: functools.partial(print, len(find_points(arguments))),
-        (),
-        '--count is of all points',
+        'count', lambda arguments: functools.partial(print, len(find_points(arguments))), (), '--count is of all points'
     ),
 )
 """The first whose flag is given answers."""
@@ -236,12 +227,9 @@ TRAIN = Mode('', make_train_call, RUN_FLAGS)
 
 
 VERB = Verb(
-    name='sweep',
     place=80,
     help='train every point of a grid of configurations, or those that are not finished yet',
     example='lm sweep --run_dir runs/sweep --gin_file configs/experiments/quickstart.gin '
     '--sweep_file configs/sweeps/quickstart.gin --dry_run',
-    add_flags=add_flags,
-    make_call=make_call,
     exit_codes='\n  Of a sweep 1 also means that points did not succeed: its table says which and why.',
 )

@@ -56,11 +56,8 @@ def make_call(arguments: argparse.Namespace) -> Call:
 
 
 VERB = Verb(
-    name='train',
     place=20,
     help='train a model, or resume a run: the same command does both',
     example='lm train --run_dir runs/quickstart --gin_file configs/experiments/quickstart.gin',
-    add_flags=add_flags,
-    make_call=make_call,
     resumes=True,
 )

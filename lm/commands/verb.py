@@ -12,11 +12,13 @@ Call = Callable[[], int | None]
 class Verb:
     """One `lm VERB`.
 
+    Its file states it, and `lm.commands.find_verbs` adds the name of the file and its functions.
+
     Attributes:
-        name: the word on the command line.
         place: `lm --help` lists the verbs in the order of these numbers.
         help: one line.
         example: a command that works.
+        name: the word on the command line.
         add_flags: adds the flags to the parser.
         make_call: parsed flags → the call that does the work. It imports what the work needs, reads the configuration
             and refuses wrong flags; it writes nothing. No function below it sees the parsed flags.
@@ -25,12 +27,12 @@ class Verb:
         only_prints: the verb ends when nobody reads its output. Other verbs go on, since their results lie elsewhere.
     """
 
-    name: str
     place: int
     help: str
     example: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    make_call: Callable[[argparse.Namespace], Call]
+    name: str = ''
+    add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    make_call: Callable[[argparse.Namespace], Call] = lambda arguments: lambda: None
     exit_codes: str = ''
     resumes: bool = False
     only_prints: bool = False

@@ -29,8 +29,7 @@ class Statement:
 
 
 def find_effective(bindings: dict[str, Statement], scope: str, name: str) -> dict[str, Statement]:
-    """Returns parameter → the statement that sets it where `@scope/name()` is built. The longest matching scope
-    wins."""
+    """Returns parameter → the statement that sets it where `@scope/name()` is built; the longest scope wins."""
     scopes = scope.split('/') if scope else []
     prefixes = ['/'.join(scopes[:n]) for n in range(len(scopes) + 1)]
     found: dict[str, Statement] = {}

@@ -215,8 +215,7 @@ def check_fields(config: Configurable) -> None:
 
 
 def _suggest(value: object, annotation: object) -> str:
-    """Returns how a value of the wrong type would be right, or the registered value that a text may mean; '' if neither
-    is known."""
+    """Returns how a value of the wrong type would be right, or the registered value that a text may mean; '' else."""
     whole = [int(value)] if isinstance(value, float) and value == value // 1 else []
     for right in (*whole, (value,)):
         with contextlib.suppress(TypeError):

@@ -62,8 +62,7 @@ def find_current_names(name: str, parameter: str) -> list[tuple[str, str]]:
 
 
 def use_references(value: Any, name: str, parameter: str) -> Any:
-    """`value` with references for the strings that name a configurable which the field `name.parameter` takes; strings
-    that the field takes as they are stay."""
+    """Returns `value` with references for strings that name a configurable, where the field takes it and no string."""
     kinds = find_classes(list_annotations(REGISTRY[name])[parameter])
 
     def reference(node: Any) -> Any:

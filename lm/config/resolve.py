@@ -19,10 +19,7 @@ T = TypeVar('T')
 
 
 def resolve(bindings: dict[str, Statement], root: type[T]) -> tuple[T, list[tuple[str, str]]]:
-    """Builds `root` from `bindings`. Returns it with the (scope, name) of everything that was built for it.
-
-    It does not check whether each binding was used.
-    """
+    """Builds `root` from `bindings`. Returns it with the (scope, name) of everything that was built for it."""
     check_macros(bindings)
     sections = map_sections(root)
     builder = _Builder(bindings | _select_defaults(bindings, sections.values()))

@@ -101,7 +101,8 @@ def dump(experiment: object) -> str:
     for name, configs in nested.items():
         blocks += [(name, scope, c) for c in configs if (scope := scopes.get(_identity(c), '')) or name not in sections]
     lines = ['# A complete configuration, written by lm; a file to read and to run again (--gin_file).']
-    lines += [f'import {module}' for module in _find_foreign_modules(config for *_, config in blocks)]
+    modules = {type(config).__module__ for *_, config in blocks} - {'__main__'}  # a script or notebook has no module
+    lines += [f'import {module}' for module in sorted(modules) if module.partition('.')[0] != 'lm']
     for name, scope, config in sorted(
         blocks, key=lambda block: (block[0] not in sections, block[0], len(block[1]), block[1])
     ):
@@ -130,12 +131,6 @@ def _gather(config: Configurable, nested: dict[str, list[Configurable]]) -> None
 
     for _, value in sorted(list_values(config).items(), key=lambda item: item[0]):
         replace_nodes(value, visit)
-
-
-def _find_foreign_modules(configs: Iterable[Configurable]) -> list[str]:
-    """Returns the modules outside this package that define them. A script or notebook itself has no module."""
-    modules = {type(config).__module__ for config in configs}
-    return sorted(module for module in modules if module != '__main__' and module.partition('.')[0] != 'lm')
 
 
 def _identity(config: Configurable) -> str:

@@ -21,8 +21,7 @@ from lm.errors import ConfigError
 
 
 class Order:
-    """The order of the windows of one split: example number → start offset. Epoch e visits each window once, in the
-    order of a permutation keyed by (seed, e)."""
+    """The order of the windows of a split: example number → start offset, by a permutation of (seed, epoch)."""
 
     def __init__(self, n_tokens: int, context_length: int, seed: int):
         """Raises ConfigError for a split that is shorter than a window."""
@@ -68,10 +67,10 @@ class BatchWindows(abc.ABC):
     def place(self, example: np.ndarray) -> np.ndarray:
         """Returns start offsets, in the shape of `example`, of the windows with these numbers (from 0)."""
 
-    @abc.abstractmethod
     def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
         """Returns the figures that are logged for a step besides its loss, from the mean loss of each window and its
-        number of targets. None: all windows have equally many targets."""
+        number of targets. None: all windows have equally many targets. A single source has no further figures."""
+        return {}
 
     @abc.abstractmethod
     def describe(self, steps: int, path: str) -> str:
@@ -131,18 +130,13 @@ class Windows(BatchWindows):
     def __init__(
         self, n_tokens: int, context_length: int, batch_size: int, seed: int, skip: tuple[tuple[int, int], ...] = ()
     ):
-        """Takes the number of tokens of the split, and the seed that keys the order. `BatchWindows` describes the
-        rest."""
+        """Takes the tokens of the split, and the seed that keys the order; for the rest see `BatchWindows`."""
         super().__init__(context_length, batch_size, skip)
         self.order = Order(n_tokens, context_length, seed)
         self.count = self.order.count
 
     def place(self, example: np.ndarray) -> np.ndarray:
         return self.order(example)
-
-    def by_source(self, step: int, losses_AxB: np.ndarray, targets_AxB: np.ndarray | None = None) -> dict[str, float]:
-        """Returns nothing: there is one source."""
-        return {}
 
     def describe(self, steps: int, path: str) -> str:
         return f'{steps * self.batch_size / self.count:.3g} epochs of {path}'

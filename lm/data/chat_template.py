@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm.data.tokenizers.companions import FOLDER, TOKENIZER_CONFIG, find_template, read_companions
-from lm.errors import ConfigError, MissingPackageError
-from lm.files import AnyPath, open_path, parse_json_object
+from lm.errors import ConfigError, require
+from lm.files import AnyPath, find_entries, open_path
 
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation; each has `role` and `content`."""
@@ -25,13 +25,11 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: Mapping[str, str], where: str):
         """Raises MissingPackageError without Jinja, and ConfigError for a template that Jinja cannot read."""
-        try:
-            import jinja2
-            import jinja2.ext
-            import jinja2.nodes
-            import jinja2.sandbox
-        except ImportError:
-            raise MissingPackageError('prepare.source = @conversations()', 'jinja2', 'tokenizers') from None
+        require('jinja2', 'prepare.source = @conversations()', 'tokenizers')
+        import jinja2
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
 
         class Generation(jinja2.ext.Extension):
             """The block in which some templates put answers; it changes no text."""
@@ -63,10 +61,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: str, name: str) -> 'ChatTemplate':
-        """Reads the template of a folder with a tokenizer, or of a run; `name` is the setting for messages.
-
-        Raises ConfigError if there is none.
-        """
+        """Reads the template beside a tokenizer, or of a run. Raises ConfigError, which says `name`, without one."""
         path = open_path(folder, name)
         path = path if path.is_dir() else path.parent
         text = find_template(path)
@@ -104,10 +99,7 @@ def find_special_tokens(folder: AnyPath) -> dict[str, str]:
     files = read_companions(folder / FOLDER) or read_companions(folder)
     named: dict[str, str] = dict.fromkeys(MARKS, '')
     for name in ('special_tokens_map.json', TOKENIZER_CONFIG):
-        try:
-            config = parse_json_object(files.get(name, b'{}'))
-        except ValueError:
-            continue
+        config = find_entries(files.get(name))
         for mark in MARKS:
             value = config.get(mark)
             value = value.get('content') if isinstance(value, dict) else value

@@ -46,7 +46,9 @@ class Mixture:
 
         Raises what `TokenStore.open` raises, and MismatchError if their tokenizers differ.
         """
-        places = [_below(path, place) for place, _ in mixture]
+        is_whole = [not path or is_remote(place) or place.startswith(('/', '~')) for place, _ in mixture]
+        below = f'{path.rstrip("/")}/'
+        places = [place if alone else below + place for (place, _), alone in zip(mixture, is_whole, strict=True)]
         stores = {name: TokenStore.open(place, timeout) for name, place in zip(names(mixture), places, strict=True)}
         return cls(stores, [weight for _, weight in mixture])
 
@@ -218,10 +220,6 @@ def check_same_tokenizer(store: TokenStore, other: TokenStore | Mixture, setting
             'the same number means another piece; prepare one of them again with the tokenizer of the other '
             '(tokenizer.model_path)'
         )
-
-
-def _below(path: str, place: str) -> str:
-    return place if not path or is_remote(place) or place.startswith(('/', '~')) else f'{path.rstrip("/")}/{place}'
 
 
 def _seed(seed: int, source: int) -> int:

@@ -13,10 +13,7 @@ def published_words(split: str, documents: int) -> int | None:
 
 
 def are_books(names: Collection[str]) -> bool:
-    """Returns whether files are named like PG-19's books: NUMBER.txt, from all over Project Gutenberg's catalogue.
-
-    Files with consecutive numbers are no books.
-    """
+    """Returns whether files are NUMBER.txt, as PG-19's books are: files with consecutive numbers are no books."""
     numbers = [name.removesuffix('.txt') for name in names]
     if not numbers or not all(number.isdecimal() and number[0] != '0' for number in numbers):
         return False

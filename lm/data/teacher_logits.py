@@ -45,7 +45,6 @@ class CacheKey:
     Attributes:
         teacher: the fingerprint of the weights of the teacher.
         data: the fingerprint of the token store.
-        split: of the store.
         length: tokens of a window.
         k: tokens that are kept per position.
         inputs: how windows become inputs: the token before a text, and whether documents are told apart.
@@ -112,8 +111,6 @@ def write_logits(
     """Writes predictions that are not there yet, and yields after each file how many files there are, and of how many.
 
     Args:
-        store: gets them.
-        key: what they are of.
         predict: the numbers of windows [n] → the most probable tokens [n, length, k], and their log-probabilities.
     """
     path, split, target = store.path, key.split, open_kvstore(store.path)

@@ -33,7 +33,8 @@ def examine(paths: Sequence[str], *, as_json: bool = False) -> int:
             )
             found.append(shown)
             if not as_json:
-                print(format_line(shown), flush=True)
+                remedy = f'; {shown.remedy}' if shown.remedy else ''
+                print(f'{shown.weight:4}  {shown.subject:9}  {shown.text}{remedy}', flush=True)
     bad = [finding for finding in found if finding.weight is Weight.WRONG]
     if as_json:
         print(json.dumps({'findings': [dataclasses.asdict(finding) for finding in found]}, indent=2))
@@ -41,11 +42,6 @@ def examine(paths: Sequence[str], *, as_json: bool = False) -> int:
         doubts = sum(finding.weight is Weight.DOUBT for finding in found)
         print(f'{len(found)} findings: {len(bad)} bad, {doubts} to look at', file=sys.stderr)
     return LmError.exit_code if bad else 0
-
-
-def format_line(finding: Finding) -> str:
-    remedy = f'; {finding.remedy}' if finding.remedy else ''
-    return f'{finding.weight:4}  {finding.subject:9}  {finding.text}{remedy}'
 
 
 def run_check(check: Examination) -> list[Finding]:

@@ -1,5 +1,6 @@
 """The checks of the machine: versions, devices, memory, disks, the kernel's protections and the environment."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -123,7 +124,9 @@ def check_kernel() -> Iterator[Finding]:
         )
     elif values:
         yield fine('kernel', 'links and pipes of other users in shared folders are not followed')
-    status = _read_lines('/proc/self/status')
+    status = []
+    with contextlib.suppress(OSError):
+        status = pathlib.Path('/proc/self/status').read_text().splitlines()
     mask = next((int(line.split()[1], 8) for line in status if line.startswith('Umask:')), None)
     if mask is not None and not mask & 0o002:
         yield doubt('kernel', f'umask {mask:03o}: everybody can write the files that you make', 'umask 022')
@@ -142,10 +145,3 @@ def check_variables() -> Iterator[Finding]:
     for name in FLAGS:
         if value := os.environ.get(name):
             yield fine('variables', f'{name}={value}')
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        return pathlib.Path(path).read_text().splitlines()
-    except OSError:
-        return []

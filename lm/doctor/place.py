@@ -121,10 +121,7 @@ def check_run(place: epath.Path) -> Iterator[Finding]:
             f'its last training ended without giving back its lock, {format_duration(silence)} ago',
             'nothing to do: the next lm train takes the lock over',
         )
-    steps = []
-    if run.checkpoints.exists():
-        steps = find_steps(run.checkpoints)
-    if steps:
+    if steps := find_steps(run.checkpoints):
         yield fine('run', f'its newest checkpoint is step {max(steps)}, of {len(steps)}')
     else:
         yield doubt('run', 'it has no checkpoint yet', 'lm train begins it anew')

@@ -21,13 +21,7 @@ TPU_VARIABLES = ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES')
 
 @dataclasses.dataclass(frozen=True)
 class JobAddress:
-    """The address at which the processes of a job meet, and the number of this process.
-
-    Attributes:
-        coordinator: 'host:port' at which process 0 listens.
-        process_count: the number of processes of the job.
-        process_id: the number of this process, from 0.
-    """
+    """The 'host:port' at which process 0 of a job listens, and the number of this process, from 0."""
 
     coordinator: str | None = None
     process_count: int | None = None

@@ -85,8 +85,7 @@ class MeshConfig(Configurable):
         return count, target.slices[0]
 
     def fit(self, target: Target) -> 'MeshConfig':
-        """Adapts the mesh of a training to other devices, for readers of its weights: as many devices as possible share
-        parameters, or a window."""
+        """Adapts a training's mesh to the devices of a reader: as many as possible share parameters, or a window."""
         _, near = self.count_slices(target)
         fsdp = math.gcd(self.fsdp, near)
         return dataclasses.replace(self, fsdp=fsdp, sequence=math.gcd(self.sequence, near // fsdp))

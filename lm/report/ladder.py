@@ -39,7 +39,6 @@ class FinishedRun(NamedTuple):
     """A finished run.
 
     Attributes:
-        run: the run.
         compute: of its training, in FLOPs.
         loss: of its last evaluation, in nats per token.
         seconds: its training tokens over its median tokens per second; None: no speed was logged.
@@ -78,7 +77,6 @@ class Ladder:
         baseline: its finished runs, at three budgets of compute or more.
         compared: the runs of the report that can be compared, the baseline's among them.
         missing: the names of all other runs, each with the reason.
-        law: the curve.
     """
 
     name: str
@@ -99,8 +97,7 @@ class Ladder:
 
     @functools.cached_property
     def deviation(self) -> float | None:
-        """The standard deviation of the residuals in nats; None where the curve has as many numbers as there are
-        runs."""
+        """The standard deviation of the residuals in nats; None: the curve has as many numbers as there are runs."""
         squares = [(result.loss - float(self.law.predict(result.compute))) ** 2 for result in self.baseline]
         free = len(squares) - FEWEST_SIZES
         return math.sqrt(sum(squares) / free) if free > 0 else None
@@ -191,7 +188,6 @@ def make_ladder(name: str, baseline: Sequence[Run], runs: Sequence[Run], measure
         name: the runs of the baseline as the flag names them.
         baseline: these runs. Those that are not finished are left out.
         runs: the runs of the report, the baseline's among them.
-        measures: which evaluations count.
 
     Raises:
         ConfigError: fewer than three sizes, runs of several recipes, or losses that do not fall.

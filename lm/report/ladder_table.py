@@ -1,27 +1,17 @@
 """The table of a ladder: a row per series and size, with the sentences below it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lm.report.ladder import FEWEST_SIZES, Ladder, format_power
 from lm.report.page import SortableTable, TableCell, make_cell
 from lm.text import format_count, format_digits
 
-TITLES = (
-    'series',
-    'parameters',
-    'FLOPs',
-    'runs',
-    'loss',
-    'loss of the curve',
-    'effective speed-up',
-    'speed-up in time',
-)
-
 
 def make_ladder_table(ladder: Ladder) -> SortableTable:
     """Returns the table of the page."""
-    return SortableTable('Ladder', TITLES, _make_cells(ladder), 1, list_notes(ladder))
+    cells = [[make(row) for make in COLUMNS.values()] for row in ladder.list_rows()]
+    return SortableTable('Ladder', list(COLUMNS), cells, 1, list_notes(ladder))
 
 
 def list_notes(ladder: Ladder) -> list[str]:
@@ -59,23 +49,22 @@ def _describe_residuals(ladder: Ladder) -> str:
     return text
 
 
-def _make_cells(ladder: Ladder) -> list[list[TableCell]]:
-    return [
-        [
-            make_cell(row['series']),
-            make_cell(row['parameters'], lambda v: f'{v / 1e6:.3g}M'),
-            make_cell(row['compute'], format_power),
-            make_cell(row['runs']),
-            TableCell(_add_range(row, 'loss', '{:.3f}'.format), row['loss']),
-            make_cell(row['loss_of_curve'], '{:.3f}'.format),
-            TableCell(_add_range(row, 'effective_speedup', str), row['effective_speedup'].value),
-            make_cell(row['time_speedup'], format_digits),
-        ]
-        for row in ladder.list_rows()
-    ]
-
-
 def _add_range(row: dict[str, Any], key: str, form: Any) -> str:
     """Returns a figure, with its extremes over the seeds where there are several."""
     ends: Sequence[str] = [form(row[f'{key}_{end}']) for end in ('low', 'high')]
     return f'{form(row[key])} ({" to ".join(ends)})' if row['runs'] > 1 else form(row[key])
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], TableCell]] = {
+    'series': lambda row: make_cell(row['series']),
+    'parameters': lambda row: make_cell(row['parameters'], lambda v: f'{v / 1e6:.3g}M'),
+    'FLOPs': lambda row: make_cell(row['compute'], format_power),
+    'runs': lambda row: make_cell(row['runs']),
+    'loss': lambda row: TableCell(_add_range(row, 'loss', '{:.3f}'.format), row['loss']),
+    'loss of the curve': lambda row: make_cell(row['loss_of_curve'], '{:.3f}'.format),
+    'effective speed-up': lambda row: TableCell(
+        _add_range(row, 'effective_speedup', str), row['effective_speedup'].value
+    ),
+    'speed-up in time': lambda row: make_cell(row['time_speedup'], format_digits),
+}
+"""Heading → what makes its cell from a row of `Ladder.list_rows`."""

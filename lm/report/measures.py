@@ -135,11 +135,10 @@ def get_status(run: Run) -> str:
     if run.imported:
         return 'imported'
     failure = sweep_file.read_failure(run.directory.path.parent, run.name)
+    failed = sweep_file.describe_status('failed', failure.get('exit_code')) if failure else ''
     if run.train and not math.isfinite(run.train[-1]['loss']):
-        return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finite'
-    if run.is_finished():
-        return 'done'
-    return sweep_file.describe_status('failed', failure.get('exit_code')) if failure else 'not finished'
+        return failed or 'not finite'
+    return 'done' if run.is_finished() else failed or 'not finished'
 
 
 def name_loss(run: Run) -> str | None:
@@ -164,10 +163,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _measures_something_else(run: Run, record: dict[str, Any]) -> bool:
-    """Returns whether an evaluation changed the model, the objective or the document masks, or scored other data.
-
-    The store may have moved.
-    """
+    """Returns whether an evaluation changed model, objective or document masks, or scored other data."""
     if record.get('data_sha256', run.info.get('data')) != run.info.get('data'):
         return True
     own = tuple(f'{name}.' for name in ('model', *run.mechanisms(), run.objective))

@@ -29,9 +29,7 @@ class TableCell(NamedTuple):
     """A cell of a table.
 
     Attributes:
-        text: what it shows.
         value: what the table is sorted by; None: it stays at the end.
-        link: an address.
         marked: it stands out.
     """
 
@@ -51,8 +49,6 @@ class SortableTable:
     """A table that the reader can sort.
 
     Attributes:
-        title: its heading.
-        columns: their titles.
         rows: cells, one per column.
         left: columns of words, which come first.
         notes: sentences below it.
@@ -121,10 +117,7 @@ def link_run(run: Run, out: Path) -> str | None:
 
 
 def compare_configurations(runs: Sequence[Run]) -> SortableTable | None:
-    """Returns the bindings of config.gin that differ between runs; None: there are none.
-
-    A value that most runs do not have stands out.
-    """
+    """Returns the bindings that differ between runs; values that most runs lack stand out. None: there are none."""
     names = list(dict.fromkeys(name for run in runs for name in run.config))
     rows = []
     for name in names:
@@ -151,11 +144,7 @@ def _to_number(text: str | None) -> float | str | None:
 
 
 def _describe_chart(picture: Picture) -> dict[str, Any]:
-    return {
-        'name': picture.name,
-        'caption': picture.caption,
-        'x_label': picture.x_label,
-        'y_label': picture.y_label,
+    return {name: getattr(picture, name) for name in ('name', 'caption', 'x_label', 'y_label')} | {
         # Contexts and positions are powers of two.
         'x_log': (2 if picture.options.get('ticks') else 10) if picture.options.get('x_scale') == 'log' else None,
         'ticks': picture.options.get('ticks'),

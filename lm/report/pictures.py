@@ -123,11 +123,6 @@ class Pictures:
             self._make_against_setting('accuracy', axis, title, self.measures.accuracy, f'{self.split} accuracy (%)')
         self._make_other_contexts()
 
-    def explain_left_out(self, runs: Sequence[Run]) -> str:
-        """Returns a sentence with the runs that no picture shows; '' if there are none."""
-        names = ', '.join(run.name for run in runs if run not in self.drawn)
-        return f'Not in the pictures, for want of steps: {names}.' if names else ''
-
     def _make_loss(self, context: int, suffix: str, where: str) -> None:
         """Makes the training losses, one picture for each kind of loss: only losses of one kind can be compared."""
         groups: dict[str | None, list[Series]] = {}

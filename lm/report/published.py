@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from lm.config.project import project_root
 
 WORDS = {('sketch', 'gaussian'): 'random', ('local', True): ' + local', ('local', False): ''}
@@ -111,26 +113,18 @@ def make_label(template: str, fields: Mapping[str, Any]) -> str:
 
 def _table(data: dict[str, Any]) -> PaperTable:
     labels = {name: (fields.pop('label'), fields) for name, fields in data.pop('mechanisms', {}).items()}
-    settings, rows = _flatten(data.pop('settings', {})), []
+    settings, rows = flatten_dict(data.pop('settings', {}), sep='.'), []
     columns = [Figure(**column) if isinstance(column, dict) else column for column in data.pop('columns')]
     for group in data.pop('groups'):
         for row in group['rows']:
             mechanism, values, own = row.pop('mechanism', None), row.pop('values'), row.pop('label', None)
             template, fields = labels.get(mechanism, ('', {}))
             # A key with a dot is a binding of the run, any other key a field of the mechanism.
-            row = _flatten(row)
+            row = flatten_dict(row, sep='.')
             bindings = {name: value for name, value in row.items() if '.' in name}
             fields = fields | {name: value for name, value in row.items() if '.' not in name}
             layers = f', {bindings["model.n_layers"]} layers' if 'model.n_layers' in bindings else ''
             label = make_label(template, fields | {'layers': layers}) if own is None else own
-            bindings = settings | _flatten(group.get('settings', {})) | bindings
+            bindings = settings | flatten_dict(group.get('settings', {}), sep='.') | bindings
             rows.append(Row(group['title'], label, mechanism, fields, bindings, values))
     return PaperTable(**data, columns=columns, labels=labels, rows=rows)
-
-
-def _flatten(data: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-    """Returns {'model.n_layers': 12} for {'model': {'n_layers': 12}}, as TOML reads dotted keys."""
-    found = {}
-    for name, value in data.items():
-        found |= _flatten(value, f'{prefix}{name}.') if isinstance(value, dict) else {f'{prefix}{name}': value}
-    return found

@@ -19,13 +19,7 @@ from lm.report.out_folder import HEAD, PAGE, TEXT, check_folder
 from lm.report.page import SortableTable, TableCell, compare_configurations, format_page, link_run, make_cell
 from lm.report.pictures import Pictures
 from lm.report.search import SearchResult, make_search_pictures, make_search_table
-from lm.report.students import (
-    find_students,
-    format_students,
-    make_position_table,
-    make_student_pictures,
-    make_student_table,
-)
+from lm.report.students import find_students, make_position_table, make_student_pictures, make_student_table
 from lm.runs.goodput import describe
 from lm.runs.records import Run
 from lm.runs.sweep_file import MEASURES, describe_status
@@ -41,18 +35,12 @@ PREFIXES = tuple(f'{figure}/' for figure in FIGURES)
 """How figures of the named sets of an evaluation begin."""
 
 
-def format_entry(value: float | str) -> str:
-    """Formats an entry of a file of figures for the page: five digits of a float, and all else as it is."""
-    return f'{value:.5g}' if isinstance(value, float) else str(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column of the table of runs.
 
     Attributes:
         key: of the figure that it shows.
-        title: its heading.
         form: figure → text.
         sorted_by: key of the figure that it is sorted by; '': the shown one.
     """
@@ -123,13 +111,15 @@ class Report:
         if self.ladder:
             self._write_csv('ladder.csv', self.ladder.list_rows())
         text = [*HEAD, self.make_run_table().to_markdown(), '']
-        text += ['## Ladder', '', make_ladder_table(self.ladder).to_markdown(), ''] if self.ladder else []
-        text += format_students(self.students)
+        for table in (*self._make_ladder_tables(), *self._make_student_tables()):
+            text += [f'## {table.title}', '', table.to_markdown(), '']
         text += paper.format_tables(self.comparison, self.corpus)
         for picture in made.made if pictures else ():
             caption = escape_markdown(picture.caption)
             text += [f'![{caption}]({picture.name}.png)', '', f'*{caption}*', '']
-        if note := made.explain_left_out(self.runs):
+        left_out = ', '.join(run.name for run in self.runs if run not in made.drawn)
+        note = f'Not in the pictures, for want of steps: {left_out}.' if left_out else ''
+        if note:
             text += [escape_markdown(note), '']
         lines = [f'- {escape_markdown(f"{run.name}: {self.describe_provenance(run)}")}' for run in self.runs]
         text += ['## Runs', '', *lines, '']
@@ -141,15 +131,16 @@ class Report:
 
     def make_tables(self) -> list[SortableTable]:
         """Returns the tables of the page: figures, differences of configurations, the papers' numbers, provenance."""
-        tables = [self.make_run_table()]
-        if self.ladder:
-            tables.append(make_ladder_table(self.ladder))
+        tables = [self.make_run_table(), *self._make_ladder_tables()]
         tables += [table for search in self.searches if (table := make_search_table(search))]
-        tables += [t for t in (make_student_table(self.students), make_position_table(self.students)) if t]
+        tables += self._make_student_tables()
         if differences := compare_configurations(self.runs):
             tables.append(differences)
         if compared := [found.as_row() for found in self.comparison if found.runs]:
-            cells = [[make_cell(value, format_entry) for value in row.values()] for row in compared]
+            cells = [
+                [make_cell(value, lambda v: f'{v:.5g}' if isinstance(v, float) else str(v)) for value in row.values()]
+                for row in compared
+            ]
             tables.append(SortableTable('Beside the papers', list(compared[0]), cells, 4))
         cells = [
             [TableCell(run.name, run.name, link_run(run, self.out)), make_cell(self.describe_provenance(run))]
@@ -157,6 +148,13 @@ class Report:
         ]
         tables.append(SortableTable('Where the figures come from', ['run', 'provenance'], cells, 2))
         return tables
+
+    def _make_ladder_tables(self) -> list[SortableTable]:
+        return [make_ladder_table(self.ladder)] if self.ladder else []
+
+    def _make_student_tables(self) -> list[SortableTable]:
+        found = make_student_table(self.students), make_position_table(self.students)
+        return [table for table in found if table]
 
     def make_run_table(self) -> SortableTable:
         """Returns the runs and their figures, without columns that no run has, and the points without a run below."""
@@ -172,6 +170,7 @@ class Report:
     def make_row(self, run: Run) -> dict[str, Any]:
         """Returns the figures of a run."""
         measured, rate, bounds = flatten_result(self.measures.find_newest(run)), run.tokens_per_second, run.speed_range
+        is_conditional = 'perplexity' in measured and 'task' not in measured and is_conditioned(run)
         return {
             'run': run.name,
             'status': get_status(run),
@@ -188,7 +187,7 @@ class Report:
             'train_loss': run.train[-1]['loss'] if run.train else None,
             'split': measured.get('split'),
             'copied_share': measured.get('copied_share'),
-            'conditioning': str(Conditioning.read(measured)) if self._shows_conditioning(run, measured) else None,
+            'conditioning': str(Conditioning.read(measured)) if is_conditional else None,
             **{name: measured.get(name) for name in (*MEASURES, *self.of_sets)},
             'evaluated_at': measured.get('step'),
             'tokens_per_second': rate,
@@ -200,9 +199,6 @@ class Report:
             'devices': paper.name_devices(run),
             'path': make_visible(str(run.directory.path)),
         }
-
-    def _shows_conditioning(self, run: Run, measured: dict[str, Any]) -> bool:
-        return 'perplexity' in measured and 'task' not in measured and is_conditioned(run)
 
     def _compare_with_ladder(self, run: Run) -> dict[str, Any]:
         """Returns compute and speed-ups of a run; {} without a ladder."""

@@ -11,7 +11,6 @@ class Score:
     """The score of a task.
 
     Attributes:
-        task: its name in lm-evaluation-harness.
         context_length: of the model, in tokens.
         limit: how many questions were asked; None: all.
         shots: examples in front of each question; None: not recorded.

@@ -19,13 +19,7 @@ from lm.text import format_digits
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The trials of a search, as its sweep.json tells them.
-
-    Attributes:
-        name: of its folder.
-        facts: how the trials were drawn.
-        rows: of the trials, in their order.
-    """
+    """A search as its sweep.json tells it: `facts` say how its trials were drawn, each of which has a row."""
 
     name: str
     facts: dict[str, Any]
@@ -47,9 +41,6 @@ class SearchResult:
         space = self.facts.get('space')
         keys = list(space) if isinstance(space, dict) else []
         return sorted(keys, key=lambda key: -self.importance.get(key, 0.0))
-
-    def is_logarithmic(self, key: str) -> bool:
-        return str(self.facts['space'].get(key)).startswith('log_')
 
 
 def read_searches(paths: Iterable[str]) -> list[SearchResult]:
@@ -106,7 +97,7 @@ def _make_parallel(search: SearchResult, finished: list[dict[str, Any]], suffix:
     axes, ticks, heights = search.list_axes(), [], []
     for key in axes:
         values = [row['settings'].get(key) if row['settings'] else None for row in shown]
-        found, marks = _place(values, search.is_logarithmic(key))
+        found, marks = _place(values, str(search.facts['space'].get(key)).startswith('log_'))
         heights.append(found)
         ticks.append(marks)
     found, marks = _place([repr(row['loss']) for row in shown], False)

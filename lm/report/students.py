@@ -31,7 +31,6 @@ class Student:
     """A run that learned from a teacher.
 
     Attributes:
-        run: the student.
         teacher_path: the run of its teacher, as its configuration names it.
         teacher: this run; None: it is not there any more.
         loss: what the student minimizes.
@@ -221,11 +220,3 @@ def _draw_errors(student: Student, name: str) -> Picture:
     caption = f'{student.run.name}: error of attention in each layer{note}, relative to the output of the teacher.'
     y_label = 'error of attention (share)'
     return Picture(name, caption, curves, 'training steps', y_label, {'y_scale': 'log'})
-
-
-def format_students(students: Sequence[Student]) -> list[str]:
-    """Returns the lines of report.md on students and teachers."""
-    text = []
-    for table in (make_student_table(students), make_position_table(students)):
-        text += [f'## {table.title}', '', table.to_markdown(), ''] if table is not None else []
-    return text

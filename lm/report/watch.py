@@ -1,7 +1,7 @@
 """`lm report --watch`: writes the report again when run directories change."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -60,16 +60,10 @@ def read_state(paths: Sequence[str]) -> dict[str, tuple[int, float]]:
     return {
         str(file): (found.length, found.mtime)
         for pattern in paths
-        for directory in find_run_paths(pattern)
-        for file in _list_files(epath.Path(directory))
+        for directory in map(epath.Path, find_run_paths(pattern))
+        for file in (directory.parent / 'sweep.json', *(file for name in FILES for file in directory.glob(name)))
         if (found := _stat(file))
     }
-
-
-def _list_files(directory: epath.Path) -> Iterator[epath.Path]:
-    yield directory.parent / 'sweep.json'
-    for name in FILES:
-        yield from directory.glob(name)
 
 
 def _stat(file: epath.Path) -> Any:

@@ -28,10 +28,7 @@ from lm.text import format_count
 
 
 def write_report(paths: Sequence[str], out: str, **options: Any) -> None:
-    """Writes the report on the runs at `paths` into the folder `out`, and prints its table.
-
-    The arguments are as in `write_files`.
-    """
+    """Writes the report on `paths` into the folder `out` as `write_files` does, and prints its table."""
     report = write_files(paths, out, **options)
     print(report.make_run_table().to_markdown())
     if report.ladder:
@@ -56,10 +53,8 @@ def write_files(
 
     Args:
         paths: run directories, sweeps, or globs of them.
-        out: the folder of the report.
         split, corpus: as in `lm.report.report.Report`.
         ladder: run directories of a baseline, a sweep, or a glob of them (`lm.report.ladder`); None: no comparison.
-        pictures: draw them, too.
         refresh: seconds after which the page reads itself again; None: never.
         any_conditioning: compare perplexities that are conditioned on different tokens, too.
     """

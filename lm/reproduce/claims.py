@@ -23,12 +23,10 @@ class Claim:
 
     Attributes:
         paper: key of `load_papers`.
-        place: in the paper.
         statement: what the paper says, in a sentence.
         verdict: one of VERDICTS; it holds for the size of this row.
         tables: the tables of `lm reproduce` that it is about.
         size, tokens, seeds, device, command: of our runs.
-        ours: our figure.
         section: the heading in docs/lab that has it.
         tests: the file of tests that has it.
         note: what else a reader should know.

@@ -45,11 +45,11 @@ class RunPrice(NamedTuple):
 
     run: TableRun
     flops: float
-    fits: bool | None
-    hours: float | None
-    least_hours: float | None
-    chip_hours: float | None
-    needed_gib: float | None
+    fits: bool | None = None
+    hours: float | None = None
+    least_hours: float | None = None
+    chip_hours: float | None = None
+    needed_gib: float | None = None
 
     @property
     def is_expected(self) -> bool:
@@ -98,8 +98,7 @@ def price_runs(
         experiment = run.point.experiment
         flops = compute_budget(plan_step(experiment, cache=cache)).flops_total
         if topology is None:
-            hours = estimate_hours(flops, choice)
-            prices.append(RunPrice(run, flops, None, hours, None, None, None))
+            prices.append(RunPrice(run, flops, hours=estimate_hours(flops, choice)))
             continue
         key = identify(experiment, topology)
         if key not in known:

@@ -64,7 +64,11 @@ def reproduce(
     for line in description.commands.get(choice.scale, ()):
         run_command(line, root)
     if runs:
-        show(ReproducedTable(description, choice, runs, collect(runs, sweep)), Path(root) / OUT, pictures)
+        table, folder = ReproducedTable(description, choice, runs, collect(runs, sweep)), Path(root) / OUT
+        names = table.write(folder, pictures)
+        table.print()
+        for line in (*table.list_remarks(), f'{format_count(len(names), "file")} in {folder}: {", ".join(names)}'):
+            print(line)
     if failure:
         raise failure
 
@@ -84,14 +88,10 @@ def score_tasks(runs: Sequence[TableRun], sweep: Sweep) -> None:
     for run in runs:
         if sweep.is_finished(run.point):
             path = str(sweep.root / run.point.name)
-            for figure in find_unscored(run, Run.read(path)):
-                run_command(describe_scoring(path, figure), str(sweep.root))
-
-
-def find_unscored(run: TableRun, record: Run) -> list[Figure]:
-    """Returns the tasks of the harness that the paper asks of a run, and that have no score."""
-    asked = [cell.figure for cell in run.cells if cell.figure.task]
-    return [figure for figure in asked if read_figure(run, record, figure) is None]
+            record = Run.read(path)
+            for figure in (cell.figure for cell in run.cells if cell.figure.task):
+                if read_figure(run, record, figure) is None:
+                    run_command(describe_scoring(path, figure), str(sweep.root))
 
 
 def describe_scoring(path: str, figure: Figure) -> str:
@@ -110,12 +110,3 @@ def run_command(line: str, root: str) -> None:
     print(f'$ {shlex.join(words)}', flush=True)
     if code := run_program(files):
         raise LmError(f'{shlex.join(words)}: ended with {code}; run the same command again when mended')
-
-
-def show(table: ReproducedTable, folder: Path, pictures: bool) -> None:
-    """Prints the table, and writes its files."""
-    names = table.write(folder, pictures)
-    table.print()
-    for line in table.list_remarks():
-        print(line)
-    print(f'{format_count(len(names), "file")} in {folder}: {", ".join(names)}')

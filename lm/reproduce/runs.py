@@ -64,7 +64,6 @@ class TableRun:
         row: which row it fills; without published numbers, the row of its own name.
         column: of the paper's axis; None: the table has none.
         cells: what the paper printed of it: one per figure.
-        seed: of its weights and data.
         point: its name and experiment at the chosen scale.
         original: the experiment at the paper's size, of the same name.
         is_start: it fills no cell itself; others start from its weights.

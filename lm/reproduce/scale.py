@@ -39,8 +39,6 @@ class Scale:
     """A scale.
 
     Attributes:
-        name: as in scales.toml.
-        divisor: of lengths.
         settings: binding → value, of steps and tokens.
         text: a folder of text files; None: the Python sources that every machine has.
     """
@@ -54,7 +52,10 @@ class Scale:
         """Returns the experiment at this scale. Raises ConfigError for a length that the divisor does not divide."""
         bindings = parse_bindings(dump(experiment))
         changed = {name: self._divide(name, text) for name, text in bindings.items()}
-        changed = replace_part(changed, 'prepare.source', '@text_files()' if self.text else '@python_sources()')
+        # The source of the paper goes with all its bindings.
+        source = changed['prepare.source'].strip('@()')
+        changed = {name: text for name, text in changed.items() if not name.startswith(f'{source}.')}
+        changed['prepare.source'] = '@text_files()' if self.text else '@python_sources()'
         if self.text:
             changed['text_files.path'] = repr(self.text)
         steps = self.settings['train.steps']
@@ -80,10 +81,3 @@ class Scale:
                 f'{name} = {text}: is no multiple of {self.divisor**power}, so --scale {self.name} has none'
             )
         return str(number)
-
-
-def replace_part(bindings: Mapping[str, str], name: str, reference: str) -> dict[str, str]:
-    """Returns the bindings with another value of a field that refers to a part, and without the bindings of the part
-    that was there."""
-    old = bindings[name].strip('@()')
-    return {key: text for key, text in bindings.items() if not key.startswith(f'{old}.')} | {name: reference}

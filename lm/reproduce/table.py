@@ -84,7 +84,6 @@ class ReproducedTable:
     """The paper's table with ours beside it.
 
     Args:
-        runs: of the table.
         cells: what they measured (`collect`).
     """
 
@@ -201,14 +200,8 @@ class ReproducedTable:
         for i, row in enumerate(dict.fromkeys(cell.row for cell in self.cells)):
             cells = [c for c in self.cells if c.row == row and isinstance(c.printed, int | float) and c.ours]
             if cells:
-                values = [list(c.ours.values()) for c in cells]
-                figures = [
-                    [c.printed for c in cells],
-                    [c.mean for c in cells],
-                    [*map(min, values)],
-                    [*map(max, values)],
-                ]
-                x, y, low, high = (np.array(figure, float) for figure in figures)
+                points = [(c.printed, c.mean, min(c.ours.values()), max(c.ours.values())) for c in cells]
+                x, y, low, high = np.array(points, float).T
                 curves.append(Curve(row.label, i, x, y, low, high, joined=False))
         if curves:
             unit = ' or '.join(self.measures)

@@ -20,16 +20,11 @@ def find_base(run_dir: str | None, branch_from: str | None, has_gin_files: bool)
     Otherwise returns the config.gin of the run that it branches from. Raises ConfigError where `branch_from` names no
     run.
     """
-    existing = _find_config(run_dir) if branch_from or not has_gin_files else None
+    own = None if run_dir is None else RunDir(run_dir).config
+    existing = str(own) if own and own.exists() and (branch_from or not has_gin_files) else None
     if branch_from is None or existing:
         return existing
     parent = RunDir(branch_from, found=True)
     if not parent.config.exists() or find_import(parent.path):
         raise ConfigError(f'--branch_from {branch_from}: {explain_absence(parent.path)}')
     return str(parent.config)
-
-
-def _find_config(run_dir: str | None) -> str | None:
-    """Returns the path of the run's config.gin, if there is one."""
-    path = None if run_dir is None else RunDir(run_dir).config
-    return str(path) if path and path.exists() else None

@@ -84,8 +84,7 @@ class Branch:
         return True
 
     def _config(self) -> str:
-        """Returns the configuration in the parent's checkpoint. A checkpoint of an older version has none: then
-        config.gin."""
+        """Returns the configuration in the parent's checkpoint, or in config.gin where an old checkpoint has none."""
         with Checkpointer(self.parent.checkpoints) as checkpointer:
             text = checkpointer.read_record(self.step)['metadata'].get('config')
         return text or read_text(self.parent.config)

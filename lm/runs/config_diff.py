@@ -16,10 +16,7 @@ class Change(NamedTuple):
 
 
 def parse_bindings(text: str) -> dict[str, str]:
-    """Returns binding → value of dumped gin text, in the names of this version.
-
-    Comments and blank lines are skipped, and wrapped values are joined.
-    """
+    """Returns binding → value of dumped gin text, wrapped values joined, in the names of this version."""
     found: dict[str, str] = {}
     name = None
     for line in text.splitlines():

@@ -79,12 +79,8 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
 
 def _check_kinds(run: RunPaths) -> None:
     """Raises MismatchError where a file or folder of the run is of the other kind, or cannot be read."""
-    for path, kind in (
-        (run.config, 'file'),
-        (run.info, 'file'),
-        (run.metrics_file, 'file'),
-        (run.checkpoints, 'folder'),
-    ):
+    for path in (run.config, run.info, run.metrics_file, run.checkpoints):
+        kind = 'folder' if path == run.checkpoints else 'file'
         try:
             wrong = path.exists() and path.is_dir() != (kind == 'folder')
             if not wrong and kind == 'file' and path.exists() and not is_remote(path):

@@ -67,8 +67,7 @@ def read_info(path: epath.Path) -> JsonObject:
 
 
 def read_raw(path: epath.Path) -> JsonObject:
-    """run.json as it is; {} where it is missing or damaged. Raises LmError where the storage does not give it: that
-    must not look like a new run."""
+    """Returns run.json as it is; {} if it is missing or damaged. Raises LmError if the storage fails: no new run."""
     try:
         with reaching(path):
             content = read_bytes(path)
@@ -151,8 +150,7 @@ def make_info(
 
 
 def find_version_changes(before: Any, now: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Package → [version before, version now] of JAX's parts that are other ones; those that were or are not installed
-    do not count."""
+    """Package → [version before, version now] of JAX's parts that changed; those not installed do not count."""
     before = before if isinstance(before, dict) else {}
     found = {name: [before.get(name), now.get(name)] for name in COMPILERS}
     return {name: pair for name, pair in found.items() if all(pair) and pair[0] != pair[1]}
@@ -217,8 +215,7 @@ def git_commit() -> str | None:
 
 
 def check_not_imported(info: Mapping[str, object], flag: str, path: object) -> None:
-    """Raises ConfigError where `lm import` has made the run, which then has no optimizer state. `flag` names its
-    `path`."""
+    """Raises ConfigError where `lm import` made the run, without optimizer state. `flag` names its `path`."""
     if 'imported' in info:
         raise ConfigError(
             f'{flag} {path}: was made by lm import and has no optimizer state to go on with; train a new run from it: '

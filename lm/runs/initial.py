@@ -1,12 +1,13 @@
-"""The weights that a new run takes from another one (`train.init_from`), by name: parameters, and the random
-projections that they were learned with."""
+"""The weights that a new run takes from another one (`train.init_from`), by name, with random projections."""
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.finite import refuse_not_finite
-from lm.checkpoint.snapshot import flatten
+from lm.checkpoint.snapshot import flatten, name_leaf
 from lm.errors import AbsentError, MismatchError
 from lm.runs.config_diff import parse_bindings
 from lm.runs.weights import SavedWeights, find_weights
@@ -39,7 +40,7 @@ def take_initial(saved: SavedWeights, data: str, weights: dict, abstract: dict) 
     with saved.open_run() as other:
         leaves = _check(saved, data, other, abstract['params'])
         part = find_weights(leaves)
-        target = {part: abstract['params'], 'buffers': _alike(abstract['buffers'], leaves, 'buffers.')}
+        target = {part: abstract['params'], 'buffers': _alike(abstract['buffers'], leaves)}
         restored = other.restore(target, partial=True)
     assert restored is not None, '`_check` has found a checkpoint'
     taken = {'params': restored.state.get(part, {}), 'buffers': restored.state.get('buffers', {})}
@@ -50,7 +51,8 @@ def take_initial(saved: SavedWeights, data: str, weights: dict, abstract: dict) 
     mean = '' if part == 'params' else ', the mean of its last weights'
     line = f'{len(names)} of {len(names) + len(left)} arrays taken from {saved.run_dir} at step {restored.step}{mean}'
     lost = [name.removeprefix('params.') for name in missing if name.startswith('params.')]
-    return merge_weights(weights, taken), f'{line}; these not: {", ".join(left)}' if left else line, lost
+    merged = unflatten_dict(flatten_dict(weights, keep_empty_nodes=True) | flatten_dict(taken))
+    return merged, f'{line}; these not: {", ".join(left)}' if left else line, lost
 
 
 def _check(saved: SavedWeights, data: str, other: Checkpointer, params: dict) -> dict[str, dict]:
@@ -86,24 +88,14 @@ def refuse_initial(saved: SavedWeights, wrong: Sequence[str]) -> NoReturn:
     raise MismatchError(f'{saved.name}: {"; ".join(wrong)}; give the model the sizes of that run, or start without it')
 
 
-def _alike(tree: dict, saved: Mapping[str, dict], prefix: str) -> dict:
+def _alike(buffers: dict, saved: Mapping[str, dict]) -> dict:
     """Returns the nested dict without arrays that `saved` lacks or has in another shape or type."""
-    kept = {}
-    for name, value in tree.items():
-        path = f'{prefix}{name}'
-        if isinstance(value, dict):
-            kept[name] = _alike(value, saved, f'{path}.')
-        elif path in saved and (saved[path]['shape'], saved[path]['dtype']) == (list(value.shape), value.dtype.name):
-            kept[name] = value
-    return kept
 
+    def is_saved(path: tuple, array: Any) -> bool:
+        found = saved.get(name_leaf(('buffers', *path)), {})
+        return (found.get('shape'), found.get('dtype')) == (list(array.shape), array.dtype.name)
 
-def merge_weights(old: dict, new: dict) -> dict:
-    """Returns the nested dict `old` with the leaves of `new` in their places."""
-    return {
-        name: (merge_weights(value, new[name]) if isinstance(value, dict) else new[name]) if name in new else value
-        for name, value in old.items()
-    }
+    return unflatten_dict({path: array for path, array in flatten_dict(buffers).items() if is_saved(path, array)})
 
 
 def describe_misfit(name: str, theirs: Sequence[int], ours: Sequence[int]) -> str:

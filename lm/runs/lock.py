@@ -75,7 +75,6 @@ class RunLock:
         return self._lease.lost is not None
 
     def check(self) -> None:
-        """Raises ConfigError if the lease is another's by now, because this process was suspended for longer than it
-        lasts, or gone with its folder."""
+        """Raises ConfigError if the lease is another's by now, after a suspension, or gone with its folder."""
         if self.is_lost:
             raise ConfigError(f'--run_dir {self.directory}: {self._lease.lost}; nothing more is written here')

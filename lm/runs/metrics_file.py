@@ -5,6 +5,7 @@ JSON has no numbers for what is not finite: they are written as the strings 'NaN
 Each checkpoint seals the lines before it with their count and their SHA-256. So a digit that is changed later is seen.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -31,7 +32,7 @@ REMOTE_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
 
-class MetricsFile:
+class MetricsFile(contextlib.AbstractContextManager['MetricsFile']):
     """Appends records to `path`. A context manager. All processes make and use it alike, process 0 alone writes.
 
     Args:
@@ -126,9 +127,6 @@ class MetricsFile:
         if self._file:
             self._file.close()
 
-    def __enter__(self) -> 'MetricsFile':
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -179,7 +177,6 @@ def find_change(lines: Iterable[bytes], seals: Mapping[int, Mapping[str, Any]]) 
     """Says which of the lines are gone, or are not what a checkpoint sealed; None: all are as they were.
 
     Args:
-        lines: the lines of the file.
         seals: step → the entries of `MetricsFile.seal` in its checkpoint; older checkpoints have none.
     """
     rest, found, sound, running = iter(lines), 0, 0, hashlib.sha256()

@@ -44,8 +44,7 @@ def check_name(name: str) -> str:
 
 
 def check_path(path: epath.PathLike) -> AnyPath:
-    """Returns the path as `open_path` gives it, and raises its ConfigError. The error is also raised for '..'
-    components, control characters, and no path at all."""
+    """Returns `open_path`'s path. Raises its ConfigError, also for '..', control characters, and no path at all."""
     text = os.fspath(path)
     if not text.strip():
         raise ConfigError(f'--run_dir {text!r}: name a directory')

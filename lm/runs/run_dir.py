@@ -43,11 +43,7 @@ class RunDir(RunPaths):
     """Writes the files of a run, whose paths `RunPaths` describes. Making one writes nothing."""
 
     def create_or_resume(
-        self,
-        experiment: object,
-        info: Mapping[str, object],
-        first_step: int = 0,
-        rewound: bool = False,
+        self, experiment: object, info: Mapping[str, object], first_step: int = 0, rewound: bool = False
     ) -> bool:
         """Writes config.gin and run.json. Process 0 does the work, and all processes share its outcome.
 
@@ -162,8 +158,6 @@ class RunDir(RunPaths):
         """Returns the trackers of this run (`lm.trackers.base.Trackers`).
 
         Args:
-            trackers: their configurations.
-            text: the configuration of the run.
             enabled: False for processes other than the first.
             tensorboard: write summaries too, if their packages are installed and no tracker writes them.
             start: the step that the run goes on from.

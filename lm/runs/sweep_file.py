@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from lm.errors import FINAL, Diverged, MismatchError
+from lm.errors import Diverged, MismatchError
 from lm.files import open_path, write_atomically
 from lm.runs.paths import SWEEP
 from lm.runs.records import read_json, to_json
@@ -90,11 +90,6 @@ def describe_status(status: str, exit_code: object) -> str:
     if status != 'failed':
         return status
     return f'{"diverged" if exit_code == Diverged.exit_code else "failed"} ({exit_code})'
-
-
-def is_final(row: Row) -> bool:
-    """Returns whether a point failed in a way that the same command would repeat."""
-    return row['status'] == 'failed' and row['exit_code'] in FINAL
 
 
 def print_results(rows: list[Row]) -> None:

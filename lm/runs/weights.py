@@ -23,7 +23,6 @@ class SavedWeights:
 
     Attributes:
         setting: the gin name that names the run, for messages.
-        run_dir: the run.
         step: the checkpoint; None: the newest.
         fingerprints: of the run that reads it; those in `CHECKED` count here.
     """

@@ -1,5 +1,4 @@
-"""`lm inspect`: the contents of a run directory, a sweep or a token store, without touching a device or changing a
-byte."""
+"""`lm inspect`: the contents of a run directory, a sweep or a token store, without a device or a change."""
 
 import sys
 
@@ -23,7 +22,6 @@ def inspect_path(path: str, *, verify: bool = False, as_json: bool = False, allo
 
     Args:
         verify: read everything and compare checksums.
-        as_json: print JSON instead of tables.
         allow_imports: the configuration of a run may import modules.
 
     Raises ConfigError if `path` is none of these, and MismatchError, after everything was printed, for damage.

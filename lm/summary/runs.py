@@ -32,6 +32,7 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
     checkpoints = [found for step in steps if (found := inspect_checkpoint(run, step, verify))]
     seals = {} if run.imported else {found['step']: found['metrics'] for found in checkpoints}
     changed = find_change(read_lines(run.directory.metrics_file), seals)
+    counts, idle = _count_parameters(run, allow_imports)
     damage = [f'checkpoint step {c["step"]}: {c["health"]}' for c in checkpoints if not c['sound']]
     return {
         'kind': 'run',
@@ -44,9 +45,9 @@ def inspect_run(path: epath.PathLike, verify: bool = False, allow_imports: bool 
         'goodput': run.goodput,
         'last_eval': run.last_evaluation,
         'evaluations': len(run.evaluations),
-        'parameters': parameters(run, allow_imports),
+        'parameters': counts,
         'trained_parameters': run.info.get('trained_parameters'),
-        'idle_parameters': idle_parameters(run, allow_imports),
+        'idle_parameters': idle,
         'checkpoints': checkpoints,
         'set_aside': others,
         'fingerprints': {name: run.info.get(name) for name in ('data', 'tokenizer')},
@@ -70,8 +71,7 @@ def saved_steps(directory: epath.Path) -> tuple[list[int], list[str]]:
 
 
 def inspect_checkpoint(run: Run, step: int, verify: bool) -> JsonObject | None:
-    """Returns step, size, time, health, and the loss of its evaluation; None: a continuing run has deleted it
-    meanwhile."""
+    """Returns size, time, health and evaluation loss of a step; None: a continuing run has deleted it meanwhile."""
     try:
         found = _read_checkpoint(run, step, verify)
         if not found['sound']:  # a step that is being deleted looks damaged
@@ -112,26 +112,19 @@ def _read_checkpoint(run: Run, step: int, verify: bool) -> dict[str, object]:
 
 def size_of(path: epath.Path) -> int:
     """Returns the bytes of all files below `path`."""
-    total = 0
-    for entry in path.iterdir():
-        total += size_of(entry) if entry.is_dir() else entry.stat().length
-    return total
+    return sum(size_of(entry) if entry.is_dir() else entry.stat().length for entry in path.iterdir())
 
 
-def parameters(run: Run, allow_imports: bool = False) -> dict[str, int]:
-    """Returns the trainable parameters by part of the model, or only their sum if the model needs imports."""
+def _count_parameters(run: Run, allow_imports: bool) -> tuple[dict[str, int], int | None]:
+    """Returns the trainable parameters by part of the model, and how many a token does not use.
+
+    If the model needs imports, only the sum of the first is known, and None of the second.
+    """
     try:
-        return count_parameters(load([str(run.directory.config)], allow_imports=allow_imports).model)
+        model = load([str(run.directory.config)], allow_imports=allow_imports).model
+        return count_parameters(model), model.idle_parameters
     except ConfigError:
         total = run.info.get('parameters')
         if total is None or not re.search(r'^import ', read_text(run.directory.config), re.MULTILINE):
             raise
-        return {'in all': total}
-
-
-def idle_parameters(run: Run, allow_imports: bool = False) -> int | None:
-    """Returns how many parameters a token does not use; None if the model needs imports."""
-    try:
-        return load([str(run.directory.config)], allow_imports=allow_imports).model.idle_parameters
-    except ConfigError:
-        return None
+        return {'in all': total}, None

@@ -15,7 +15,12 @@ def print_run(found: Mapping[str, Any], console: Console) -> None:
     """Prints the run for people."""
     get, info = found['configuration'].get, found['info']
     train, evaluation = found['last_train'], found['last_eval']
-    steps = found['steps']
+    steps, idle, trained, branch = (
+        found['steps'],
+        found['idle_parameters'],
+        found['trained_parameters'],
+        info.get('branch'),
+    )
     resumed = len(info.get('resumed', [])) + starts_left_out(info)
     rows = {
         'run': found['path'],
@@ -24,14 +29,14 @@ def print_run(found: Mapping[str, Any], console: Console) -> None:
         else f'{found["status"]}, step {found["step"]:,} of {steps:,} ({found["step"] / max(steps, 1):.0%})',
         'started': ', resumed '.join([str(info.get('started')), *info.get('resumed', [])[-1:]])
         + (f' ({resumed} times in all)' if resumed > 1 else ''),
-        **_branch(info.get('branch')),
+        **({'branch of': f'{branch["from"]} at step {branch["step"]:,}'} if branch else {}),
         'model': f'{_counted(get("model.n_layers"), "layer")} of width {get("model.d_model")}, '
         f'{_counted(get("model.n_heads"), "head")} of {get("model.head_dim")}, {found["attention"]}',
         'parameters': f'{sum(found["parameters"].values()):,} ('
         + ', '.join(f'{part} {count:,}' for part, count in found['parameters'].items() if count)
         + ')'
-        + _active(found)
-        + _trained(found),
+        + (f'; {sum(found["parameters"].values()) - idle:,} of them per token' if idle else '')
+        + (f'; {trained:,} trained' if isinstance(trained, int) else ''),
         'training': f'{get("train.tokens_per_step")} tokens per step in windows of {get("train.context_length")}, '
         f'peak learning rate {get("optimizer.peak_learning_rate")}, seed {get("train.seed")}',
         'data': f'{data_of(found["configuration"])}, fingerprint {_short(found["fingerprints"]["data"])}',
@@ -124,18 +129,6 @@ def _short(digest: str | None) -> str:
     return digest[:16] if digest else '–'
 
 
-def _trained(found: Mapping[str, Any]) -> str:
-    """Says how many parameters learn, if not all do."""
-    count = found['trained_parameters']
-    return f'; {count:,} trained' if isinstance(count, int) else ''
-
-
-def _active(found: Mapping[str, Any]) -> str:
-    """Returns how many parameters a token uses, if it does not use all."""
-    idle = found['idle_parameters']
-    return f'; {sum(found["parameters"].values()) - idle:,} of them per token' if idle else ''
-
-
 def _describe_routers(train: Mapping[str, Any]) -> dict[str, str]:
     """Returns the row of a run with experts."""
     if not all(name in train for name in ('balance_loss', 'expert_load_max', 'expert_load_layer', 'idle_experts')):
@@ -145,8 +138,3 @@ def _describe_routers(train: Mapping[str, Any]) -> dict[str, str]:
         f'{train["expert_load_max"]:.0%} of the tokens (layer {train["expert_load_layer"]}), '
         f'{format_count(train["idle_experts"], "expert")} without a token'
     }
-
-
-def _branch(branch: Any) -> dict[str, str]:
-    """Returns the row of a run that began from a checkpoint of another run."""
-    return {'branch of': f'{branch["from"]} at step {branch["step"]:,}'} if branch else {}

@@ -135,10 +135,7 @@ def _check_distinct(
     variants: Mapping[str, Mapping[str, Mapping[str, Statement]]],
     fixed: Mapping[str, Statement],
 ) -> None:
-    """Raises ConfigError if two axes set one binding.
-
-    A variant may replace what all other points set. A list may not: it has a value for each point.
-    """
+    """Raises ConfigError if two axes set one binding. A variant, unlike a list, may replace what all points set."""
     owners: dict[str, tuple[str, Statement]] = {}
     for axis, group in lists.items():
         for key, statement in group.items():

@@ -43,7 +43,12 @@ def emit_sweep(
     """
     sweep.check()
     folder = check_folder(out)
-    due = [point for point in sweep.points if _is_due(sweep, point, retry_failed)]
+    due = []
+    for point in sweep.points:
+        if sweep.is_running(point):
+            print(f'{point.name} is being trained and is left out')
+        elif sweep.is_due(point, retry_failed):
+            due.append(point)
     for point in sweep.points:
         if point in due:
             sweep.prepare(point)
@@ -94,14 +99,3 @@ def write_manifests(folder: Path, files: dict[str, str]) -> None:
         write_atomically(mark, ''.join(f'{name}\n' for name in files))
         for name, text in files.items():
             write_atomically(folder / name, text)
-
-
-def _is_due(sweep: Sweep, point: Point, retry_failed: bool) -> bool:
-    row = sweep.result(point)
-    if sweep_file.is_final(row) and not retry_failed:
-        print(f'{point.name} failed with {row["exit_code"]} before and is left out (see --retry_failed)')
-        return False
-    if sweep.is_running(point):
-        print(f'{point.name} is being trained and is left out')
-        return False
-    return row['status'] != 'done'

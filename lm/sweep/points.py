@@ -21,8 +21,8 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from etils import epath
 
@@ -31,13 +31,11 @@ from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.config.text import dump
 from lm.errors import ConfigError
+from lm.experiment import Experiment, load
 from lm.runs import sweep_file
 from lm.runs.paths import check_name, check_path
 from lm.sweep.axes import AxisValue, Setting, make_grid
 from lm.sweep.search.distributions import quote_distributions
-
-if TYPE_CHECKING:
-    from lm.experiment import Experiment
 
 LONGEST_NAME = 100
 """Longer names are cut and end in a hash. This leaves room for suffixes within the 128 characters of a run name."""
@@ -58,7 +56,7 @@ class Point:
     index: int
     name: str
     settings: dict[str, str]
-    experiment: 'Experiment'
+    experiment: Experiment
     fault: str | None = None
 
     @property
@@ -77,8 +75,6 @@ def make_points(
     Raises:
         ConfigError: one line, for a mistake in any point; no file has been written.
     """
-    import lm.experiment  # noqa: F401 (registers all names)
-
     base = {s.key: s for s in read(gin_files, allow_imports=allow_imports)}
     fixed, axes = make_grid(
         read(sweep_files, allow_imports=allow_imports, edit=quote_distributions), ', '.join(sweep_files)
@@ -88,7 +84,10 @@ def make_points(
     for key in swept.keys() & params.keys():
         raise ConfigError(f'--gin_param {key}: is an axis of the sweep ({swept[key].where}); change it there')
 
-    resolved = [_resolve(values, {**base, **fixed, **_merge(values), **params}) for values in itertools.product(*axes)]
+    resolved = []
+    for values in itertools.product(*axes):
+        own = {key: statement for value in values for key, statement in value.statements.items()}
+        resolved.append(_resolve(values, {**base, **fixed, **own, **params}))
     _check_effects(resolved)
     found: dict[str, _Resolved] = {}
     for point in resolved:
@@ -110,7 +109,7 @@ class _Resolved(NamedTuple):
     bindings: dict[str, Statement]
     calls: list[tuple[str, str]]
     used: set[str]
-    experiment: 'Experiment'
+    experiment: Experiment
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -121,13 +120,7 @@ class _Resolved(NamedTuple):
         return all(value.has_effect(self.used) for value in self.values)
 
 
-def _merge(values: Iterable[AxisValue]) -> dict[str, Statement]:
-    return {key: statement for value in values for key, statement in value.statements.items()}
-
-
 def _resolve(values: tuple[AxisValue, ...], bindings: dict[str, Statement]) -> _Resolved:
-    from lm.experiment import Experiment
-
     try:
         experiment, calls = resolve(bindings, Experiment)
     except ConfigError as error:
@@ -138,8 +131,6 @@ def _resolve(values: tuple[AxisValue, ...], bindings: dict[str, Statement]) -> _
 
 def _check_effects(points: Sequence[_Resolved]) -> None:
     """Raises ConfigError for a statement without an effect in any point; of a variant, in any point of its name."""
-    from lm.experiment import Experiment
-
     sections = set(map_sections(Experiment).values())
     used_somewhere = set().union(*(point.used for point in points))
     used_with: dict[int, set[str]] = {}
@@ -161,8 +152,6 @@ def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point
 
     Raises ConfigError if there is no sweep, or if the configuration of another point is missing.
     """
-    from lm.experiment import load
-
     root = epath.Path(check_path(root))
     if not sweep_file.is_sweep(root):
         raise ConfigError(f'--run_dir {root}: holds no {sweep_file.NAME}; give --sweep_file, or a folder of lm sweep')
@@ -196,10 +185,7 @@ def _describe(settings: Mapping[str, Setting]) -> str:
 
 
 def _make_names(points: list[dict[str, Setting]]) -> list[str]:
-    """Returns a different name for each point.
-
-    Names contain all axes, also axes of one value: with a second value the old points keep their names.
-    """
+    """Returns a different name for each point, of all its axes: a second value on one changes no old name."""
     names = []
     for settings in points:
         name = re.sub('[^A-Za-z0-9._-]+', '-', '_'.join(setting.label for setting in settings.values()))

@@ -17,7 +17,7 @@ from lm.lease import HeldError, Lease
 from lm.runs import sweep_file
 from lm.runs.lock import OccupiedError
 from lm.secrets import list_variables
-from lm.signals import ENDING, INTERRUPTED
+from lm.signals import ENDING, INTERRUPTED, handle_signals
 from lm.sweep.options import SweepOptions
 from lm.sweep.points import Point
 from lm.sweep.sweep import Sweep
@@ -74,7 +74,7 @@ class Runner:
             LmError: not all points succeeded.
         """
         self.sweep.write_results()
-        with self._signals(), self._leases():
+        with handle_signals(self._take_signals), self._leases():
             while self.running or (self.has_more() and not self.signals):
                 self.look()
                 if not self.signals:
@@ -119,14 +119,7 @@ class Runner:
             )
 
     def is_due(self, point: Point) -> bool:
-        if point.fault:
-            print(f'{point.name} makes no configuration and is left out: {point.fault}')
-            return False
-        result = self.sweep.result(point)
-        if sweep_file.is_final(result) and not self.options.retry_failed:
-            print(f'{point.name} failed with {result["exit_code"]} before and is left out (see --retry_failed)')
-            return False
-        return result['status'] != 'done'
+        return self.sweep.is_due(point, self.options.retry_failed)
 
     def _start(self) -> None:
         """Starts points while there are slots. Points that another process runs wait."""
@@ -161,8 +154,7 @@ class Runner:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            # Ctrl-C reaches the sweep alone, which asks its points to save. If the sweep is killed, the system asks
-            # them.
+            # Ctrl-C reaches the sweep alone, which asks its points to save; of a killed sweep, the system does.
             start_new_session=True,
         )
         self.running.append(RunningPoint(point, process, log, slot, begin, held.pop_all()))
@@ -191,8 +183,7 @@ class Runner:
             measured = [f', {m} {row[m]:.3f}' for m in ('perplexity', 'accuracy') if row[m] is not None]
             self.say(f'{job.point.name}: done{"".join(measured)}')
         elif code in INTERRUPTED or self.signals:
-            # The sweep did not stop this point: the machine is being taken away, or someone stops one point after the
-            # other.
+            # The sweep did not stop it: the machine is being taken away, or someone stops the points one by one.
             self.say(f'{job.point.name}: interrupted ({code})')
             if not self.signals:
                 self.stop()
@@ -212,16 +203,10 @@ class Runner:
             with contextlib.suppress(ProcessLookupError):
                 job.process.send_signal(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        # nohup ignores SIGHUP.
-        taken = [n for n in ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._on_signal) for number in taken}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _take_signals(self) -> None:
+        for number in ENDING:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
         if number != signal.SIGHUP or not self.signals:  # the system and a shell both report a closed terminal

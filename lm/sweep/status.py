@@ -1,7 +1,7 @@
 """`lm sweep --status`: how far the points are, read from their run directories, wherever these lie."""
 
+import collections
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from etils import epath
 
@@ -15,51 +15,30 @@ from lm.text import format_count, format_duration, make_visible, print_table
 COLUMNS = ('point', 'status', 'steps', 'heartbeat', 'loss', 'reason')
 
 
-class PointStatus(NamedTuple):
-    """The state of a point.
-
-    Attributes:
-        status: done, running, interrupted, waiting, pruned, or failed with the exit code.
-        step, steps: logged steps, and steps of the whole run.
-        silence: seconds since the lock was last renewed; None: there is no lock.
-        loss: of the newest logged training step.
-        reason: why it does not run.
-    """
-
-    point: str
-    status: str
-    step: int
-    steps: int
-    silence: float | None
-    loss: float | None
-    reason: str
-
-
 def show_status(root: epath.PathLike) -> None:
-    """Prints a table of all points below `root`, and how many are in each state.
-
-    Raises ConfigError where there is neither a sweep nor a run.
-    """
+    """Prints the states of all points below `root`, and their counts. Raises ConfigError if there are none."""
     found = read_status(root)
     rows = [
         (
-            *(row.point, row.status, f'{row.step:,}/{row.steps:,}'),
-            '–' if row.silence is None else f'{format_duration(row.silence)} ago',
-            '–' if row.loss is None else f'{row.loss:.4f}',
-            row.reason,
+            *(row['point'], row['status'], f'{row["step"]:,}/{row["steps"]:,}'),
+            '–' if row['silence'] is None else f'{format_duration(row["silence"])} ago',
+            '–' if row['loss'] is None else f'{row["loss"]:.4f}',
+            row['error'],
         )
         for row in found
     ]
     print_table(COLUMNS, rows, left=('point', 'status', 'reason'))
-    counts = {
-        status: sum(row.status.startswith(status) for row in found) for status in sorted({r.status for r in found})
-    }
-    parts = ', '.join(f'{count} {status}' for status, count in counts.items())
+    counts = collections.Counter(row['status'] for row in found)
+    parts = ', '.join(f'{count} {status}' for status, count in sorted(counts.items()))
     print(f'{format_count(len(found), "point")} in {root}: {parts}')
 
 
-def read_status(root: epath.PathLike) -> list[PointStatus]:
-    """Returns the state of each point: of the rows of sweep.json, or else of the run directories in the folder."""
+def read_status(root: epath.PathLike) -> list[sweep_file.Row]:
+    """Returns a row per point, of those in sweep.json or else of the run directories in the folder.
+
+    A row has `point`, `status`, `step`, `steps`, `silence` (seconds since the lock was last renewed; None: there is no
+    lock), `loss` of the newest logged step, and `error`: why it does not run.
+    """
     path = epath.Path(open_path(root, '--run_dir'))
     if sweep_file.is_sweep(path):
         return [_read_point(path, row['point'], row['steps']) for row in sweep_file.read_rows(path)]
@@ -68,20 +47,20 @@ def read_status(root: epath.PathLike) -> list[PointStatus]:
     return [_read_point(run.parent, run.name, 0) for run in runs]
 
 
-def _read_point(root: epath.Path, name: str, steps: int) -> PointStatus:
+def _read_point(root: epath.Path, name: str, steps: int) -> sweep_file.Row:
     path, failure = root / name, sweep_file.read_failure(root, name)
     run = Run.read(path) if is_run(path) else None
     silence = read_silence(path)
     status, reason = _judge(run, failure, is_held(path), silence)
-    return PointStatus(
-        point=make_visible(name),
-        status=status,
-        step=run.step if run else 0,
-        steps=run.total_steps if run else steps,
-        silence=silence,
-        loss=run.train[-1]['loss'] if run and run.train else None,
-        reason=make_visible(reason),
-    )
+    return {
+        'point': make_visible(name),
+        'status': status,
+        'step': run.step if run else 0,
+        'steps': run.total_steps if run else steps,
+        'silence': silence,
+        'loss': run.train[-1]['loss'] if run and run.train else None,
+        'error': make_visible(reason),
+    }
 
 
 def _judge(run: Run | None, failure: Mapping[str, object], alive: bool, silence: float | None) -> tuple[str, str]:

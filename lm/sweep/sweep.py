@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from etils import epath
 
-from lm.errors import ConfigError, Diverged, writing
+from lm.errors import FINAL, ConfigError, Diverged, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
 from lm.lease import is_held
 from lm.runs import sweep_file
@@ -59,9 +59,19 @@ class Sweep:
         path, failure = self.root / point.name, sweep_file.read_failure(self.root, point.name)
         return is_run(path) and _has_finished(Run.read(path), point, failure)
 
+    def is_due(self, point: Point, retry_failed: bool) -> bool:
+        """Tells whether a point is to be trained, and prints why one is left out that is not done."""
+        row = self.result(point)
+        if point.fault:
+            print(f'{point.name} makes no configuration and is left out: {point.fault}')
+        elif row['status'] == 'failed' and row['exit_code'] in FINAL and not retry_failed:
+            print(f'{point.name} failed with {row["exit_code"]} before and is left out (see --retry_failed)')
+        else:
+            return row['status'] != 'done'
+        return False
+
     def is_running(self, point: Point) -> bool:
-        """Tells whether a process trains the point: one of this host, or one of another that lately renewed its
-        lock."""
+        """Tells whether a process trains the point: one of this host, or one that lately renewed its lock elsewhere."""
         return is_held(self.root / point.name)
 
     def result(self, point: Point) -> sweep_file.Row:
@@ -125,8 +135,7 @@ class Sweep:
         return written
 
     def record_failure(self, point: Point, exit_code: int, error: str) -> None:
-        """Records how a point failed. If that cannot be written, there is a warning, and the point is tried again
-        later."""
+        """Records how a point failed. If that fails, there is a warning, and the point is tried again later."""
         self._note(point, {'exit_code': exit_code, 'error': error})
 
     def record_pruned(self, point: Point, step: int) -> None:

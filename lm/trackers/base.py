@@ -3,6 +3,7 @@
 A tracker never stops a run: an error is logged in one line, and the run goes on without the tracker.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -20,8 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """A run as trackers see it: name, directory, configuration as binding → value, the step where it starts, and how
-    often it was rewound."""
+    """A run as trackers see it; `bindings` are its configuration, `start` its first step."""
 
     name: str
     path: epath.Path
@@ -40,8 +40,7 @@ class TrackerWriter:
         """Receives the figures of a step, such as 'train/loss'; each is finite."""
 
     def event(self, kind: str, step: int, message: str) -> None:
-        """Receives the end of the run after `step`: 'done', 'preempted', 'diverged', 'wrong results' or
-        'failed'."""
+        """Receives the end of a run after `step`: 'done', 'preempted', 'diverged', 'wrong results' or 'failed'."""
 
     def close(self) -> None:
         """Ends the writer; no call follows."""
@@ -65,20 +64,18 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         f'{record["kind"]}/{name}': float(value)
         for name, value in record.items()
-        if name != 'step' and _is_number(value) and math.isfinite(value)
+        if name != 'step'
+        and type(value) is not bool
+        and isinstance(value, int | float | np.number)
+        and math.isfinite(value)
     }
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-class Trackers:
+class Trackers(contextlib.AbstractContextManager['Trackers']):
     """All trackers of a run, as a context. Leaving the context reports how the run ended.
 
     Args:
         trackers: the trackers in the order of the configuration.
-        run: the run.
         enabled: False does nothing, because only one of several processes writes.
     """
 
@@ -97,9 +94,6 @@ class Trackers:
         """Passes a record of metrics.jsonl."""
         self._step = record['step']
         self._each(lambda writer: writer.write(record['step'], figures(record)))
-
-    def __enter__(self) -> 'Trackers':
-        return self
 
     def __exit__(self, kind, error, traceback) -> None:
         ends = {type(None): 'done', Preempted: 'preempted', KeyboardInterrupt: 'preempted', Diverged: 'diverged'}

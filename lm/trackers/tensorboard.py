@@ -1,10 +1,10 @@
 """TensorBoard: RUN_DIR/tensorboard, by tensorboardX or by clu, which needs TensorFlow."""
 
-import abc
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -26,7 +26,13 @@ class TensorBoard(Tracker):
     summaries = True
 
     def open(self, run: RunFacts) -> TrackerWriter:
-        return _TensorboardX(run.path / FOLDER, run.start)
+        from tensorboardX import SummaryWriter
+
+        folder = os.fspath(run.path / FOLDER)
+        # Later steps from an earlier start, which are repeated now, are not shown.
+        return _TensorboardX(
+            run.path / FOLDER, lambda resumed: SummaryWriter(folder, purge_step=run.start + 1 if resumed else None)
+        )
 
 
 class CluSummaries(Tracker):
@@ -39,60 +45,38 @@ class CluSummaries(Tracker):
         if any(importlib.util.find_spec(name) is None for name in ('clu', 'tensorflow', 'tensorboard')):
             log.info('no TensorBoard summaries: install the extra [tensorboard]')
             return TrackerWriter()
-        return _Clu(run.path / FOLDER)
+        from clu import metric_writers
+
+        return _EventFiles(run.path / FOLDER, lambda _: metric_writers.SummaryWriter(os.fspath(run.path / FOLDER)))
 
 
 class _EventFiles(TrackerWriter):
-    """Writes one event file per start; if there are many, the new file gets the contents of all."""
+    """Writes one event file per start; if there are many, the new file gets the contents of all.
 
-    def __init__(self, folder: epath.Path):
+    `open_writer` opens the file, given whether there are earlier ones.
+    """
+
+    def __init__(self, folder: epath.Path, open_writer: Callable[[bool], Any]):
         self._before = list(folder.glob('events.out.tfevents.*')) if folder.exists() else []
+        self._writer = open_writer(bool(self._before))
 
     def begin(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
         if len(self._before) < MOST_EVENT_FILES:
             return
         for step, numbers in history:
             self.write(step, numbers)
-        self.flush()
+        self._writer.flush()
         for path in self._before:
             path.unlink(missing_ok=True)
-
-    @abc.abstractmethod
-    def flush(self) -> None:
-        """Writes everything to the file."""
-
-
-class _TensorboardX(_EventFiles):
-    def __init__(self, folder: epath.Path, start: int):
-        super().__init__(folder)
-        from tensorboardX import SummaryWriter
-
-        # Later steps from an earlier start, which are repeated now, are not shown.
-        self._writer = SummaryWriter(os.fspath(folder), purge_step=start + 1 if self._before else None)
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Clu(_EventFiles):
-    def __init__(self, folder: epath.Path):
-        super().__init__(folder)
-        from clu import metric_writers
-
-        self._writer = metric_writers.SummaryWriter(os.fspath(folder))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._writer.write_scalars(step, numbers)
 
-    def flush(self) -> None:
-        self._writer.flush()
-
     def close(self) -> None:
         self._writer.close()
+
+
+class _TensorboardX(_EventFiles):
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)

@@ -795,7 +795,7 @@ def test_leaving_because_of_an_error_reports_that_error(tmp_path):
         pass
 
     checkpointer = Checkpointer(tmp_path, EVERYTHING)
-    checkpointer._finish = lambda: (_ for _ in ()).throw(LmError('second'))
+    checkpointer.wait = lambda: (_ for _ in ()).throw(LmError('second'))
     with pytest.raises(Interruption), checkpointer:
         raise Interruption
     with pytest.raises(LmError, match='second'), checkpointer:

@@ -155,7 +155,7 @@ def test_a_planted_state_that_is_none_of_the_run_is_one_line(planted, said, tmp_
 
 
 def test_too_little_memory_is_one_warning(tmp_path, folder, monkeypatch, caplog):
-    monkeypatch.setattr(shared_memory, '_available_bytes', lambda: 1000)
+    monkeypatch.setattr(shared_memory, 'read_host_memory', lambda entry: 1000)
     with open_checkpoints(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.keep(step, make_state(step), {})

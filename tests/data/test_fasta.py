@@ -24,7 +24,7 @@ def documents(path, unit=None, max_bytes=10**6, **options):
     """Returns all documents of a file in order, cut into pieces of `unit` bytes; none is held out."""
     source = Fasta(path=str(path), **options)
     parts = source.parts(path, unit or 10**9)
-    return [d for part in parts for d in source.read_part(part, max_bytes, lambda _: True)]
+    return [d for part in parts for d in source.read_part(part, max_bytes)]
 
 
 def write(path, content: bytes):

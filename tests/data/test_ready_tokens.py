@@ -112,9 +112,7 @@ def test_cutting_a_file_changes_no_document(unit, documents, tmp_path, monkeypat
     tokens = np.concatenate([ended(documents[:20]), documents[20]])
     tokens.astype('<u2').tofile(tmp_path / 'x.bin')
     source = TokenFiles(path=str(tmp_path / 'x.bin'), eod=EOD)
-    found = [
-        d for part in source.parts(tmp_path / 'x.bin', unit) for d in source.read_part(part, 10**9, lambda _: True)
-    ]
+    found = [d for part in source.parts(tmp_path / 'x.bin', unit) for d in source.read_part(part, 10**9)]
     np.testing.assert_array_equal(np.concatenate([d.tokens for d in found]), tokens)
     assert [len(d.tokens) for d in found] == [len(ids) + 1 for ids in documents[:20]] + [len(documents[20])]
     starts = [int(d.id.rpartition('@')[2]) for d in found]
@@ -137,7 +135,7 @@ def test_tokens_of_megatron(code, dtype, is_ended, documents, model, tmp_path):
     for unit in (100, 3000):
         parts = source.parts(index, unit)
         assert len(parts) > 1
-        found = [d.tokens for part in parts for d in source.read_part(part, 10**9, lambda _: True)]
+        found = [d.tokens for part in parts for d in source.read_part(part, 10**9)]
         np.testing.assert_array_equal(np.concatenate(found), np.concatenate(given[:100]))
 
 

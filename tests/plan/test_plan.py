@@ -13,7 +13,7 @@ from lm.data.dataset import DataConfig
 from lm.errors import AbsentError, ConfigError
 from lm.evaluation.plan import TaskPlan, TextPlan
 from lm.experiment import load
-from lm.hardware import Target, parse
+from lm.hardware import Target
 from lm.model.functions import ModelFunctions
 from lm.plan import PlanCache, make_plan, plan_step, validate
 from lm.pod.mesh import MeshShape
@@ -67,15 +67,14 @@ def test_what_surely_does_not_fit_is_refused_before_the_start(changes, field, to
 def test_a_step_is_planned_without_data(experiment):
     """This step equals the step of the run, except that the type of its tokens is guessed."""
     elsewhere = dataclasses.replace(experiment, data=DataConfig(path='nowhere'))
-    plan = plan_step(elsewhere, Target.of_topology(parse('2*v5e:2x2')))
+    plan = plan_step(elsewhere, Target('tpu', (4, 4)))
     assert (plan.mesh, plan.functions.dtype) == (MeshShape(8, 1, 1, 2), 'bfloat16')
     assert (plan.program.batch_shape, plan.program.batch_dtype) == ((1, 8, 33), np.uint16)
 
 
 def test_devices_are_described_as_jax_and_topologies_have_them():
     assert dataclasses.replace(Target.of_devices(jax.devices()), memory=None) == Target('cpu', (8,))
-    assert Target.of_topology(parse('v7x:2x2x1')) == Target('tpu', (8,))
-    assert Target.of_topology(parse('2*v4:2x2x2')).devices == 16
+    assert Target('tpu', (8, 8)).devices == 16
 
 
 def test_a_task_is_evaluated_on_examples():

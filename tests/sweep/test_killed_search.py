@@ -72,7 +72,7 @@ class Laboratory:
         space = make_space([str(tiny.ROOT / BASE[0])], [str(self.space)])
         search = Search(self.folder / root, space, SearchOptions(trials=self.trials, **options))
         assert not search.refresh(), 'a trial has not ended'
-        trials = [search.judge(point) for point in search.sweep.points]
+        trials = [search.study.judge(point.index) for point in search.sweep.points]
         return [
             (point.settings, trial.state.name, find_pruned_step(trial), trial.value)
             for point, trial in zip(search.sweep.points, trials, strict=True)

@@ -19,6 +19,7 @@ from lm.signals import ENDING
 from lm.sweep import runner as runner_module
 from lm.sweep.options import SweepOptions
 from lm.sweep.runner import Runner
+from lm.sweep.sweep import Sweep
 
 
 class Process:
@@ -97,6 +98,8 @@ class World:
             'steps': 9000,
             'error': None,
         }
+
+    is_due = Sweep.is_due
 
     def is_running(self, point):
         return self.occupied.get(point.name, False)

@@ -36,20 +36,20 @@ def root(tmp_path):
 
 
 def test_the_state_of_each_point(root):
-    found = {row.point: row for row in read_status(root)}
-    assert {name: row.status for name, row in found.items()} == {
+    found = {row['point']: row for row in read_status(root)}
+    assert {name: row['status'] for name, row in found.items()} == {
         **{'done': 'done', 'running': 'running', 'elsewhere': 'running', 'vanished': 'interrupted'},
         **{'ended': 'interrupted', 'failed': 'diverged (43)', 'waiting': 'waiting'},
     }
-    assert (found['done'].step, found['done'].steps, found['done'].silence) == (100, 100, None)
-    assert (found['waiting'].step, found['waiting'].steps, found['waiting'].loss) == (0, 200, None)
-    assert found['running'].silence < 60
-    assert 12 <= found['elsewhere'].silence < 60
+    assert (found['done']['step'], found['done']['steps'], found['done']['silence']) == (100, 100, None)
+    assert (found['waiting']['step'], found['waiting']['steps'], found['waiting']['loss']) == (0, 200, None)
+    assert found['running']['silence'] < 60
+    assert 12 <= found['elsewhere']['silence'] < 60
     last = [json.loads(line) for line in (root / 'done' / 'metrics.jsonl').read_text().splitlines()]
-    assert found['done'].loss == [r['loss'] for r in last if r['kind'] == 'train'][-1]
-    assert found['vanished'].reason == 'it vanished 2h00m ago, without giving its lock back'
-    assert found['ended'].reason == 'it ended in order, and saved'
-    assert found['failed'].reason == 'the loss\\nis NaN', 'control characters are visible'
+    assert found['done']['loss'] == [r['loss'] for r in last if r['kind'] == 'train'][-1]
+    assert found['vanished']['error'] == 'it vanished 2h00m ago, without giving its lock back'
+    assert found['ended']['error'] == 'it ended in order, and saved'
+    assert found['failed']['error'] == 'the loss\\nis NaN', 'control characters are visible'
 
 
 def test_the_table(root, capsys):
@@ -63,6 +63,6 @@ def test_the_table(root, capsys):
 
 def test_a_folder_of_runs_needs_no_table(root):
     os.unlink(root / 'sweep.json')
-    assert [row.point for row in read_status(root)] == ['done', 'elsewhere', 'ended', 'running', 'vanished']
+    assert [row['point'] for row in read_status(root)] == ['done', 'elsewhere', 'ended', 'running', 'vanished']
     with pytest.raises(ConfigError, match='holds neither a sweep nor runs'):
         read_status(root / 'points')

@@ -36,10 +36,8 @@ def prepare_with_beam(
     """Makes the token store `path` with a pipeline of Apache Beam. Returns the contents of dataset.json.
 
     Args:
-        config: how the store is made.
         path: the store, in a place that all workers see.
         flags: options of Beam's runner, as on a command line; '': Beam's DirectRunner with worker processes.
-        console: where progress is printed.
 
     Raises:
         MissingPackageError: apache-beam is not installed.
@@ -48,7 +46,7 @@ def prepare_with_beam(
     check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
     if importlib.util.find_spec('apache_beam') is None:
         raise MissingPackageError('--engine beam', 'apache-beam', 'beam')
-    console = console or Console(markup=False, emoji=False)
+    console = console or Console(markup=False, emoji=False, highlight=False)
     if (info := stages.find_finished(config, path, console)) is not None:
         return info
     stages.fetch_source(config, path, console)
@@ -97,8 +95,7 @@ def _run(work: PartedPreparation, flags: str) -> None:
 def _guard(
     element: object, path: str, folder: SharedFolder, function: Callable, *arguments: object
 ) -> Iterator[object]:
-    """Yields what a function makes of an element. An error of a late repetition, after the store was finished, is none:
-    the parts are gone then."""
+    """Yields what a function makes of an element. Errors after the store was finished, without its parts, are none."""
     try:
         with discarding(folder):
             yield from function(element, *arguments)

@@ -25,10 +25,7 @@ FILE = 'chain.jsonl'
 
 
 def write_chain(path: str, counts: Mapping[str, list[ShardCounts]]) -> dict[str, str]:
-    """Writes the file of a store whose shards have these counts. Returns the entry of dataset.json.
-
-    There is none if an earlier version made some of the shards.
-    """
+    """Writes the file of a store with these counts of shards. Returns the entry of dataset.json if all have digests."""
     if not all(c.source and c.sha256 for own in counts.values() for c in own):
         return {}
     lines = [
@@ -60,15 +57,12 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
     """Reads a share of the shards of a store's source again, tokenizes them, and compares all with the store.
 
     Args:
-        config: how the store was made.
-        path: the store.
         share: above 0 and up to 1; at least one shard of each split is read.
-        console: where the result is printed.
 
     Raises MismatchError that names the first shard whose source or tokens differ, and ConfigError if the store was made
     in another way.
     """
-    console = console or Console(markup=False, emoji=False)
+    console = console or Console(markup=False, emoji=False, highlight=False)
     if not 0 < share <= 1:
         raise ConfigError(f'--prove {share:g}: must be above 0 and at most 1')
     opened = TokenStore.open(path)
@@ -95,4 +89,4 @@ def prove(config: PrepareConfig, path: str, share: float, console: Console | Non
                 raise MismatchError(f'{where}: its tokens differ from the tokens of the source; prepare the data again')
             proved += 1
     of = format_count(len(chain), 'shard')
-    console.print(f'{path}: {proved} of {of} proved: the source is the same, and so are the tokens', highlight=False)
+    console.print(f'{path}: {proved} of {of} proved: the source is the same, and so are the tokens')

@@ -6,11 +6,6 @@ from collections.abc import Callable
 _WIKI40B_LINES = re.compile(r'\n?_START_(?:ARTICLE|SECTION|PARAGRAPH)_\n')
 
 
-def none(text: str) -> str:
-    """Returns the text as it is."""
-    return text
-
-
 def wiki40b_strip(text: str) -> str:
     """Returns Wiki-40B (Guo et al. 2020) without its structure markers.
 
@@ -20,14 +15,9 @@ def wiki40b_strip(text: str) -> str:
     return _WIKI40B_LINES.sub('\n', text).replace('_NEWLINE_', '\n').lstrip('\n')
 
 
-def wiki40b_keep(text: str) -> str:
-    """Returns Wiki-40B with its structure markers, as trax's Hourglass models it. dataset.json records this choice."""
-    return text
-
-
 CLEANINGS: dict[str, Callable[[str], str]] = {
-    'none': none,
+    'none': str,
     'wiki40b_strip': wiki40b_strip,
-    'wiki40b_keep': wiki40b_keep,
+    'wiki40b_keep': str,  # with its structure markers, as trax's Hourglass models it; dataset.json records this choice
 }
 """The values of prepare.cleaning."""

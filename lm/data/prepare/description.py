@@ -119,16 +119,6 @@ def check_strict(config: PrepareConfig, path: str, info: JsonObject) -> None:
         )
 
 
-def check_bad_records(config: PrepareConfig, bad: list[dict[str, str]]) -> None:
-    """Raises MismatchError that names the first bad record, where bad records are to stop a preparation."""
-    if config.strict and bad:
-        first = bad[0]
-        raise MismatchError(
-            f'split {first["split"]!r}, document {first["document"]}: {first["reason"]}; mend it, or run without '
-            '--strict to skip such documents and list them'
-        )
-
-
 def print_summary(config: PrepareConfig, path: str, info: JsonObject, console: Console) -> None:
     """Prints the sizes of a new store, and what its user should know."""
     source = config.require_source()
@@ -138,29 +128,29 @@ def print_summary(config: PrepareConfig, path: str, info: JsonObject, console: C
         share = f'{100 * unchanged / decoded:.4g} %'
         compared = format_count(decoded, 'document that was compared', 'documents that were compared')
         verb = 'encode' if source.holds_tokens else 'decode'
-        console.print(f'{share} of {compared} {verb} to themselves', highlight=False)
+        console.print(f'{share} of {compared} {verb} to themselves')
     for name, split in info['splits'].items():
         if (copies := split.get(COPIES, {})).get('documents'):
             share = 100 * copies['tokens'] / split['tokens']
             of = f'{copies["documents"]:,} of {format_count(split["documents"], "document")}'
             line = f'{name}: {of} ({share:.3g} % of the tokens) are copies of documents in train'
-            console.print(f'{line}: their perplexity says little about new text', highlight=False, soft_wrap=True)
+            console.print(f'{line}: their perplexity says little about new text', soft_wrap=True)
         elif COPIES in split:
-            console.print(f'{name}: none of its documents are copies of documents in train', highlight=False)
+            console.print(f'{name}: none of its documents are copies of documents in train')
     bad = sum(split['bad_records'] for split in info['splits'].values())
     if bad:
         skipped = format_count(bad, 'bad record was', 'bad records were')
-        console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them', highlight=False)
+        console.print(f'{skipped} skipped: {path}/bad_records.jsonl names them')
     if 'validation' not in info['splits'] and not config.splits:
         other = "; or train with data.eval_split = 'train'" if 'train' in info['splits'] else ''
         remedy = f'{source.how_to_hold_out}{other}'
         line = f'there is no validation split, on which lm train evaluates: {remedy}'
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if unread := source.list_unread():
         shown = ', '.join(unread[:5]) + (', …' if len(unread) > 5 else '')
         line = f'no split takes {format_count(len(unread), "file")} of the source: {shown}'
-        console.print(make_visible(line), highlight=False, soft_wrap=True)
-    console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})', highlight=False)
+        console.print(make_visible(line), soft_wrap=True)
+    console.print(f'prepared {path}  (fingerprint {info["fingerprint"][:16]})')
 
 
 def make_table(info: JsonObject) -> Table:

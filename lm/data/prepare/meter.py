@@ -5,6 +5,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lm.text import format_duration
+
 PLAIN_SECONDS = 10.0
 
 
@@ -44,9 +46,4 @@ class Meter:
             self.printed = time.monotonic()
             left = max(0, self.total - self.before - done) * seconds / done if done else 0
             share = min(1.0, (self.before + done) / self.total)
-            self.console.print(f'{self.title}: {share:.0%}  {rate}  {_clock(left)} left', highlight=False)
-
-
-def _clock(seconds: float) -> str:
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
-    return f'{hours}:{minutes % 60:02d}:{int(seconds) % 60:02d}' if hours else f'{minutes}:{int(seconds) % 60:02d}'
+            self.console.print(f'{self.title}: {share:.0%}  {rate}  {format_duration(left)} left')

@@ -25,10 +25,10 @@ from lm.data import store
 from lm.data.prepare.config import PrepareConfig
 from lm.data.prepare.copies import count_copies
 from lm.data.prepare.counts import ShardCounts
-from lm.data.prepare.description import check_bad_records, describe_split, describe_versions, finish_store
+from lm.data.prepare.description import describe_split, describe_versions, finish_store
 from lm.data.prepare.pieces import DIGEST, MADE, StorePiece, cut_pieces
 from lm.data.prepare.settings import choose_splits, collect_settings, compare_settings, keep_split
-from lm.data.prepare.shards import Preparation, Unit, name_shards, read_counts
+from lm.data.prepare.shards import Preparation, Unit, check_bad_records, name_shards, read_counts
 from lm.data.prepare.shared_folder import SharedFolder
 from lm.data.sources.base import Shard
 from lm.errors import ConfigError, LmError, MismatchError
@@ -70,10 +70,7 @@ class PartedPreparation:
     """A preparation whose parts lie beside the store.
 
     Attributes:
-        config: how the store is made.
-        path: the store.
         settings: all that the contents of the store depend on, without the listing of the source.
-        shards: split → its shards.
         machines: into so many shares the first machine has cut the work.
     """
 
@@ -86,7 +83,9 @@ class PartedPreparation:
     @classmethod
     def plan(cls, config: PrepareConfig, path: str) -> 'PartedPreparation':
         """Lists the source, and writes nothing."""
-        config = keep_split(config, _read_begun(find_parts(path)))
+        root = find_parts(path)
+        begun = root.read(SETTINGS)
+        config = keep_split(config, None if begun is None else _parse_begun(root, begun)[0])
         return cls(config, path, collect_settings(config), list_shards(config))
 
     def begin(self, machines: int | None) -> 'PartedPreparation':
@@ -151,8 +150,7 @@ class PartedPreparation:
         return f'{what}; the same `lm prepare` with {flags} makes them'
 
     def read_counts(self) -> dict[str, list[ShardCounts]]:
-        """Returns split → the counts of its shards. Raises LmError where some are not finished, and
-        DamagedPartError."""
+        """Returns split → the counts of its shards. Raises LmError where some are missing, and DamagedPartError."""
         if missing := self.list_missing():
             raise LmError(f'{self.path}: {self.explain_missing(missing)}')
         return {split: read_counts(self.folder, name_shards(split, len(own))) for split, own in self.shards.items()}
@@ -210,12 +208,6 @@ def list_shards(config: PrepareConfig) -> dict[str, list[Shard]]:
 def find_parts(path: str) -> SharedFolder:
     """Returns the folder of all parts of a store."""
     return SharedFolder(f'{path.rstrip("/")}/{PARTS}')
-
-
-def _read_begun(root: SharedFolder) -> dict[str, object] | None:
-    """Returns the settings that a preparation was begun with; None: none is begun."""
-    content = root.read(SETTINGS)
-    return None if content is None else _parse_begun(root, content)[0]
 
 
 def _parse_begun(root: SharedFolder, content: bytes) -> tuple[JsonObject, int]:

@@ -102,8 +102,7 @@ def make_piece(folder: SharedFolder, path: str, piece: StorePiece) -> None:
 
 @contextlib.contextmanager
 def discarding(folder: SharedFolder) -> Iterator[None]:
-    """A block that may raise DamagedPartError. The shard is one that is not finished then, and the pieces of its split
-    are not made."""
+    """A block whose DamagedPartError makes the shard, and the pieces of its split, ones that are not made."""
     try:
         yield
     except DamagedPartError as error:

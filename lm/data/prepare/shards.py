@@ -228,12 +228,24 @@ def documents(config: PrepareConfig, shard: Shard) -> Iterator[Document]:
         if document.error is None and document.tokens is None:
             text = clean(document.text)
             document = dataclasses.replace(document, text=text, error=_fault(text))
-        if document.error and config.strict:
-            raise MismatchError(
-                f'split {shard.split!r}, document {document.id}: {document.error}; mend it, or run without --strict to '
-                'skip such documents and list them'
-            )
+        if document.error:
+            check_bad_records(config, [describe_bad(shard, document)])
         yield document
+
+
+def describe_bad(shard: Shard, document: Document) -> dict[str, str]:
+    """Returns the record of a bad document in bad_records.jsonl."""
+    return {'split': shard.split, 'document': document.id, 'reason': document.error or ''}
+
+
+def check_bad_records(config: PrepareConfig, bad: Sequence[dict[str, str]]) -> None:
+    """Raises MismatchError that names the first bad record, where bad records are to stop a preparation."""
+    if config.strict and bad:
+        first = bad[0]
+        raise MismatchError(
+            f'split {first["split"]!r}, document {first["document"]}: {first["reason"]}; mend it, or run without '
+            '--strict to skip such documents and list them'
+        )
 
 
 def uses_special_tokens(config: PrepareConfig) -> bool:
@@ -325,7 +337,7 @@ def _batches(config: PrepareConfig, shard: Shard) -> Iterator[tuple[list[Documen
     batch, bad, size = [], [], 0
     for document in documents(config, shard):
         if document.error:
-            bad.append({'split': shard.split, 'document': document.id, 'reason': document.error})
+            bad.append(describe_bad(shard, document))
             continue
         batch.append(document)
         size += len(document.text if document.tokens is None else document.tokens)

@@ -40,8 +40,7 @@ class SharedFolder:
         return _value(self.kvstore.read(name, byte_range=span).result())
 
     def read_many(self, names: Sequence[str], ahead: int = AHEAD) -> Iterator[bytes | None]:
-        """Yields the contents of files in the order of their names; so many reads from a bucket are under way
-        together."""
+        """Yields the contents of files in the order of their names, `ahead` reads from a bucket together."""
         if self._local is not None:
             for name in names:
                 try:

@@ -47,11 +47,7 @@ POLL_SECONDS = 1.0
 
 
 def prepare(
-    config: PrepareConfig,
-    path: str,
-    console: Console | None = None,
-    share: Share = WHOLE,
-    only_assemble: bool = False,
+    config: PrepareConfig, path: str, console: Console | None = None, share: Share = WHOLE, only_assemble: bool = False
 ) -> JsonObject | None:
     """Makes the token store `path` unless it is there.
 
@@ -70,7 +66,7 @@ def prepare(
         LmError: `only_assemble`, and shards of the source are missing; or another process does all the work.
     """
     check_kind('config', config, PrepareConfig, 'such as experiment.prepare')
-    console = console or Console(markup=False, emoji=False)
+    console = console or Console(markup=False, emoji=False, highlight=False)
     if (info := find_finished(config, path, console)) is not None:
         return info
     fetch_source(config, path, console)
@@ -107,10 +103,10 @@ def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[st
         compare_settings(begun_with, settings, f'{path} is finished and was prepared')
     check_strict(config, path, info)
     delete_parts(path)
-    console.print(f'{path} is already prepared: nothing to do{remark}', highlight=False, soft_wrap=True)
+    console.print(f'{path} is already prepared: nothing to do{remark}', soft_wrap=True)
     if settings and (change := describe_change(config, info)):
         remedy = f'to prepare it anew, delete {path} or name another data.path'
-        console.print(f'but its source has changed since, from {change}; {remedy}', highlight=False, soft_wrap=True)
+        console.print(f'but its source has changed since, from {change}; {remedy}', soft_wrap=True)
     console.print(make_table(info))
     return info
 
@@ -118,10 +114,10 @@ def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[st
 def fetch_source(config: PrepareConfig, path: str, console: Console) -> None:
     """Downloads missing files of the source, and replaces what an earlier version has left beside the store."""
     check_ready_tokens(config)
-    config.require_source().fetch(lambda line: console.print(line, highlight=False))
+    config.require_source().fetch(console.print)
     if (old := find_old_parts(path)).is_dir():
         line = f'{old}: unfinished work of an earlier version is deleted; this version makes it anew'
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
         shutil.rmtree(old)
 
 
@@ -149,7 +145,7 @@ def _make_store(
             if missing := work.list_missing():
                 if store.read_info(work.path) is None:
                     line = f'--shard {share} is done; {work.explain_missing(missing)}'
-                    console.print(line, highlight=False, soft_wrap=True)
+                    console.print(line, soft_wrap=True)
                 return None
         for left in reversed(range(HEALED)):
             try:
@@ -159,7 +155,7 @@ def _make_store(
                 if not left:
                     raise
                 line = f'{error.file} of the intermediate files is damaged or gone: this shard is made again'
-                console.print(line, highlight=False, soft_wrap=True)
+                console.print(line, soft_wrap=True)
             _tokenize_all(work.job, [work.units[n] for n in work.list_missing()], pool, progress, console)
     raise AssertionError('the last try returns or raises')
 
@@ -177,8 +173,7 @@ def print_plan(work: PartedPreparation, todo: list[Unit], console: Console) -> N
     console.print(
         f'{work.config.require_source().identity()["kind"]}: {splits}, about {format_si(total)}B in '
         f'{shards if len(todo) == len(work.units) else f"{len(todo)} of {shards}"}, '
-        f'{format_count(choose_processes(work.config, len(todo)), "process", "processes")}',
-        highlight=False,
+        f'{format_count(choose_processes(work.config, len(todo)), "process", "processes")}'
     )
 
 
@@ -193,12 +188,11 @@ def _make_tokenizer(work: PartedPreparation, share: Share, pool: concurrent.futu
                 return
         except HeldError:
             if not is_waiting:
-                console.print('waiting for the tokenizer, which another machine makes', highlight=False)
+                console.print('waiting for the tokenizer, which another machine makes')
             is_waiting = True
             time.sleep(POLL_SECONDS)
         except BaseException as error:
-            # Such as too large a vocabulary: nothing is done that is worth keeping. Other machines may go on after a
-            # stop of this one.
+            # Such as too large a vocabulary: nothing is worth keeping. After a stop, other machines may go on.
             if share == WHOLE or isinstance(error, LmError):
                 delete_parts(work.path)
             raise
@@ -211,7 +205,7 @@ def _train(work: PartedPreparation, pool: concurrent.futures.Executor, console: 
         verb = 'training'
         size = min(choice.sample_bytes, sum(shard.bytes for shard in sampled))
         kind = f'{choice.model_type}, {choice.vocab_size:,} pieces'
-        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}', highlight=False)
+        console.print(f'training the tokenizer ({kind}) on {format_si(size)}B of {sampled[0].split}')
     start = printed = time.monotonic()
     for _ in wait_for([pool.submit(train_tokenizer, work.job, choice, sampled)]):
         if time.monotonic() - printed > 10:
@@ -220,8 +214,7 @@ def _train(work: PartedPreparation, pool: concurrent.futures.Executor, console: 
     if not work.job.tokenizer().lossless:
         console.print(
             'the tokenizer is not lossless (it changes spaces or rare characters): perplexities by word and bits per '
-            'byte will not be exact',
-            highlight=False,
+            'byte will not be exact'
         )
 
 
@@ -231,18 +224,14 @@ def choose_sampled(shards: dict[str, list[Shard]]) -> list[Shard]:
 
 
 def _tokenize_all(
-    job: Preparation,
-    todo: list[Unit],
-    pool: concurrent.futures.Executor,
-    progress: SynchronizedArray,
-    console: Console,
+    job: Preparation, todo: list[Unit], pool: concurrent.futures.Executor, progress: SynchronizedArray, console: Console
 ) -> None:
     """Tokenises shards in worker processes, except finished ones."""
     finished = job.find_finished(todo)
     total = sum(unit.shard.bytes for unit in todo)
     done = sum(unit.shard.bytes for unit, is_done in zip(todo, finished, strict=True) if is_done)
     if done:
-        console.print(f'{sum(finished)} of {format_count(len(todo), "shard")} were finished before', highlight=False)
+        console.print(f'{sum(finished)} of {format_count(len(todo), "shard")} were finished before')
     futures = [pool.submit(tokenize, job, unit) for unit, is_done in zip(todo, finished, strict=True) if not is_done]
     with Meter(console, 'tokenising', total, done) as meter:
         for _ in wait_for(futures):
@@ -251,17 +240,12 @@ def _tokenize_all(
     if futures:
         console.print(
             f'tokenised {progress[0] / 1e6:,.1f} MB in {seconds:,.1f} s: {progress[0] / seconds / 1e6:.1f} MB/s, '
-            f'{progress[1] / seconds / 1e6:.2f} M tokens/s',
-            highlight=False,
+            f'{progress[1] / seconds / 1e6:.2f} M tokens/s'
         )
 
 
 def _assemble(
-    work: PartedPreparation,
-    share: Share,
-    only_assemble: bool,
-    pool: concurrent.futures.Executor,
-    console: Console,
+    work: PartedPreparation, share: Share, only_assemble: bool, pool: concurrent.futures.Executor, console: Console
 ) -> dict[str, object] | None:
     """Makes the pieces of the store, or a share of them, and finishes the store, if all are made.
 
@@ -282,5 +266,5 @@ def _assemble(
     info = work.finish(counts, pieces)
     if info is None:
         line = f'--shard {share} of the store is written; other shares of it are missing'
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     return info

@@ -1,7 +1,7 @@
 """Arrow files, and so the folders that Hugging Face's `datasets` saves (`save_to_disk`)."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lm.config.configurable import configurable, field
@@ -44,7 +44,7 @@ class Arrow(FilePatterns):
                     start, size = index + 1, 0
         return [*parts, Part(str(path), start, index + 1, size)] if size else parts
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         with self._opened(part.file) as batches:
             for index, batch in enumerate(batches):  # local files are mapped: what is passed over is not read
                 if index >= part.stop:
@@ -52,12 +52,11 @@ class Arrow(FilePatterns):
                 if index >= part.start:
                     column = batch.column(self.text_field)
                     check_column(column)
-                    yield from read_column(column, self.text_field, f'{part.file}@{index}', max_bytes, is_selected)
+                    yield from read_column(column, self.text_field, f'{part.file}@{index}', max_bytes)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Iterator['pyarrow.RecordBatch']]:
-        """The record batches of a file. Raises ConfigError where it has no such column of text, MismatchError where it
-        is damaged."""
+        """The record batches of a file. Raises ConfigError without such a column of text, MismatchError for damage."""
         with reading('Arrow', name), contextlib.ExitStack() as stack:
             import pyarrow.ipc
 

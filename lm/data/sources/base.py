@@ -161,6 +161,11 @@ def decode(identifier: str, content: bytes, max_bytes: int) -> Document:
         return Document(identifier, error='invalid UTF-8')
 
 
+def hold_tokens(identifier: str, tokens: np.ndarray, max_bytes: int) -> Document:
+    """Returns the document of ready tokens, or an error in its place."""
+    return Document(identifier, tokens=tokens) if tokens.nbytes <= max_bytes else too_long(identifier, max_bytes)
+
+
 def too_long(identifier: str, max_bytes: int) -> Document:
     """Returns the error that stands in place of a document longer than `max_bytes`."""
     return Document(identifier, error=f'longer than prepare.max_document_bytes = {max_bytes}')

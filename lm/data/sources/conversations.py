@@ -9,7 +9,6 @@ The model's own chat template makes a text of them. Only the answers are predict
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 
 from lm.config.configurable import configurable, field
@@ -44,14 +43,9 @@ class Conversations(Jsonl):
     def _chat(self) -> ChatTemplate:
         return ChatTemplate.read(self.template or '', 'conversations.template')
 
-    def _document(self, identifier: str, line: bytes) -> Document:
+    def read_record(self, identifier: str, record: object) -> Document:
         try:
-            record = json.loads(line.decode('utf-8-sig'))
             text, spans = self._chat.find_answers(read_messages(record))
-        except UnicodeDecodeError:
-            return Document(identifier, error='invalid UTF-8')
-        except RecursionError:
-            return Document(identifier, error='invalid JSON')
         except ValueError as error:
             return Document(identifier, error=' '.join(str(error).split()))
         return Document(identifier, text, answers=tuple(spans))

@@ -11,18 +11,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from lm.config.configurable import configurable_base, field
-from lm.data.sources.base import (
-    HELD_OUT_BY,
-    Document,
-    Part,
-    Shard,
-    Source,
-    decode,
-    group,
-    hash_of,
-    regular,
-    too_long,
-)
+from lm.data.sources.base import HELD_OUT_BY, Document, Part, Shard, Source, decode, group, hash_of, regular, too_long
 from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath, file_size
 
@@ -35,7 +24,7 @@ class Folder(Source):
     file go where the first of them goes.
     """
 
-    validation_fraction: float = field(default=0.05, above=0, below=1, help='of the files')
+    validation_fraction: float = field(default=0.05, above=0, below=1, help='of files that belong to no split')
 
     suffix: ClassVar[str]
     """The end of the names of the files that are read, such as '.txt'."""
@@ -159,10 +148,7 @@ def walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def walk_bucket(folder: AnyPath, suffix: str) -> Iterator[AnyPath]:
-    """Yields the files under a folder of a bucket.
-
-    What ends in `suffix` is a file: to ask the bucket about each one would take a request per document.
-    """
+    """Yields the files under a folder of a bucket. What ends in `suffix` is one: asking would take a request each."""
     for path in folder.iterdir():
         if not path.name.endswith(suffix) and path.is_dir():
             yield from walk_bucket(path, suffix)

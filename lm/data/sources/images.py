@@ -4,13 +4,13 @@ import contextlib
 import errno
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO
 
 import numpy as np
 
 from lm.config.configurable import configurable, field
-from lm.data.sources.base import Document, Part, too_long
+from lm.data.sources.base import Document, Part, hold_tokens
 from lm.data.sources.patterns import FilePatterns
 from lm.data.tokenizers.byte_values import END
 from lm.errors import ConfigError, MismatchError
@@ -42,7 +42,7 @@ class Images(FilePatterns):
                 f'prepare.tokenizer: its end-of-document token {eod} is a value of pixels; set it to @byte_values()'
             )
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         # The files are compressed, and far larger than memory once unpacked: they are read from their beginning.
         with self._opened(part.file) as (stream, shape):
             size = int(np.prod(shape[1:]))
@@ -53,12 +53,7 @@ class Images(FilePatterns):
                     raise MismatchError(f'{part.file}: ends behind image {first}; fetch the file again')
                 rows = order_values(np.frombuffer(content, np.uint8).reshape(count, *shape[1:]))
                 for i, values in enumerate(rows, first):
-                    if is_selected(identifier := f'{part.file}@{i}'):
-                        yield (
-                            Document(identifier, tokens=values)
-                            if size <= max_bytes
-                            else too_long(identifier, max_bytes)
-                        )
+                    yield hold_tokens(f'{part.file}@{i}', values, max_bytes)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:

@@ -1,7 +1,7 @@
 """JSON lines."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, too_long
@@ -16,11 +16,9 @@ class Jsonl(LinePatterns):
 
     suffixes = ('.jsonl', '.jsonl.gz')
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         for offset, line in lines(part, part.stop, max_bytes):
             identifier = f'{part.file}@{offset}'
-            if not is_selected(identifier):
-                continue
             if line is None:
                 yield too_long(identifier, max_bytes)
             elif line.strip():
@@ -38,6 +36,10 @@ class Jsonl(LinePatterns):
             return Document(identifier, error='invalid UTF-8')
         except (ValueError, RecursionError):
             return Document(identifier, error='invalid JSON')
+        return self.read_record(identifier, record)
+
+    def read_record(self, identifier: str, record: object) -> Document:
+        """Returns the document of a line, or an error in its place."""
         text = record.get(self.text_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             return Document(identifier, error=f'no text in field {self.text_field!r}')

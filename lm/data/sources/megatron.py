@@ -7,12 +7,12 @@ NAME.idx   b'MMIDIDX\\0\\0', version 1 (uint64), code of the tokens' type (uint8
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from lm.config.configurable import configurable
-from lm.data.sources.base import Document, Part, too_long
+from lm.data.sources.base import Document, Part, hold_tokens
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import MismatchError
 from lm.files import AnyPath, file_size, open_source
@@ -38,7 +38,7 @@ class Megatron(FilePatterns):
         cuts = sorted({0, *groups.tolist(), len(sizes)})
         return [Part(str(path), a, b, int(sizes[a:b].sum())) for a, b in itertools.pairwise(cuts)]
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         dtype, starts, first = _read_index(part.file)
         path = open_source(f'{part.file.removesuffix(".idx")}.bin')
         ends = first + starts[1:] * dtype.itemsize
@@ -50,9 +50,7 @@ class Megatron(FilePatterns):
             for document in range(part.start, part.stop):
                 length = int(starts[document + 1] - starts[document])
                 tokens = np.frombuffer(file.read(length * dtype.itemsize), dtype)
-                if is_selected(identifier := f'{part.file}@{document}'):
-                    fits = tokens.nbytes <= max_bytes
-                    yield Document(identifier, tokens=tokens) if fits else too_long(identifier, max_bytes)
+                yield hold_tokens(f'{part.file}@{document}', tokens, max_bytes)
 
 
 @functools.lru_cache(maxsize=4)

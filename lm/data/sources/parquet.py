@@ -1,13 +1,13 @@
 """Parquet files."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, decode
 from lm.data.sources.patterns import FilePatterns
-from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, require
 from lm.files import AnyPath, open_source
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class Parquet(FilePatterns):
             sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema == self.text_field]
             return [Part(str(path), i, i + 1, size) for i, size in enumerate(sizes)]
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         with self._opened(part.file) as file:
             for group in range(part.start, part.stop):
                 column = file.read_row_group(group, columns=[self.text_field]).column(0)
-                yield from read_column(column, self.text_field, f'{part.file}@{group}', max_bytes, is_selected)
+                yield from read_column(column, self.text_field, f'{part.file}@{group}', max_bytes)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator['pyarrow.parquet.ParquetFile']:
@@ -58,10 +58,9 @@ def reading(kind: str, name: str) -> Iterator[None]:
 
     Raises ConfigError without pyarrow, and MismatchError where the file is damaged.
     """
-    try:
-        import pyarrow
-    except ImportError:
-        raise MissingPackageError(f'prepare.source = @{kind.lower()}()', 'pyarrow', 'parquet') from None
+    require('pyarrow', f'prepare.source = @{kind.lower()}()', 'parquet')
+    import pyarrow
+
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns may be no text
@@ -84,16 +83,11 @@ def needs_text(schema: 'pyarrow.Schema', column: str, file: str, setting: str) -
 
 
 def read_column(
-    column: 'pyarrow.ChunkedArray | pyarrow.Array',
-    name: str,
-    place: str,
-    max_bytes: int,
-    is_selected: Callable[[str], bool],
+    column: 'pyarrow.ChunkedArray | pyarrow.Array', name: str, place: str, max_bytes: int
 ) -> Iterator[Document]:
-    """Yields the documents of the Arrow column `name` whose ids, PLACE:ROW, `is_selected` accepts."""
+    """Yields the documents of the Arrow column `name`, whose ids are PLACE:ROW."""
     for row, text in enumerate(column.cast('large_binary')):
-        identifier = f'{place}:{row}'
-        if is_selected(identifier) and text.is_valid:
-            yield decode(identifier, text.as_py(), max_bytes)
-        elif is_selected(identifier):
-            yield Document(identifier, error=f'no text in field {name!r}')
+        if text.is_valid:
+            yield decode(f'{place}:{row}', text.as_py(), max_bytes)
+        else:
+            yield Document(f'{place}:{row}', error=f'no text in field {name!r}')

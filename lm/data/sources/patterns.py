@@ -6,7 +6,7 @@ import functools
 import gzip
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, ClassVar, cast
 
 from lm.config.configurable import configurable_base, field
@@ -78,11 +78,8 @@ class FilePatterns(Source):
         return [Part(str(path), 0, -1, file_size(path))]
 
     @abc.abstractmethod
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
-        """Yields the documents of a part in order whose ids `is_selected` accepts.
-
-        An id is FILE@PLACE and does not depend on how the file is cut.
-        """
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
+        """Yields the documents of a part in order. An id is FILE@PLACE, and does not depend on how the file is cut."""
 
     def splits(self) -> tuple[str, ...]:
         found = tuple(s for s in SPLITS if self._files(s))
@@ -111,21 +108,16 @@ class FilePatterns(Source):
 
     def read(self, shard: Shard, max_bytes: int) -> Iterator[Document]:
         share, is_validation = shard.held_out, shard.split == 'validation'
-
-        def is_selected(identifier: str) -> bool:
-            return share is None or not self.by_place or (self._hash_place(identifier) < share) == is_validation
-
         for part in shard.parts:
-            for document in self.read_part(part, max_bytes, is_selected):
-                if share is None or self.by_place or (self._hash(document) < share) == is_validation:
+            for document in self.read_part(part, max_bytes):
+                if share is None or (self._hash(document) < share) == is_validation:
                     yield document
 
     def _hash(self, document: Document) -> float:
         """Returns a number uniform in [0, 1), which decides whether a document is held out."""
-        return self._hash_place(document.id) if document.error else fraction_of(document.digest())
-
-    def _hash_place(self, identifier: str) -> float:
-        return hash_of(self._hashed(identifier))
+        if self.by_place or document.error:
+            return hash_of(self._hashed(document.id))
+        return fraction_of(document.digest())
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:
@@ -257,8 +249,7 @@ def _is_pattern(path: AnyPath) -> bool:
 
 
 def _fixed_folder(path: AnyPath) -> tuple[AnyPath, str]:
-    """Returns the part of a pattern before its first wildcard, and the rest. An existing folder such as 'text [2]' has
-    no wildcard."""
+    """Returns the part of a pattern before its first wildcard, and the rest. Existing folders have no wildcard."""
     fixed = path.parent
     while _is_pattern(fixed) and not fixed.exists():
         fixed = fixed.parent

@@ -20,9 +20,6 @@ class TextFiles(Folder):
     """
 
     path: str = field(help='a folder of .txt files, or one that holds train/ validation/ test/')
-    validation_fraction: float = field(
-        default=0.05, above=0, below=1, help='of a folder without folders for the splits'
-    )
 
     suffix = '.txt'
 

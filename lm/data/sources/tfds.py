@@ -135,12 +135,8 @@ class Tfds(Source):
     def _versions(self) -> list[AnyPath]:
         """Returns the prepared versions, oldest first."""
         folder = self._data_dir() / self.name
-        if self.version:
-            found = [folder / self.version]
-        else:
-            found = (
-                [path for path in folder.glob('*') if re.fullmatch(r'[0-9.]+', path.name)] if folder.exists() else []
-            )
+        there = folder.glob('*') if folder.exists() else ()
+        found = [folder / self.version] if self.version else [p for p in there if re.fullmatch('[0-9.]+', p.name)]
         return sorted(
             (path for path in found if (path / 'dataset_info.json').exists()),
             key=lambda path: [parse_whole(number) or 0 for number in path.name.split('.')],

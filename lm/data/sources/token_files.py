@@ -6,12 +6,12 @@ before each document; here it ends the document before it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from lm.config.configurable import configurable, field
-from lm.data.sources.base import Document, Part, too_long
+from lm.data.sources.base import Document, Part, hold_tokens
 from lm.data.sources.patterns import FilePatterns
 from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath, file_size, open_source
@@ -48,7 +48,7 @@ class TokenFiles(FilePatterns):
         cuts = [*range(0, count, step), count]
         return [Part(str(path), a, b, (b - a) * dtype.itemsize) for a, b in itertools.pairwise(cuts)]
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         dtype, offset, count = self._layout(open_source(part.file))
         begun, pieces = part.start, []
         is_inside = part.start == 0  # else up to the first end the tokens belong to the part before
@@ -60,7 +60,8 @@ class TokenFiles(FilePatterns):
                 last = 0
                 for end in np.flatnonzero(block == self.eod) + 1:
                     if is_inside:
-                        yield from self._document(part.file, begun, [*pieces, block[last:end]], max_bytes, is_selected)
+                        tokens = np.concatenate([*pieces, block[last:end]])
+                        yield hold_tokens(f'{part.file}@{begun}', tokens, max_bytes)
                     is_inside, pieces, last, begun = True, [], int(end), position + int(end)
                     if begun >= part.stop:
                         return
@@ -68,15 +69,7 @@ class TokenFiles(FilePatterns):
                     pieces.append(block[last:])
                 position += len(block)
             if is_inside and begun < min(part.stop, count):
-                yield from self._document(part.file, begun, pieces, max_bytes, is_selected)
-
-    def _document(
-        self, file: str, begun: int, pieces: list[np.ndarray], max_bytes: int, is_selected: Callable[[str], bool]
-    ) -> Iterator[Document]:
-        identifier = f'{file}@{begun}'
-        if is_selected(identifier):
-            tokens = np.concatenate(pieces)
-            yield Document(identifier, tokens=tokens) if tokens.nbytes <= max_bytes else too_long(identifier, max_bytes)
+                yield hold_tokens(f'{part.file}@{begun}', np.concatenate(pieces), max_bytes)
 
     def _layout(self, path: AnyPath) -> tuple[np.dtype, int, int]:
         """Returns (type of the tokens, bytes before the first, how many). Raises MismatchError for a cut file."""

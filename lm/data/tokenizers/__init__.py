@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import cast
 
 from lm.config.configurable import import_modules
-from lm.data.tokenizers.base import Tokenizer, token_dtype
+from lm.data.tokenizers.base import Tokenizer
+from lm.data.tokenizers.base import token_dtype as token_dtype
 from lm.data.tokenizers.config import TokenizerChoice, TokenizerConfig
 from lm.data.tokenizers.marks import TextMarks, read_marks
 from lm.errors import ConfigError, MismatchError
@@ -15,25 +16,11 @@ import_modules(__name__, __path__)
 FILE_NAMES = tuple(sorted({kind.file_name for kind in Tokenizer.__subclasses__()}))
 """The names of the files of all kinds, beside tokens and weights."""
 
-__all__ = [
-    'FILE_NAMES',
-    'TextMarks',
-    'Tokenizer',
-    'TokenizerChoice',
-    'TokenizerConfig',
-    'from_bytes',
-    'from_marked',
-    'load',
-    'load_existing',
-    'token_dtype',
-]
-
 
 def from_bytes(model: bytes, eod: int | str | None = None, name: str = 'tokenizer.model') -> Tokenizer:
     """Makes the tokenizer that the contents of a file describe.
 
     Args:
-        model: the contents.
         eod: the end-of-document token, by id or name; None: the choice of the tokenizer.
         name: the name of the file, for messages.
 
@@ -68,7 +55,6 @@ def load(path: str | AnyPath, config: TokenizerConfig | None = None, *, marks: T
     """Reads the file of a tokenizer, or the one in a folder, such as an imported run.
 
     Args:
-        path: the file or folder.
         config: what the file may lack.
         marks: decide on the end-of-document token where `config` has none; None: run.json or config.json beside it.
 

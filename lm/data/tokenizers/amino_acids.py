@@ -29,9 +29,6 @@ _HEAD = b'{"amino_acids": '
 class AminoAcidsConfig(TokenizerChoice):
     """One token per amino acid: nothing is trained and nothing can be set."""
 
-    def settings(self) -> dict[str, str]:
-        return {'kind': self.gin_name}
-
     def contents(self) -> bytes:
         return _HEAD + json.dumps([END, MASK, *LETTERS]).encode() + b'}\n'
 

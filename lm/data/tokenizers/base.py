@@ -87,10 +87,7 @@ class Tokenizer(abc.ABC):
         return np.concatenate([np.array([], np.int32), *found])
 
     def encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes like `encode_marked`; returns also which tokens belong to the `answers`, given by their characters.
-
-        Returns ids [tokens] and booleans [tokens].
-        """
+        """Encodes like `encode_marked`; returns ids [tokens], and booleans [tokens]: which belong to `answers`."""
         ends = [0, *(place for span in answers for place in span), len(text)]
         parts = [self.encode_marked(text[a:b]) for a, b in itertools.pairwise(ends)]
         belongs = [np.full(len(ids), i % 2 == 1) for i, ids in enumerate(parts)]

@@ -25,9 +25,6 @@ FIRST = 0x2800
 class ByteValuesConfig(TokenizerChoice):
     """One token per value of a byte: nothing is trained and nothing can be set."""
 
-    def settings(self) -> dict[str, str]:
-        return {'kind': self.gin_name}
-
     def contents(self) -> bytes:
         return HEAD
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from lm.data.tokenizers.marks import list_ids
 from lm.errors import writing
-from lm.files import AnyPath, parse_json_object, write_atomically
+from lm.files import AnyPath, find_entries, write_atomically
 
 FOLDER = 'checkpoint_files'
 """The folder in a run."""
@@ -43,10 +43,7 @@ def take_over(source: AnyPath, run_dir: AnyPath) -> None:
 
 def find_ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
     """Returns the tokens at which generation ends, as generation_config.json says; none where it says nothing."""
-    try:
-        return list_ids(parse_json_object(files[GENERATION_CONFIG]).get('eos_token_id'))
-    except (KeyError, ValueError):
-        return ()
+    return list_ids(find_entries(files.get(GENERATION_CONFIG)).get('eos_token_id'))
 
 
 def find_template(folder: AnyPath) -> str | None:
@@ -58,10 +55,7 @@ def find_template(folder: AnyPath) -> str | None:
     if TEMPLATE in files:
         return files[TEMPLATE].decode()
     for name in (TOKENIZER_CONFIG, 'chat_template.json'):
-        try:
-            found = parse_json_object(files.get(name, b'{}')).get('chat_template')
-        except ValueError:
-            continue
+        found = find_entries(files.get(name)).get('chat_template')
         if isinstance(found, list):
             named = {one.get('name'): one.get('template') for one in found if isinstance(one, dict)}
             found = named.get('default')

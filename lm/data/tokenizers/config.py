@@ -11,8 +11,8 @@ class TokenizerChoice(Configurable):
     """The token behind each document; None: the choice of the tokenizer."""
 
     def settings(self) -> dict[str, object]:
-        """Returns all that the tokenizer depends on, for dataset.json."""
-        raise NotImplementedError
+        """Returns all that the tokenizer depends on, for dataset.json; without fields, its name."""
+        return {'kind': self.gin_name}
 
     def contents(self) -> bytes:
         """Returns the contents of its file, which this choice alone decides."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.tokenizers.base import Tokenizer
-from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, require
 from lm.files import parse_json
 
 if TYPE_CHECKING:
@@ -40,10 +40,9 @@ class HuggingFace(Tokenizer):
     def __init__(self, model: bytes, eod: int | str | None = None):
         """Raises ConfigError without the library `tokenizers` or an end-of-document token, MismatchError if damaged."""
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # `lm prepare` has a process for each core
-        try:
-            import tokenizers
-        except ImportError:
-            raise MissingPackageError('tokenizer.json', 'tokenizers', 'tokenizers') from None
+        require('tokenizers', 'tokenizer.json', 'tokenizers')
+        import tokenizers
+
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(model.decode())
         except Exception as error:  # the library knows no other class

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lm.errors import MismatchError
-from lm.files import AnyPath, parse_json_object
+from lm.files import AnyPath, find_entries
 
 
 class TextMarks(NamedTuple):
@@ -48,10 +48,7 @@ def find_marks(config: Mapping[str, object]) -> TextMarks:
 
 
 def check_marks(config: Mapping[str, object], where: AnyPath) -> None:
-    """Raises MismatchError if a config.json, which lies at `where`, names a token that its model does not have.
-
-    The id -1 stands for no token.
-    """
+    """Raises MismatchError if the config.json `where` names a token beyond its model; -1 stands for no token."""
     config = _with_text(config)
     size = config.get('vocab_size')
     for name in ('eos_token_id', 'bos_token_id'):
@@ -74,8 +71,8 @@ def list_ids(value: object) -> tuple[int, ...]:
 
 
 def _read(path: AnyPath) -> dict[str, object]:
-    """Returns the object in a file of JSON; {} where the file is missing or damaged: others report that."""
+    """Returns the object in a file of JSON; {} where the file is missing or damaged."""
     try:
-        return parse_json_object(path.read_bytes())
-    except (OSError, ValueError):
+        return find_entries(path.read_bytes())
+    except OSError:
         return {}

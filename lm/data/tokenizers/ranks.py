@@ -16,7 +16,7 @@ import numpy as np
 from lm.data.tokenizers.base import Tokenizer
 from lm.data.tokenizers.config import TokenizerConfig
 from lm.data.tokenizers.patterns import PATTERNS
-from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.errors import ConfigError, MismatchError, require
 from lm.files import parse_json
 
 END = '<|endoftext|>'
@@ -51,11 +51,10 @@ class Ranks(Tokenizer):
 
     def __init__(self, model: bytes, eod: int | str | None = None):
         """Raises ConfigError without the library `tiktoken`, MismatchError if the contents are damaged."""
-        try:
-            import regex  # tiktoken needs it, too
-            import tiktoken
-        except ImportError:
-            raise MissingPackageError('a file of ranks', 'tiktoken', 'tokenizers') from None
+        require('tiktoken', 'a file of ranks', 'tokenizers')
+        import regex  # tiktoken needs it, too
+        import tiktoken
+
         try:
             head, _, lines = model.partition(b'\n')
             facts = parse_json(head)['ranks']
@@ -137,8 +136,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _parse(lines: bytes) -> dict[bytes, int]:
-    """Returns piece → id. Raises ValueError for lines of another form, for two pieces with one id, and if a byte has
-    none."""
+    """Returns piece → id. Raises ValueError for other lines, two pieces with one id, and a byte without one."""
     ranks = {}
     for line in filter(None, lines.splitlines()):
         piece, rank = line.split()

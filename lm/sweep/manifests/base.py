@@ -11,7 +11,6 @@ Each format has the same policy by exit codes, in the terms of its scheduler:
 
 import abc
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -34,9 +33,6 @@ class ClusterJob:
 
     Attributes:
         name: a label of at most 44 lower-case letters, digits and dashes; it differs between sweeps.
-        point: the point's name.
-        index: the point's number in the sweep.
-        root: the folder of the sweep.
         excluded: machines that computed wrongly before.
     """
 
@@ -52,7 +48,7 @@ class ClusterJob:
 
         It names the point: numbers of points may change when values are added to the sweep.
         """
-        return make_command(self.root, self.point)
+        return ['lm', 'sweep', '--run_dir', self.root, '--index', self.point]
 
 
 class ManifestFormat(abc.ABC):
@@ -82,17 +78,12 @@ class ManifestFormat(abc.ABC):
             flag, given = f'--{field.name}', getattr(options, field.name)
             is_given = given != getattr(default, field.name)
             if field.name in self.needs and not is_given:
-                raise ConfigError(f'{flag}: --emit {self.name} needs it; {self.explain(field.name)}')
+                raise ConfigError(f'{flag}: --emit {self.name} needs it: {field.metadata["help"]}')
             if is_given and field.name not in (*self.needs, *self.uses):
                 raise ConfigError(f'{flag}: --emit {self.name} does not use it; leave it out')
         if options.topology and (options.gpus or options.nodes):
             raise ConfigError('--topology and --gpus or --nodes: give one of them, TPUs or other machines')
         self.check_machines(options, is_local)
-
-    def explain(self, option: str) -> str:
-        """Returns what to give for a missing option."""
-        examples = {'image': 'name the container image', 'topology': 'name the TPU slice, such as v5e:4x4'}
-        return examples.get(option, 'give it')
 
     @abc.abstractmethod
     def check_machines(self, options: ClusterOptions, is_local: bool) -> None:
@@ -101,13 +92,3 @@ class ManifestFormat(abc.ABC):
     @abc.abstractmethod
     def make_files(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str) -> dict[str, str]:
         """Returns file name → text of the manifests. `folder`: the absolute path that they will lie in."""
-
-
-def make_command(root: str, point: str) -> list[str]:
-    """Returns the command of a point's processes."""
-    return ['lm', 'sweep', '--run_dir', root, '--index', point]
-
-
-def make_script(setup: Sequence[str], command: Sequence[str]) -> str:
-    """Returns lines of shell: the set-up, each line of which must succeed, and the command."""
-    return '\n'.join(['set -e', *setup, f'exec {shlex.join(command)}']) + '\n'

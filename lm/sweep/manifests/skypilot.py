@@ -5,12 +5,13 @@ See https://docs.skypilot.co/en/latest/reference/yaml-spec.html. A managed job r
 `max_restarts_on_errors` counts every other code alike. It is 0, because 2, 43 and 44 must not be repeated.
 """
 
+import shlex
 from collections.abc import Sequence
 
 import yaml
 
 from lm.errors import ConfigError
-from lm.sweep.manifests.base import AGAIN, ELSEWHERE, PORT, ClusterJob, ManifestFormat, make_script
+from lm.sweep.manifests.base import AGAIN, ELSEWHERE, PORT, ClusterJob, ManifestFormat
 from lm.sweep.options import ClusterOptions
 
 TPUS = {
@@ -86,10 +87,9 @@ def make_task(job: ClusterJob, options: ClusterOptions) -> dict[str, object]:
         task['setup'] = '\n'.join(['set -e', *install]) + '\n'
         command = [f'.venv/bin/{command[0]}', *command[1:]]
     task |= {'resources': resources, 'envs': {'POINT': job.point}}
+    run = '\n'.join(['set -e', *setup, f'exec {shlex.join(command)}']) + '\n'
     if options.topology is None and options.processes > 1:
         task['num_nodes'] = options.processes
-    run = make_script(setup, command)
-    if options.topology is None and options.processes > 1:
         address = f'"$(head -n 1 <<<"$SKYPILOT_NODE_IPS"):{PORT}"'
         meeting = f'--coordinator_address {address} --process_count "$SKYPILOT_NUM_NODES"'
         run = f'{run.rstrip()} {meeting} --process_id "$SKYPILOT_NODE_RANK"\n'

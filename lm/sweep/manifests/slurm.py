@@ -12,15 +12,7 @@ import shlex
 from collections.abc import Sequence
 
 from lm.signals import INTERRUPTED
-from lm.sweep.manifests.base import (
-    AGAIN,
-    ELSEWHERE,
-    NEVER,
-    PORT,
-    ClusterJob,
-    ManifestFormat,
-    make_command,
-)
+from lm.sweep.manifests.base import AGAIN, ELSEWHERE, NEVER, PORT, ClusterJob, ManifestFormat
 from lm.sweep.options import ClusterOptions
 
 SCRIPT = 'sweep.sh'
@@ -100,7 +92,7 @@ class SlurmFormat(ManifestFormat):
         files = {}
         for number, chunk in chunks.items():
             name, log = (f'sweep-{number}.sh', f'{number}-%a.log') if number else (SCRIPT, '%a.log')
-            files[name] = self.format_head(chunk, options, f'{_escape(folder)}/{log}')
+            files[name] = self.format_head(chunk, options, f'{folder.replace("%", "%%")}/{log}')
             files[name] += self.format_body(chunk, options, folder, name)
         return files
 
@@ -132,7 +124,7 @@ class SlurmFormat(ManifestFormat):
     def format_body(self, jobs: Sequence[ClusterJob], options: ClusterOptions, folder: str, name: str) -> str:
         """Returns the script `name` below Slurm's own lines."""
         srun = 'srun' + (f' --container-image={shlex.quote(options.image)}' if options.image else '')
-        command = f'{shlex.join(make_command(jobs[0].root, ""))[:-2]}"${{points[$SLURM_ARRAY_TASK_ID]}}"'
+        command = f'{shlex.join(jobs[0].command[:-1])} "${{points[$SLURM_ARRAY_TASK_ID]}}"'
         if options.processes > 1:  # srun gives each process its number
             host = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             address = f'--coordinator_address {host}:{PORT}" --process_count "$SLURM_NTASKS"'
@@ -155,8 +147,3 @@ class SlurmFormat(ManifestFormat):
             never_codes=never,
             failures=options.most_failures,
         )
-
-
-def _escape(path: str) -> str:
-    """Returns a path as Slurm's patterns of file names write it."""
-    return path.replace('%', '%%')

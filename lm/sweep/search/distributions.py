@@ -8,7 +8,6 @@ Each stands where a grid has a list:
       choice(@softmax(), @polynomial())     one of the values, whatever they are
 """
 
-import abc
 import ast
 import dataclasses
 import re
@@ -25,32 +24,11 @@ Drawn = float | int | str
 """Optuna's form of a value: a number, or a text for a choice."""
 
 
-class Distribution(abc.ABC):
-    """The values that a parameter may take."""
-
-    @abc.abstractmethod
-    def to_optuna(self) -> 'BaseDistribution':
-        """Returns the distribution of Optuna."""
-
-    @abc.abstractmethod
-    def to_gin(self, drawn: Drawn) -> object:
-        """Returns a drawn value as gin reads it."""
-
-    @abc.abstractmethod
-    def find(self, text: str) -> Drawn | None:
-        """Returns Optuna's form of the value that config.gin writes as `text`; None where it is none of these."""
-
-    def list_probes(self) -> list[object]:
-        """Returns values, in gin's form, that may decide which other parameters have an effect."""
-        return []
-
-
 @dataclasses.dataclass(frozen=True)
-class Numbers(Distribution):
+class Numbers:
     """Numbers between two limits.
 
     Attributes:
-        kind: float or int.
         step: between whole numbers.
         log: uniform in the logarithm.
     """
@@ -62,6 +40,7 @@ class Numbers(Distribution):
     log: bool = False
 
     def to_optuna(self) -> 'BaseDistribution':
+        """Returns the distribution of Optuna."""
         from optuna.distributions import FloatDistribution, IntDistribution
 
         if self.kind is int:
@@ -69,9 +48,11 @@ class Numbers(Distribution):
         return FloatDistribution(self.low, self.high, log=self.log)
 
     def to_gin(self, drawn: Drawn) -> object:
+        """Returns a drawn value as gin reads it."""
         return self.kind(drawn)
 
     def find(self, text: str) -> Drawn | None:
+        """Returns Optuna's form of the value that config.gin writes as `text`; None where it is none of these."""
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -80,12 +61,13 @@ class Numbers(Distribution):
         return self.kind(value) if is_number and self.low <= value <= self.high else None
 
     def list_probes(self) -> list[object]:
+        """Returns values, in gin's form, that may decide which other parameters have an effect."""
         return [self.to_gin(self.low)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice(Distribution):
-    """One of several values.
+class Choice:
+    """One of several values; its methods do what the methods of `Numbers` do.
 
     Attributes:
         values: as gin reads them.
@@ -113,6 +95,9 @@ class Choice(Distribution):
 
     def list_probes(self) -> list[object]:
         return list(self.values)
+
+
+Distribution = Numbers | Choice
 
 
 def _make_log_uniform(low: float, high: float) -> Numbers:

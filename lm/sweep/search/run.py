@@ -68,7 +68,7 @@ def validate_trials(search: Search, devices: int | None) -> list[str]:
             try:
                 absent |= dict.fromkeys(validate_point(search.sweep, point, devices, cache))
             except ConfigError as error:
-                search.refuse(point, error)
+                search.refused[point.index] = error
         if len(search.refused) == len(search.sweep.points) >= min(search.options.trials, MOST_REFUSED):
             raise next(iter(search.refused.values()))
     return list(absent)
@@ -88,12 +88,13 @@ class SearchRunner(Runner):
         return not self._has_ended
 
     def is_due(self, point: Point) -> bool:
-        return self.search.judge(point) is None
+        return self.search.study.judge(point.index) is None
 
     def look(self) -> None:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
-        self._looked, self._has_ended = time.monotonic(), self.search.has_ended()
+        self._looked = time.monotonic()
+        self._has_ended = all(map(self.search.study.judge, range(self.search.options.trials)))
         if self._has_ended:
             self.search.note_facts()  # of trials of other machines, too
         busy = {job.point.name for job in self.running}
@@ -103,7 +104,7 @@ class SearchRunner(Runner):
         self._written = len(self.sweep.points)
         self._note_refused()
         for job in self.running:
-            ended = self.search.judge(job.point)
+            ended = self.search.study.judge(job.point.index)
             if ended and (step := find_pruned_step(ended)) is not None and job.point.name not in self._pruned:
                 self._pruned.add(job.point.name)
                 self.say(f'{job.point.name}: pruned at step {step:,}')
@@ -117,11 +118,11 @@ class SearchRunner(Runner):
             self.sweep.record_failure(self.sweep.points[number], error.exit_code, str(error))
 
     def launch(self, point: Point, held: contextlib.ExitStack) -> None:
-        self.search.forgive(point)
+        self.search.forgiven.discard(point.index)
         super().launch(point, held)
 
     def end(self, job: RunningPoint) -> None:
-        ended = self.search.judge(job.point)
+        ended = self.search.study.judge(job.point.index)
         self.search.note_facts()
         if ended and (step := find_pruned_step(ended)) is not None and job.process.returncode != 0:
             self.free(job)

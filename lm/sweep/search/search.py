@@ -3,10 +3,10 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from etils import epath
 
+from lm.config.text import format_value
 from lm.errors import ConfigError, WrongResults
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
@@ -17,9 +17,6 @@ from lm.sweep.search.distributions import Drawn
 from lm.sweep.search.space import SearchSpace, name_trial
 from lm.sweep.search.study import Study, TrialResult, find_pruned_step
 from lm.sweep.sweep import Sweep
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
 
 
 class TrialFolder(Sweep):
@@ -43,8 +40,6 @@ class Search:
 
     Args:
         root: the folder, a local path or an address.
-        space: of the values.
-        options: of the search.
         retry_failed: failures of earlier calls do not count.
 
     Raises ConfigError where the folder holds another search, a grid or a run.
@@ -54,15 +49,12 @@ class Search:
         self.sweep, self.space, self.options = TrialFolder(root), space, options
         first = space.make_point(0, {})
         self.study = Study(
-            space.distributions,
-            options,
-            self._read,
-            first.experiment.train.steps,
-            first.experiment.train.eval_every,
+            space.distributions, options, self._read, first.experiment.train.steps, first.experiment.train.eval_every
         )
-        self._forgiven = set(range(options.trials)) if retry_failed else set()
+        self.forgiven = set(range(options.trials)) if retry_failed else set()
+        """Trials whose failure in an earlier call does not count until they start again."""
         self.refused: dict[int, ConfigError] = {}
-        """Trials of this call whose values do not fit together → the error."""
+        """Trials of this call whose values do not fit together → the error; they end without a loss."""
         self._check(first)
 
     def _check(self, first: Point) -> None:
@@ -87,15 +79,8 @@ class Search:
 
     def describe(self) -> dict[str, object]:
         """Returns the facts of the search for sweep.json."""
-        options = self.options
-        return {
-            'sampler': options.sampler,
-            'seed': options.seed,
-            'trials': options.trials,
-            'parallel': options.parallel,
-            'prune': options.prune,
-            'space': dict(self.space.written),
-        }
+        names = 'sampler', 'seed', 'trials', 'parallel', 'prune'
+        return {name: getattr(self.options, name) for name in names} | {'space': dict(self.space.written)}
 
     def refresh(self) -> list[Point]:
         """Draws the trials that can be drawn, and returns the ones that have not ended."""
@@ -113,22 +98,6 @@ class Search:
                 self.sweep.record_pruned(point, step)
         return due
 
-    def refuse(self, point: Point, error: ConfigError) -> None:
-        """Lets a trial end without a loss, because its values do not fit together."""
-        self.refused[point.index] = error
-
-    def has_ended(self) -> bool:
-        """Tells whether every trial has ended."""
-        return all(self.study.judge(number) for number in range(self.options.trials))
-
-    def judge(self, point: Point) -> 'FrozenTrial | None':
-        """Returns a trial that has ended; None: it has not ended."""
-        return self.study.judge(point.index)
-
-    def forgive(self, point: Point) -> None:
-        """Lets the failure of an earlier call not count, since the trial starts again."""
-        self._forgiven.discard(point.index)
-
     def note_facts(self) -> None:
         """Has the next sweep.json tell how the trials were drawn, and which parameters matter."""
         self.sweep.facts = {'search': {**self.describe(), 'importance': self.study.rate()}}
@@ -137,10 +106,10 @@ class Search:
         try:
             return self.space.make_point(number, values)
         except ConfigError as error:
-            made = self.space.make_point(number, {})
-            point = dataclasses.replace(made, settings=self.space.write_values(values), fault=str(error))
-            self.refuse(point, error)
-            return point
+            self.refused[number] = error
+            made, distributions = self.space.make_point(number, {}), self.space.distributions
+            settings = {key: format_value(distributions[key].to_gin(value)) for key, value in values.items()}
+            return dataclasses.replace(made, settings=settings, fault=str(error))
 
     def _values(self, number: int) -> dict[str, Drawn] | None:
         """Returns the values of a trial: of its run directory, or else drawn."""
@@ -155,7 +124,7 @@ class Search:
         path, failure = self.sweep.root / name, sweep_file.read_failure(self.sweep.root, name)
         stated = failure.get('exit_code')
         code = stated if isinstance(stated, int) else None
-        counts = code is not None and code != WrongResults.exit_code and number not in self._forgiven
+        counts = code is not None and code != WrongResults.exit_code and number not in self.forgiven
         if not is_run(path):
             drawn = self.study.draw(number) if counts else None
             return TrialResult(drawn, (), False, code) if drawn else None

@@ -6,7 +6,6 @@ A trial is a point of a sweep. Its values can be read back from the config.gin o
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from lm.config.checks import Statement, check_used, find_used_bindings
 from lm.config.names import find_omitted
@@ -14,6 +13,7 @@ from lm.config.read import read
 from lm.config.resolve import map_sections, resolve
 from lm.config.text import dump, format_value
 from lm.errors import ConfigError, MismatchError
+from lm.experiment import Experiment
 from lm.runs.config_diff import parse_bindings
 from lm.sweep.axes import find_axis
 from lm.sweep.points import Point
@@ -25,9 +25,6 @@ from lm.sweep.search.distributions import (
     quote_distributions,
     split_distribution,
 )
-
-if TYPE_CHECKING:
-    from lm.experiment import Experiment
 
 FITS = 50
 """So often a value is tried with other values of the other parameters, before it counts as wrong."""
@@ -50,10 +47,7 @@ class SearchSpace:
     used: frozenset[str] = frozenset()
 
     def make_point(self, index: int, drawn: Mapping[str, Drawn]) -> Point:
-        """Returns the trial of this number with drawn values, by key. A value without an effect is left out.
-
-        Raises ConfigError if the values do not go together.
-        """
+        """Returns the trial with those drawn values that have an effect. Raises ConfigError if they do not fit."""
         bindings = dict(self.bindings)
         for key, value in drawn.items():
             bindings[key] = dataclasses.replace(bindings[key], value=self.distributions[key].to_gin(value))
@@ -61,10 +55,6 @@ class SearchSpace:
         experiment, used = _resolve(bindings, self.used, name)
         settings = {key: format_value(bindings[key].value) for key in drawn if key in used}
         return Point(index, name, settings, experiment)
-
-    def write_values(self, drawn: Mapping[str, Drawn]) -> dict[str, str]:
-        """Returns drawn values as gin files write them, by key."""
-        return {key: format_value(self.distributions[key].to_gin(value)) for key, value in drawn.items()}
 
     def read_values(self, config: Mapping[str, str], name: str) -> dict[str, Drawn]:
         """Returns the drawn values of the trial `name`, in Optuna's form, from binding → text of its config.gin.
@@ -98,8 +88,6 @@ def make_space(
     Raises ConfigError for a mistake in the files, and for distributions of values that cannot be read back: macros and
     parameters in scopes.
     """
-    import lm.experiment  # noqa: F401 (registers all names)
-
     base = read(gin_files, allow_imports=allow_imports)
     swept = read(sweep_files, allow_imports=allow_imports, edit=quote_distributions)
     params = read((), gin_params, allow_imports=allow_imports)
@@ -147,8 +135,6 @@ def _read_distribution(statement: Statement, name: str, arguments: str) -> Distr
 
 def _probe(space: SearchSpace) -> SearchSpace:
     """Returns the space with what its choices have an effect on, and how config.gin writes each choice."""
-    from lm.experiment import Experiment
-
     used: set[str] = set()
     written: dict[str, list[str]] = {}
     probes = [(key, value) for key, d in space.distributions.items() for value in d.list_probes()]
@@ -177,8 +163,6 @@ def _probe(space: SearchSpace) -> SearchSpace:
 def _fit(space: SearchSpace, key: str, value: object) -> dict[str, Statement]:
     """Returns bindings with this value that make a configuration: with the first values of the other parameters, or
     with others that are drawn. Raises the ConfigError of the first if none does."""
-    from lm.experiment import Experiment
-
     first, draw = {**space.bindings, key: dataclasses.replace(space.bindings[key], value=value)}, random.Random(key)
     tried, error = first, None
     for _ in range(FITS):
@@ -193,12 +177,8 @@ def _fit(space: SearchSpace, key: str, value: object) -> dict[str, Statement]:
     raise error
 
 
-def _resolve(
-    bindings: dict[str, Statement], used_somewhere: frozenset[str], name: str
-) -> tuple['Experiment', set[str]]:
+def _resolve(bindings: dict[str, Statement], used_somewhere: frozenset[str], name: str) -> tuple[Experiment, set[str]]:
     """Returns the experiment of a trial, and the keys that have an effect in it."""
-    from lm.experiment import Experiment
-
     try:
         experiment, calls = resolve(bindings, Experiment)
     except ConfigError as error:

@@ -9,20 +9,18 @@ may know.
 """
 
 import hashlib
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from lm.errors import Diverged, MissingPackageError
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from lm.errors import Diverged
 from lm.sweep.options import SearchOptions
 from lm.sweep.search.distributions import Distribution, Drawn
-
-if TYPE_CHECKING:
-    import optuna
-    from optuna.distributions import BaseDistribution
-    from optuna.trial import FrozenTrial
 
 REDUCTION = 3
 """Hyperband keeps one of so many trials at each of its levels."""
@@ -46,15 +44,9 @@ class TrialResult(NamedTuple):
     failed_with: int | None = None
 
 
-def find_pruned_step(trial: 'FrozenTrial') -> int | None:
+def find_pruned_step(trial: FrozenTrial) -> int | None:
     """Returns the step at which a trial was pruned; None: it was not."""
     return trial.last_step if trial.state.name == 'PRUNED' else None
-
-
-def check_optuna() -> None:
-    """Raises MissingPackageError where Optuna is missing."""
-    if importlib.util.find_spec('optuna') is None:
-        raise MissingPackageError('--search', 'optuna', 'search')
 
 
 class Study:
@@ -62,7 +54,6 @@ class Study:
 
     Args:
         distributions: of the searched parameters, by key.
-        options: of the search.
         read: returns the result of a trial that has begun, or has failed; None: it has not begun.
         steps, every: of a training: how many, and between two evaluations.
     """
@@ -75,8 +66,6 @@ class Study:
         steps: int,
         every: int | None,
     ):
-        import optuna
-
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         warnings.filterwarnings('ignore', category=optuna.exceptions.ExperimentalWarning)
         self.distributions = {key: d.to_optuna() for key, d in distributions.items()}
@@ -95,12 +84,10 @@ class Study:
 
     def draw_at_random(self, count: int) -> list[dict[str, Drawn]]:
         """Returns the values of so many points, in Optuna's form, which depend on no result."""
-        import optuna
-
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(self.options.seed))
         return [study.ask(self.distributions).params for _ in range(count)]
 
-    def judge(self, number: int) -> 'FrozenTrial | None':
+    def judge(self, number: int) -> FrozenTrial | None:
         """Returns a trial that has ended; None: it has not ended."""
         if number not in self._ended and (ended := self._judge(number)):
             self._ended[number] = ended
@@ -109,8 +96,6 @@ class Study:
     def rate(self) -> dict[str, float]:
         """Returns the importance of each parameter, shares of 1, over the trials that have ended; {} before there are
         enough (PED-ANOVA, Watanabe et al., arXiv 2304.10255)."""
-        import optuna
-
         study = self._make_empty()
         for trial in map(self.judge, range(self.options.trials)):
             loss = trial.value if trial and trial.state.name == 'COMPLETE' else None
@@ -126,9 +111,7 @@ class Study:
             return {}
         return {key: float(share) for key, share in found.items() if math.isfinite(share)}
 
-    def _judge(self, number: int) -> 'FrozenTrial | None':
-        from optuna.trial import TrialState, create_trial
-
+    def _judge(self, number: int) -> FrozenTrial | None:
         if (result := self.read(number)) is None:
             return None
         values, known = dict(result.values), {key: self.distributions[key] for key in result.values}
@@ -156,16 +139,13 @@ class Study:
         )
 
     def _follow(
-        self, number: int, result: TrialResult, values: dict[str, Drawn], known: dict[str, 'BaseDistribution']
+        self, number: int, result: TrialResult, values: dict[str, Drawn], known: dict[str, BaseDistribution]
     ) -> tuple[int | None, dict[str, object]] | None:
         """Reports the evaluations of a trial one by one, up to one that prunes it.
 
         Returns the step of that evaluation, and what Hyperband noted about the trial; None: a trial that it depends on
         has not ended.
         """
-        import optuna
-        from optuna.trial import TrialState, create_trial
-
         if (study := self._make_study(number)) is None:
             return None
         study.add_trial(create_trial(state=TrialState.RUNNING, params=values, distributions=known))
@@ -177,13 +157,11 @@ class Study:
                 pruned_at = step if trial.should_prune() else None
         return pruned_at, dict(study.get_trials(deepcopy=False)[number].system_attrs)
 
-    def _make_study(self, number: int) -> 'optuna.Study | None':
+    def _make_study(self, number: int) -> optuna.Study | None:
         """Returns the study that trial `number` knows; None: a trial that it depends on has not ended.
 
         The last `parallel` − 1 trials before it may be at work, so their values alone are known.
         """
-        from optuna.trial import TrialState, create_trial
-
         study = self._make_empty(number)
         for i in range(number):
             if i <= number - self.options.parallel:
@@ -196,9 +174,7 @@ class Study:
                 study.add_trial(create_trial(state=TrialState.RUNNING, params=values, distributions=self.distributions))
         return study
 
-    def _make_empty(self, number: int = 0) -> 'optuna.Study':
-        import optuna
-
+    def _make_empty(self, number: int = 0) -> optuna.Study:
         digest = hashlib.sha256(f'{self.options.seed}/{number}'.encode()).digest()
         seed = int.from_bytes(digest[:4], 'big')
         samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import lm
 from lm.attention.llops import Llops, based_factors
@@ -25,7 +26,6 @@ from lm.config.text import dump
 from lm.errors import ConfigError, LmError
 from lm.experiment import Experiment, load
 from lm.model.functions import ModelFunctions
-from lm.runs.initial import merge_weights
 from lm.runs.run_dir import RunDir
 
 
@@ -73,7 +73,8 @@ def write(run_name: str, new_name: str, gin_files: list[str], gin_params: list[s
         raise ConfigError(f'--run_dir {new_name}: is there already; name a new directory')
     functions = ModelFunctions(given.model, jnp.float32)
     weights = functions.init(given.train.seed)
-    params = merge_weights(weights['params'], _select(run.weights['params'], weights['params']))
+    taken = _select(run.weights['params'], weights['params'])
+    params = unflatten_dict(flatten_dict(weights['params'], keep_empty_nodes=True) | flatten_dict(taken))
     for i, config in enumerate(given.model.pattern):
         if isinstance(config, Llops):
             key = next(key for key in params['blocks'] if str(key) == str(i))

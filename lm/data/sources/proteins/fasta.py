@@ -1,9 +1,8 @@
-"""FASTA, as UniProt distributes TrEMBL (uniprot_trembl.fasta.gz): lines of `>` and a name, behind each lines of amino
-acids."""
+"""FASTA, as UniProt distributes TrEMBL (uniprot_trembl.fasta.gz): behind `>` and a name, lines of amino acids."""
 
 import codecs
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lm.config.configurable import configurable, field
 from lm.data.sources.base import Document, Part, too_long
@@ -34,7 +33,7 @@ class Fasta(LinePatterns):
     suffixes = tuple(f'.{name}{packed}' for name in ('fasta', 'fa', 'faa') for packed in ('', PACKED))
     unsplit = tuple(f'*{suffix}' for suffix in suffixes)
 
-    def read_part(self, part: Part, max_bytes: int, is_selected: Callable[[str], bool]) -> Iterator[Document]:
+    def read_part(self, part: Part, max_bytes: int) -> Iterator[Document]:
         packed, record = part.file.endswith(PACKED), None
         # Records whose first line begins in the part belong to it; the last one may end after the part.
         for offset, line in lines(part, -1, max_bytes):
@@ -42,17 +41,17 @@ class Fasta(LinePatterns):
             line = line if line is None or offset else line.removeprefix(codecs.BOM_UTF8)
             if line is not None and line.startswith(b'>'):
                 yield from self._documents(record, max_bytes)
-                record = _Record(identifier, is_selected(identifier))
+                record = _Record(identifier)
                 if not packed and offset >= part.stop:
                     return
             elif record is not None:
                 record.add(line, max_bytes)
             elif part.start == 0 and (line is None or _residues(line)):
-                record = _Record(identifier, is_selected(identifier), error=NO_NAME)
+                record = _Record(identifier, NO_NAME)
         yield from self._documents(record, max_bytes)
 
     def _documents(self, record: '_Record | None', max_bytes: int) -> Iterator[Document]:
-        if record is None or not record.is_selected:
+        if record is None:
             return
         if record.error:
             yield Document(record.identifier, error=record.error)
@@ -72,13 +71,12 @@ class _Record:
     """A sequence while it is read; `pieces` is None once it is too long."""
 
     identifier: str
-    is_selected: bool
     error: str | None = None
     pieces: list[bytes] | None = dataclasses.field(default_factory=list)
     size: int = 0
 
     def add(self, line: bytes | None, max_bytes: int) -> None:
-        if not self.is_selected or self.pieces is None:
+        if self.pieces is None:
             return
         residues = None if line is None else _residues(line)
         self.size += max_bytes + 1 if residues is None else len(residues)

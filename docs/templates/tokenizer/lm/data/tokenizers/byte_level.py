@@ -18,9 +18,6 @@ END = 256
 class ByteLevelConfig(TokenizerChoice):
     """A token for each byte: nothing is trained and nothing can be set."""
 
-    def settings(self) -> dict[str, str]:
-        return {'kind': self.gin_name}
-
     def contents(self) -> bytes:
         return HEAD
 
