@@ -135,7 +135,7 @@ class GgufCheckpoint:
         return f'{self.path}: all tensors become float32 ({kinds})'
 
     def read_tensors(self) -> Tensors:
-        """Returns name → float32 array, dequantized. Raises the errors of `reading_config`."""
+        """Returns name → float32 array, dequantized when it is asked for. Raises the errors of `reading_config`."""
         with reading_config(self.path):
             return self._file.read_tensors()
 
