@@ -36,10 +36,14 @@ DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(jnp.bfloat16)}
 """The types of the numbers that are written."""
 
 
-def predict_memory(size: int, what: str) -> str:
-    """Returns a line on the memory that an import or export needs, whose largest piece is `what` of `size` bytes."""
-    most = (TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
-    return f'takes at most {most:.1f} GB of memory: {what} has {size / 1e9:.2f} GB'
+def predict_memory(size: int, what: str, whole: int = 0) -> str:
+    """Returns a line on the memory that an import or export needs, whose largest piece is `what` of `size` bytes.
+
+    `whole` are the bytes of a model that stands in memory beside it.
+    """
+    most = (whole + TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
+    beside = f', beside the model of {whole / 1e9:.2f} GB with merged adapters' if whole else ''
+    return f'takes at most {most:.1f} GB of memory: {what} has {size / 1e9:.2f} GB{beside}'
 
 
 def check_safetensors() -> None:
