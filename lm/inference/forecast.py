@@ -1,8 +1,7 @@
 """`lm distill --forecast`: what a student recalls, beside its teacher, and the tokens of stage 2 that it needs.
 
-Recall is how much more often a model's most probable token is right where a passage stands a second time, than at the
-same places of the text as it is. The saved steps of a run of stage 2 are points of a curve, which `forecast`
-extrapolates.
+Recall is a difference of accuracies: where a passage stands a second time, and at the same places of the text as it
+is. The saved steps of a run of stage 2 are points of a curve, which `forecast` extrapolates.
 """
 
 from collections.abc import Callable, Sequence
@@ -94,7 +93,7 @@ def make_recall_measure(run: LoadedRun, student: LoadedRun) -> Callable[[Weights
 
     def share_right(weights: Weights, windows_BxL: np.ndarray) -> float:
         batches = (jnp.asarray(windows_BxL[i : i + ROWS]) for i in range(0, len(windows_BxL), ROWS))
-        correct_BxL = np.concatenate([program(weights, batch).correct for batch in batches])
+        correct_BxL = np.concatenate([np.asarray(program(weights, batch).correct) for batch in batches])
         return float(correct_BxL[told_BxL[:, 1:]].mean())
 
     def measure(weights: Weights) -> float:

@@ -28,14 +28,14 @@ END = (
 KEYS = ('quiet-harbor', 'amber-lantern', 'distant-orchard', 'silver-meadow')
 
 
-class Sample(NamedTuple):
+class Haystack(NamedTuple):
     """A text with a needle, and the number of tokens of its answer, which are the last ones."""
 
     tokens: np.ndarray
     answer: int
 
 
-def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -> list[Sample]:
+def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -> list[Haystack]:
     """Makes texts of at most `length` tokens, and as long as whole sentences allow.
 
     Raises ConfigError if `length` is too short for one sentence.
@@ -53,7 +53,7 @@ def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -
         before = round(sentences * i / max(1, count - 1))
         hay = [tokenizer.encode(HAY * n) for n in (before, sentences - before) if n]
         parts = [ends[0], hay[0], ends[1], *hay[1:], ends[2], answer] if before else [*ends[:2], *hay, ends[2], answer]
-        found.append(Sample(np.concatenate(parts)[-length:], len(answer)))
+        found.append(Haystack(np.concatenate(parts)[-length:], len(answer)))
     return found
 
 

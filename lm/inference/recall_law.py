@@ -106,8 +106,9 @@ def forecast(tokens: np.ndarray, missing: np.ndarray) -> list[str]:
         missing: the share of the teacher's recall that the student lacks at each point [n].
     """
     goal, n = 1 - GOAL, len(tokens)
-    if (reached := np.flatnonzero(missing <= goal)).size:
-        return [f'{GOAL:.0%} of the recall of the teacher is there after {format_si(tokens[reached[0]])} tokens']
+    reached = int(np.max(np.flatnonzero(missing > goal), initial=-1)) + 1  # a single point may be there by chance
+    if reached < n:
+        return [f'{GOAL:.0%} of the recall of the teacher is there after {format_si(tokens[reached])} tokens']
     if n < LEAST_POINTS or tokens[-1] < LEAST_SPAN * tokens[0]:
         return [
             f'no forecast: it takes {LEAST_POINTS} saved steps of stage 2 behind the warm-up, and {LEAST_SPAN} times '

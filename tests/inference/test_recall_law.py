@@ -57,3 +57,6 @@ def test_points_that_allow_no_forecast_are_refused(tokens, missing, why):
 def test_a_student_that_is_there_needs_no_forecast():
     (line,) = forecast(TOKENS, curve(0.1, 0.5))
     assert line == '95% of the recall of the teacher is there after 80k tokens'
+    points = curve(0.1, 0.5)
+    points[0] = 0.04  # by chance
+    assert forecast(TOKENS, points) == [line]

@@ -98,7 +98,7 @@ class GgufFile:
         architecture, found = ARCHITECTURES[self._metadata('general.').text('architecture')], {}
         for tensor in self._reader.tensors:
             if tensor.name not in (FACTORS, *UNUSED):
-                array: Any = Deferred(tensor.shape[::-1], functools.partial(self._dequantize, tensor))
+                array: Any = Deferred(tensor.shape[::-1].tolist(), functools.partial(self._dequantize, tensor))
                 found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
         return found
 
