@@ -15,7 +15,7 @@ from lm import buckets
 from lm.buckets import NoAnswerError
 from lm.files import open_path, read_bytes
 from lm.interop.checkpoints import open_checkpoint
-from lm.interop.remote_file import RemoteFile
+from lm.interop.tensor_file import TensorFile
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ CALLS = {
     'read_text': lambda path: path.read_text(),
     'read_bytes': read_bytes,
     'open_checkpoint': open_checkpoint,
-    'RemoteFile': lambda path: RemoteFile(path).keys(),
+    'TensorFile': lambda path: TensorFile(path).shapes,
     'write_text': lambda path: path.write_text('x'),
     'unlink': lambda path: path.unlink(),
 }

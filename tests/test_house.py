@@ -60,7 +60,7 @@ OWNERS = {
     'tiktoken': 'lm.data.tokenizers.ranks',
     'lm_eval': 'lm.eval_harness.',
     'tensorboardX': 'lm.trackers.',
-    **dict.fromkeys(('torch', 'transformers', 'safetensors'), 'lm.interop.'),
+    **dict.fromkeys(('torch', 'transformers'), 'lm.interop.'),
 }
 """Library → the only modules that import it."""
 

@@ -8,7 +8,6 @@ import tiny
 
 from lm.errors import ConfigError, MissingPackageError
 from lm.hardware import check_libtpu, parse
-from lm.interop.tensors import check_safetensors
 
 OTHERS = {'errors.py', 'trackers/base.py', 'sweep/manifests/skypilot.py', 'interop/families/recurrent_decoder.py'}
 """Where the hint is made; a warning about a package of the user's own choice, which stops nothing; commands that set up
@@ -22,11 +21,10 @@ def test_the_hint_has_one_form_and_the_code_of_a_wrong_command():
     assert str(MissingPackageError('data.path', 'gcsfs')) == 'data.path: needs gcsfs; pip install gcsfs'
 
 
-@pytest.mark.parametrize('check', [check_safetensors, lambda: check_libtpu(parse('v5e:2x2'))])
-def test_checks_raise_it(check, monkeypatch):
+def test_checks_raise_it(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(MissingPackageError, match=r"needs \w+; pip install -e '\.\[\w+\]'"):
-        check()
+        check_libtpu(parse('v5e:2x2'))
 
 
 def test_no_other_error_says_what_to_install():

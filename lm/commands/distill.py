@@ -27,6 +27,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         'write the pattern in which K layers keep it',
     )
     parser.add_argument(
+        '--forecast',
+        action='store_true',
+        help='print what --run_dir recalls beside the teacher: needles, layers, repeated passages; and, from the saved '
+        "steps of stage 2, the tokens that it probably needs for 95 %% of the teacher's recall",
+    )
+    parser.add_argument(
         '--rank_by',
         choices=('recall_per_loss', 'recall'),
         help='with --choose: the rank of a layer; default: recall_per_loss, loss of recall per loss of text (HALO)',
@@ -53,24 +59,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def make_call(arguments: argparse.Namespace) -> Call:
     from lm.errors import ConfigError
 
-    if [arguments.stage, arguments.choose, arguments.cache].count(None) != 2:
-        raise ConfigError('--stage, --choose and --cache: give one of them')
+    if [arguments.stage, arguments.choose, arguments.forecast or None, arguments.cache].count(None) != 3:
+        raise ConfigError('--stage, --choose, --forecast and --cache: give one of them')
     if arguments.cache is not None:
         return make_cache_call(arguments)
     if arguments.run_dir is None:
         raise ConfigError('--run_dir DIR: name the run of this stage')
-    if arguments.choose is not None:
-        if arguments.choose < 1:
-            raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
-        unread = 'init_from', 'rewind_to', 'compile_cache', 'coordinator_address', 'process_count', 'process_id'
-        refuse(arguments, unread, 'is of a --stage; --choose trains nothing')
-        for file in arguments.gin_file:
-            raise ConfigError(f'--gin_file {file}: is of a --stage; --choose reads both runs, and --set')
-        from lm.inference.layer_choice import choose_layers
-
-        ranking = {} if arguments.rank_by is None else {'ranking': arguments.rank_by}
-        given = arguments.run_dir, arguments.teacher, arguments.choose
-        return functools.partial(choose_layers, *given, gin_params=arguments.gin_param, **ranking)
+    if arguments.choose is not None or arguments.forecast:
+        return make_measuring_call(arguments)
     if arguments.rank_by is not None:
         raise ConfigError(f'--rank_by {arguments.rank_by}: is of --choose; add it')
 
@@ -100,6 +96,28 @@ def make_call(arguments: argparse.Namespace) -> Call:
     return functools.partial(
         train_in_job, experiment, run_dir, job_address(arguments), **pick(arguments, 'rewind_to', 'compile_cache')
     )
+
+
+def make_measuring_call(arguments: argparse.Namespace) -> Call:
+    from lm.errors import ConfigError
+
+    flag = '--forecast' if arguments.forecast else '--choose'
+    if arguments.choose is not None and arguments.choose < 1:
+        raise ConfigError(f'--choose {arguments.choose}: must be at least 1')
+    unread = 'init_from', 'rewind_to', 'compile_cache', 'coordinator_address', 'process_count', 'process_id'
+    refuse(arguments, unread, f'is of a --stage; {flag} trains nothing')
+    for file in arguments.gin_file:
+        raise ConfigError(f'--gin_file {file}: is of a --stage; {flag} reads both runs, and --set')
+    given = arguments.run_dir, arguments.teacher
+    if arguments.forecast:
+        from lm.inference.forecast import forecast_recall
+
+        refuse(arguments, ('rank_by',), 'is of --choose; leave it out')
+        return functools.partial(forecast_recall, *given, arguments.gin_param)
+    from lm.inference.layer_choice import choose_layers
+
+    ranking = {} if arguments.rank_by is None else {'ranking': arguments.rank_by}
+    return functools.partial(choose_layers, *given, arguments.choose, gin_params=arguments.gin_param, **ranking)
 
 
 def make_cache_call(arguments: argparse.Namespace) -> Call:

@@ -85,13 +85,16 @@ def plant_passages(tokens_BxL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return planted_BxL, told_BxL
 
 
-def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
-    """Measures the effect of the student's attention in each layer where it differs from the teacher's.
+def read_planted(run: LoadedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Reads windows of the evaluation split of a run.
 
-    Raises ConfigError if the evaluation split or the context is too short, UnnamedError if the student has no data.
-    Raises Diverged if a loss is not finite.
+    Returns:
+        the windows, the windows with repeated passages, and True for each token that the first copy tells, all
+        [B, L + 1].
+
+    Raises ConfigError if the split or the context is too short, UnnamedError if the run has no data.
     """
-    experiment, store = student.experiment, student.splits
+    experiment, store = run.experiment, run.splits
     length = experiment.train.context_length
     split = experiment.evaluate.split or experiment.data.eval_split
     if length < 4 * PASSAGE:
@@ -100,8 +103,16 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
     if not len(starts):
         raise ConfigError(f'evaluate.split = {split!r}: has fewer tokens than one window of {length}')
     tokens_BxL = store.read_many(split, starts, length + 1).astype(np.int32)
-    planted_BxL, told_BxL = plant_passages(tokens_BxL)
-    begin = student.data.text_begin(store)
+    return tokens_BxL, *plant_passages(tokens_BxL)
+
+
+def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
+    """Measures the effect of the student's attention in each layer where it differs from the teacher's.
+
+    Raises the errors of `read_planted`, and Diverged if a loss is not finite.
+    """
+    tokens_BxL, planted_BxL, told_BxL = read_planted(student)
+    begin = student.data.text_begin(student.splits)
 
     @jax.jit
     def score(ours, theirs, windows_BxL, swapped_N):
@@ -115,7 +126,7 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
             np.concatenate(
                 [
                     score(student.weights, teacher.weights, jnp.asarray(windows_BxL[i : i + ROWS]), swapped_N)
-                    for i in range(0, len(starts), ROWS)
+                    for i in range(0, len(windows_BxL), ROWS)
                 ]
             )
             for windows_BxL in (tokens_BxL, planted_BxL)
@@ -148,6 +159,14 @@ def rank_layers(effects: Sequence[LayerEffect], ranking: str = 'recall_per_loss'
     """Returns the layers from the one that recall needs most; `ranking` is one of RANKINGS."""
     number = RANKINGS[ranking]
     return sorted(effects, key=lambda effect: (-number(effect), effect.layer))
+
+
+def print_effects(effects: Sequence[LayerEffect], full: Sequence[int] = ()) -> None:
+    """Prints a line per layer; the layers `full` keep the attention of the teacher."""
+    print(f'{"layer":>5}  {"loss":>8}  {"recall":>8}  {"score":>8}')
+    for effect in effects:
+        kept = '  stays full' if effect.layer in full else ''
+        print(f'{effect.layer:>5}  {effect.loss:>+8.4f}  {effect.recall:>+8.4f}  {effect.score:>8.2f}{kept}')
 
 
 def write_pattern(student: LoadedRun, teacher: LoadedRun, full: Sequence[int]) -> str:
@@ -193,10 +212,7 @@ def choose_layers(
         raise ConfigError(f'--choose {count}: the student differs from the teacher in {len(effects)} layers only')
     ranked = rank_layers(effects, ranking)
     full = sorted(effect.layer for effect in ranked[:count])
-    print(f'{"layer":>5}  {"loss":>8}  {"recall":>8}  {"score":>8}')
-    for effect in ranked:
-        kept = '  stays full' if effect.layer in full else ''
-        print(f'{effect.layer:>5}  {effect.loss:>+8.4f}  {effect.recall:>+8.4f}  {effect.score:>8.2f}{kept}')
+    print_effects(ranked, full)
     path = student.directory.path / 'pattern.gin'
     with writing(path):
         path.write_text(write_pattern(student, teacher, full))

@@ -19,7 +19,7 @@ from lm.interop.formats import BEGIN, END, MODEL_TYPE
 from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import UnreadableTokenizerError
 from lm.interop.hyperparameters import Hyperparameters
-from lm.interop.tensors import check_safetensors, count_tensors, read_metadata, read_tensors
+from lm.interop.tensors import count_tensors, read_metadata, read_tensors
 
 GGUF = '.gguf'
 
@@ -47,7 +47,6 @@ class CheckpointFolder:
 
     def __init__(self, path: AnyPath):
         """Raises MismatchError if the folder holds an unfinished export, or a pipe or device among its files."""
-        check_safetensors()
         if not is_remote(path):
             refuse_special_files(pathlib.Path(path))
         if (path / UNFINISHED).exists():
@@ -135,7 +134,7 @@ class GgufCheckpoint:
         return f'{self.path}: all tensors become float32 ({kinds})'
 
     def read_tensors(self) -> Tensors:
-        """Returns name → float32 array, dequantized. Raises the errors of `reading_config`."""
+        """Returns name → float32 array, dequantized when it is asked for. Raises the errors of `reading_config`."""
         with reading_config(self.path):
             return self._file.read_tensors()
 

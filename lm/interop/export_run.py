@@ -65,9 +65,10 @@ def describe_memory(tensors: Mapping[str, Deferred], run: LoadedRun) -> str:
     Adapters are merged in memory.
     """
     arrays = flatten(run.weights)
-    if run.experiment.train.adapters:
-        return predict_memory(sum(x.nbytes for x in arrays.values()), 'the model with merged adapters')
     largest = max(tensors, key=lambda name: tensors[name].nbytes)
+    if run.experiment.train.adapters:
+        whole = sum(x.nbytes for x in arrays.values())
+        return predict_memory(tensors[largest].nbytes, f'its largest tensor, {largest},', whole)
     piece = max(arrays, key=lambda name: arrays[name].piece_bytes)
     if arrays[piece].piece_bytes > tensors[largest].nbytes:
         return predict_memory(arrays[piece].piece_bytes, f'{piece}, which the checkpoint holds in one piece,')

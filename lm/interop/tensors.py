@@ -1,23 +1,21 @@
 """Files of tensors: safetensors, in one file or several."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from lm.errors import MismatchError, MissingPackageError, writing
-from lm.files import AnyPath, is_remote, parse_json
+from lm.errors import MismatchError, writing
+from lm.files import AnyPath, parse_json
 from lm.interop.deferred import Deferred
-from lm.interop.remote_file import TYPES, RemoteFile
+from lm.interop.tensor_file import TYPES, TensorFile
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -36,16 +34,14 @@ DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(jnp.bfloat16)}
 """The types of the numbers that are written."""
 
 
-def predict_memory(size: int, what: str) -> str:
-    """Returns a line on the memory that an import or export needs, whose largest piece is `what` of `size` bytes."""
-    most = (TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
-    return f'takes at most {most:.1f} GB of memory: {what} has {size / 1e9:.2f} GB'
+def predict_memory(size: int, what: str, whole: int = 0) -> str:
+    """Returns a line on the memory that an import or export needs, whose largest piece is `what` of `size` bytes.
 
-
-def check_safetensors() -> None:
-    """Raises ConfigError if the package is not installed."""
-    if importlib.util.find_spec('safetensors') is None:
-        raise MissingPackageError('model.safetensors', 'safetensors', 'exchange')
+    `whole` are the bytes of a model that stands in memory beside it.
+    """
+    most = (whole + TENSORS_HELD * size + BESIDE_TENSORS) / 1e9
+    beside = f', beside the model of {whole / 1e9:.2f} GB with merged adapters' if whole else ''
+    return f'takes at most {most:.1f} GB of memory: {what} has {size / 1e9:.2f} GB{beside}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,39 +124,21 @@ def read_tensors(folder: AnyPath) -> dict[str, Any]:
     """
     tensors: dict[str, Any] = {}
     places = {}
-    for path in _files(folder):
-        with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                described = file.get_slice(name)
-                kind = described.get_dtype()
-                if kind not in TYPES:
-                    raise MismatchError(
-                        f"{path}: tensor '{name}' holds {kind}, and weights are {', '.join(TYPES)}; "
-                        'fetch a checkpoint that is not quantized'
-                    )
-                tensor = Deferred(described.get_shape(), functools.partial(_read_tensor, path, name))
-                known = tensors.setdefault(name, tensor)
-                if known is not tensor and not np.array_equal(np.asarray(known), np.asarray(tensor), equal_nan=True):
-                    raise MismatchError(
-                        f"tensor '{name}': differs between {places[name]} and {path}; keep the right file alone"
-                    )
-                places[name] = path
+    for file in _files(folder):
+        for name, shape in file.shapes.items():
+            tensor = Deferred(shape, functools.partial(file.read, name))
+            known = tensors.setdefault(name, tensor)
+            if known is not tensor and not np.array_equal(np.asarray(known), np.asarray(tensor), equal_nan=True):
+                raise MismatchError(
+                    f"tensor '{name}': differs between {places[name]} and {file.path}; keep the right file alone"
+                )
+            places[name] = file.path
     return drop_wrappers(tensors)
-
-
-def _read_tensor(path: AnyPath | RemoteFile, name: str) -> np.ndarray:
-    """Reads one tensor as float32. The file is closed again: what was read of it would stay in memory."""
-    with _open(path) as file:
-        return np.asarray(file.get_tensor(name).astype(jnp.float32))
 
 
 def count_tensors(folder: AnyPath) -> int:
     """Returns how many tensors the files of a folder hold. Raises MismatchError as `read_tensors`."""
-    count = 0
-    for path in _files(folder):
-        with _open(path) as file:
-            count += len(file.keys())
-    return count
+    return sum(len(file.shapes) for file in _files(folder))
 
 
 def drop_wrappers(tensors: dict[str, object]) -> dict[str, Any]:
@@ -171,33 +149,16 @@ def drop_wrappers(tensors: dict[str, object]) -> dict[str, Any]:
     return tensors
 
 
-@contextlib.contextmanager
-def _open(path: AnyPath | RemoteFile) -> Iterator[Any]:
-    """Opens one file of tensors. Raises MismatchError if it cannot be read."""
-    if isinstance(path, RemoteFile):
-        yield path
-        return
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework='flax') as file:  # NumPy has no bfloat16
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise MismatchError(f'{path} cannot be read ({" ".join(str(error).split())}); fetch it again') from None
-
-
 def read_metadata(folder: AnyPath) -> dict[str, str]:
     """Returns the texts in the header of the first file of tensors; {} where none can be read: `read_tensors` tells."""
     try:
-        with _open(_files(folder)[0]) as file:
-            return file.metadata() or {}
+        return _files(folder)[0].metadata
     except (MismatchError, IndexError):
         return {}
 
 
-def _files(folder: AnyPath) -> list[AnyPath] | list[RemoteFile]:
-    found = [folder / name for name in _list_names(folder)]
-    return [RemoteFile(path) for path in found] if is_remote(folder) else found
+def _files(folder: AnyPath) -> list[TensorFile]:
+    return [TensorFile(folder / name) for name in _list_names(folder)]
 
 
 def _list_names(folder: AnyPath) -> list[str]:

@@ -98,8 +98,7 @@ class FirstWeights:
         Raises MismatchError if a parameter is taken from nowhere: it would never learn.
         """
         abstract = place(self.functions.abstract, mesh, self.functions.declared)
-        drawn = jax.jit(lambda: self.functions.init(self.seed), out_shardings=get_shardings(abstract))()
-        found = self.take(drawn, abstract, teacher)
+        found = self.take(self._draw(abstract), abstract, teacher)
         assert found is not None, 'the plan has refused adapters without a run to start from'
         weights, line, left = found
         if left:
@@ -108,6 +107,14 @@ class FirstWeights:
                 'start from a run that has all arrays, such as one of lm distill --stage align'
             )
         return weights, line
+
+    def _draw(self, abstract: Weights) -> Weights:
+        """Draws the weights that the seed gives. Where a run gives all parameters by their names, only buffers are
+        drawn: the parameters would stand in memory a second time while that run is read."""
+        kinds = ('buffers',) if self.initial and self.source is None else tuple(abstract)
+        shardings = get_shardings({kind: abstract[kind] for kind in kinds})
+        draw = jax.jit(lambda: {kind: self.functions.init(self.seed)[kind] for kind in kinds}, out_shardings=shardings)
+        return abstract | draw()
 
     def _take_layers(
         self, drawn: Weights, abstract: Weights, teacher: Weights | None
@@ -176,5 +183,6 @@ class AdaptedWeights:
         adapters = self.saved.read(place(self.functions.abstract, mesh, self.functions.declared))
         teacher = self.first.read_teacher(mesh) if self.first.needs_teacher else None
         base, _ = self.first.make_base(mesh, teacher)
-        merge = jax.jit(self.functions.merge_params, out_shardings=get_shardings(abstract['params']))
+        shardings = get_shardings(abstract['params'])
+        merge = jax.jit(self.functions.merge_params, out_shardings=shardings, donate_argnums=1)  # there is one copy
         return {'params': merge(adapters['params'], base['params']), 'buffers': adapters['buffers']}

@@ -14,9 +14,9 @@ from lm.attention.softmax import Softmax
 from lm.cli import main
 from lm.errors import MismatchError
 from lm.files import open_path
-from lm.interop import remote_file
+from lm.interop import tensor_file
 from lm.interop.formats import FORMATS
-from lm.interop.remote_file import RemoteFile
+from lm.interop.tensor_file import TensorFile
 from lm.interop.tensors import WeightFiles, read_tensors
 
 pytest.importorskip('s3fs', reason='needs the extra [servers]')
@@ -45,7 +45,7 @@ def write_header(header) -> bytes:
 
 def test_an_export_in_a_bucket_is_imported(bucket, tmp_path, monkeypatch, capsys):
     """In several files, part by part; a run that it makes has the weights of the export."""
-    monkeypatch.setattr(remote_file, 'PART_BYTES', 1000)
+    monkeypatch.setattr(tensor_file, 'PART_BYTES', 1000)
     config = shapes.experiment(Softmax())
     weights = shapes.random_weights(config)
     (tmp_path / 'out').mkdir()
@@ -67,14 +67,14 @@ def test_what_is_missing_or_damaged_in_a_bucket_is_named(bucket, tmp_path, capsy
     assert 'copy it from there' in capsys.readouterr().err
     folder = bucket / 'damaged'
     (folder / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "a.safetensors"}}')
-    with pytest.raises(MismatchError, match=r'damaged/a\.safetensors: there is none; copy it there'):
+    with pytest.raises(MismatchError, match=r'damaged/a\.safetensors: there is none; fetch it'):
         read_tensors(folder)
     whole = save({'x': np.arange(6, dtype=np.float32).reshape(2, 3), 'y': np.ones(3, np.float16)}, {'step': '7'})
     (folder / 'a.safetensors').write_bytes(whole)
     tensors = read_tensors(folder)
     assert np.asarray(tensors['x']).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert np.asarray(tensors['y']).dtype == np.float32
-    assert RemoteFile(folder / 'a.safetensors').metadata() == {'step': '7'}
+    assert TensorFile(folder / 'a.safetensors').metadata == {'step': '7'}
     for damaged, name in (
         (whole[:4], 'header'),
         ((2**60).to_bytes(8, 'little') + whole[8:], 'a header of'),
@@ -84,9 +84,7 @@ def test_what_is_missing_or_damaged_in_a_bucket_is_named(bucket, tmp_path, capsy
         (write_header({'x': {'dtype': 'F32', 'shape': [2**42], 'data_offsets': [0, 2**44]}}), 'fewer bytes'),
     ):
         (folder / 'a.safetensors').write_bytes(damaged)
-        with pytest.raises(
-            MismatchError, match=rf'a\.safetensors cannot be read \(it has .*{name}.*; copy it there again'
-        ):
+        with pytest.raises(MismatchError, match=rf'a\.safetensors cannot be read \(it has .*{name}.*; fetch it again'):
             list(map(np.asarray, read_tensors(folder).values()))
     (folder / 'a.safetensors').write_bytes(save({'x': np.ones(3, np.int8)}))
     with pytest.raises(MismatchError, match="tensor 'x' holds I8, and weights are F32, BF16, F16, F64"):

@@ -10,13 +10,14 @@ import tiny
 
 import lm
 from lm.errors import ConfigError
+from lm.inference.needles import find_needles, make_samples
 
 SCRIPT = runpy.run_path(str(tiny.ROOT / 'configs/papers/study/distill/needles.py'))
 
 
 def test_needles_lie_at_all_depths_and_the_text_ends_with_the_number(reference_run):
     tokenizer = lm.load(str(reference_run[0])).tokenizer
-    samples = SCRIPT['make_samples'](tokenizer, 900, 3)
+    samples = make_samples(tokenizer, 900, 3)
     texts = [tokenizer.decode(sample.tokens.tolist()) for sample in samples]
     depths = [text.index('One of the special') / len(text) for text in texts]
     assert depths[0] < 0.4 < depths[1] < depths[2]
@@ -25,8 +26,8 @@ def test_needles_lie_at_all_depths_and_the_text_ends_with_the_number(reference_r
         assert text.count(number) == 2
         assert tokenizer.decode(sample.tokens[-sample.answer :].tolist()).strip() == number
         assert 700 < len(sample.tokens) <= 900
-    with pytest.raises(ConfigError, match='--lengths 100: too short'):
-        SCRIPT['make_samples'](tokenizer, 100, 1)
+    with pytest.raises(ConfigError, match='100 tokens are too few for a needle'):
+        make_samples(tokenizer, 100, 1)
 
 
 def test_a_sample_is_right_if_the_whole_number_is(reference_run, monkeypatch):
@@ -39,7 +40,7 @@ def test_a_sample_is_right_if_the_whole_number_is(reference_run, monkeypatch):
         return [types.SimpleNamespace(correct=right, nats=np.full(len(right), 0.5))]
 
     monkeypatch.setattr('lm.evaluation.scoring.Scorer.score_rows', score_rows)
-    assert SCRIPT['measure'](run, 900, 3) == (pytest.approx(2 / 3), 0.5)
+    assert find_needles(run, 900, 3) == (pytest.approx(2 / 3), 0.5)
 
 
 def test_the_command_prints_a_row_per_run(reference_run, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import tiny
 
 import lm
 from lm.checkpoint.snapshot import flatten
+from lm.training.first_weights import FirstWeights
 
 BINDINGS = {
     'train.adapters': '@lora()',
@@ -195,3 +196,25 @@ def test_aligning_with_adapters_is_refused(reference_run, tmp_path):
     done = tiny.lm(*command, *tiny.params({'train.adapters': '@lora()', 'model.attention': '@hedgehog()'}))
     assert done.returncode == 2
     assert 'take adapters for the stage distill' in done.stderr
+
+
+def test_adapters_are_merged_into_the_only_copy_of_the_base(adapted_run, monkeypatch):
+    """The base gives its memory away, and no parameters are drawn beside it."""
+    bases, drawn = [], []
+    make_base, take = FirstWeights.make_base, FirstWeights.take
+
+    def keep(first, mesh, teacher):
+        bases.append(make_base(first, mesh, teacher))
+        return bases[-1]
+
+    def look(first, given, abstract, teacher):
+        drawn.extend(jax.tree.leaves(given['params']))
+        return take(first, given, abstract, teacher)
+
+    monkeypatch.setattr(FirstWeights, 'make_base', keep)
+    monkeypatch.setattr(FirstWeights, 'take', look)
+    run = lm.load(str(adapted_run[0]))
+    ((base, _),) = bases
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(base['params']))
+    assert not any(isinstance(leaf, jax.Array) for leaf in drawn)
+    assert np.isfinite(run.score('x').nats).all()

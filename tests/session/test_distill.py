@@ -152,6 +152,15 @@ def test_the_layers_that_recall_needs_most_stay_full(stages, reference_run, tmp_
         refused = tiny.lm(*choice, '1', *flag)
         assert refused.returncode == 2
         assert f'{" ".join(flag)}: is of a --stage' in refused.stderr
+    told = tiny.lm(*choice[:-1], '--forecast')
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith('no needles: 64 tokens are too few for a needle')
+    assert sorted(line.split()[0] for line in told.stdout.splitlines()[2:4]) == ['0', '1']
+    assert 'no forecast: the teacher itself recalls less than 0.1' in told.stdout
+    for more, why in ((['--choose', '1'], 'give one of them'), (['--rank_by', 'recall'], 'is of --choose')):
+        refused = tiny.lm(*choice[:-1], '--forecast', *more)
+        assert refused.returncode == 2
+        assert why in refused.stderr
     moved = tiny.lm(*choice, '1', *tiny.params({'evaluate.split': 'no_such_split'}))
     assert 'no_such_split' in moved.stderr
     refused = tiny.lm(*choice, '3')

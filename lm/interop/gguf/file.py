@@ -3,11 +3,14 @@
 import collections
 import functools
 import pathlib
+from typing import Any
 
 import numpy as np
 
 from lm.errors import ConfigError, MismatchError, MissingPackageError
+from lm.interop.deferred import Deferred
 from lm.interop.families import check_layers
+from lm.interop.families.base import Tensors
 from lm.interop.gguf.architectures import ARCHITECTURES, describe
 from lm.interop.gguf.tokenizer import find_begin, write_tokenizer
 from lm.interop.hyperparameters import Hyperparameters
@@ -87,26 +90,31 @@ class GgufFile:
         """The token that stands before every text, if there is one."""
         return find_begin(self._metadata('tokenizer.ggml.'))
 
-    def read_tensors(self) -> dict[str, np.ndarray]:
-        """Returns name in Hugging Face's form → float32 array.
+    def read_tensors(self) -> Tensors:
+        """Returns name in Hugging Face's form → float32 array, which is read when it is asked for (`Deferred`).
 
-        Raises ConfigError for a type of numbers that the package cannot read.
+        Then a type of numbers that the package cannot read raises ConfigError.
         """
-        from gguf.quants import dequantize
-
         architecture, found = ARCHITECTURES[self._metadata('general.').text('architecture')], {}
         for tensor in self._reader.tensors:
-            if tensor.name in (FACTORS, *UNUSED):
-                continue
-            try:
-                array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-            except NotImplementedError:
-                kind = tensor.tensor_type.name
-                raise ConfigError(
-                    f'{self.path}: {tensor.name} has the type {kind}, which gguf cannot read; fetch another file'
-                ) from None
-            found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
+            if tensor.name not in (FACTORS, *UNUSED):
+                array: Any = Deferred(tensor.shape[::-1].tolist(), functools.partial(self._dequantize, tensor))
+                found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
         return found
+
+    def _dequantize(self, tensor: Any) -> np.ndarray:
+        """Reads one tensor. The package maps the whole file: what was read of the map would stay in memory."""
+        from gguf.quants import dequantize
+
+        stored = tensor.data
+        try:
+            numbers = np.fromfile(self.path, stored.dtype, stored.size, offset=tensor.data_offset)
+            return dequantize(numbers.reshape(stored.shape), tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise ConfigError(
+                f'{self.path}: {tensor.name} has the type {kind}, which gguf cannot read; fetch another file'
+            ) from None
 
     def _read(self, key: str) -> object:
         field = self._reader.fields[key]

@@ -1,14 +1,14 @@
-"""A file of safetensors in a bucket, whose tensors are read by requests of their own.
+"""A file of safetensors, on a disk or in a bucket, whose tensors are read one at a time.
 
-The library reads files of this machine alone. https://huggingface.co/docs/safetensors describes the format: the size of
-the header in 8 bytes, the header as JSON, and the numbers.
+The library reads files of this machine alone, and through JAX where they hold bfloat16.
+https://huggingface.co/docs/safetensors describes the format: the size of the header in 8 bytes, the header as JSON, and
+the numbers.
 """
 
 import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,49 +30,43 @@ PART_BYTES = 2**26
 """So much is asked for at a time: a request must end in time (`lm.buckets`)."""
 
 
-class RemoteTensor(NamedTuple):
-    """The type of a tensor, its shape, and its place in the file behind the header, in bytes."""
+class TensorFile:
+    """The file at the address `path`.
 
-    kind: str
-    shape: list[int]
-    place: tuple[int, int]
-
-    def get_dtype(self) -> str:
-        return self.kind
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-
-class RemoteFile:
-    """The file at the address `path`, with the functions of the library's opened files.
-
-    All raise MismatchError for a missing or damaged file, and LmError where the storage fails.
+    All functions raise MismatchError for a missing or damaged file, and LmError where the storage fails.
     """
 
     def __init__(self, path: AnyPath):
         self.path = path
 
-    def __str__(self) -> str:
-        return str(self.path)
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Name → shape of each tensor. Raises MismatchError also for numbers that are no weights."""
+        for name, entry in self._entries.items():
+            if entry['dtype'] not in TYPES:
+                raise MismatchError(
+                    f"{self.path}: tensor '{name}' holds {entry['dtype']}, and weights are {', '.join(TYPES)}; "
+                    'fetch a checkpoint that is not quantized'
+                )
+        return {name: entry['shape'] for name, entry in self._entries.items()}
 
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
+    @property
     def metadata(self) -> dict[str, str]:
         return self._header[1]
 
-    def get_slice(self, name: str) -> RemoteTensor:
-        return self._tensors[name]
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor as float32."""
+        entry, (begin, _, _) = self._entries[name], self._header
+        numbers = self._read(*(begin + end for end in entry['data_offsets'])).view(TYPES[entry['dtype']])
+        return numbers.reshape(entry['shape']).astype(np.float32, copy=False)
 
-    def get_tensor(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
-        numbers = self._read(*(self._header[0] + end for end in tensor.place))
-        return numbers.view(TYPES[tensor.kind]).reshape(tensor.shape)
+    @property
+    def _entries(self) -> dict[str, JsonObject]:
+        return self._header[2]
 
     @functools.cached_property
-    def _header(self) -> tuple[int, dict[str, str], dict[str, RemoteTensor]]:
-        """Where the numbers begin, the metadata, and the tensors."""
+    def _header(self) -> tuple[int, dict[str, str], dict[str, JsonObject]]:
+        """Where the numbers begin, the metadata, and the entries of the tensors."""
         size = int.from_bytes(self._read(0, 8).tobytes(), 'little')
         if size > MOST_HEADER:
             raise self._refuse(f'a header of {size:,} bytes')
@@ -80,20 +74,17 @@ class RemoteFile:
         try:
             entries = dict(parse_json(self._read(8, begin).tobytes()))
             metadata = entries.pop('__metadata__', {})
-            tensors = {name: read_entry(entry) for name, entry in entries.items()}
+            for entry in entries.values():
+                check_entry(entry)
             found = {name: str(text) for name, text in metadata.items()}
         except (ValueError, TypeError, KeyError, AttributeError):
             raise self._refuse('no header') from None
-        return begin, found, tensors
+        return begin, found, entries
 
     @functools.cached_property
     def _bytes(self) -> int:
         with self._reaching():
             return file_size(self.path)
-
-    @property
-    def _tensors(self) -> dict[str, RemoteTensor]:
-        return self._header[2]
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         """Returns the bytes of a part of the file."""
@@ -115,7 +106,7 @@ class RemoteFile:
             with reaching(self.path):
                 yield
         except GONE:
-            raise MismatchError(f'{self.path}: there is none; copy it there, or name another folder') from None
+            raise MismatchError(f'{self.path}: there is none; fetch it, or name another folder') from None
         except OSError as error:
             if isinstance(error.__cause__, NoAnswerError):  # it says everything
                 raise error.__cause__ from None
@@ -123,15 +114,16 @@ class RemoteFile:
             raise LmError(f'{self.path} could not be read ({said}); run the same command again') from error
 
     def _refuse(self, what: str) -> MismatchError:
-        return MismatchError(f'{self.path} cannot be read (it has {what}); copy it there again')
+        return MismatchError(f'{self.path} cannot be read (it has {what}); fetch it again')
 
 
-def read_entry(entry: JsonObject) -> RemoteTensor:
-    """Reads the entry of a tensor in a header. Raises ValueError, TypeError or KeyError if it contradicts itself.
+def check_entry(entry: JsonObject) -> None:
+    """Raises ValueError, TypeError or KeyError if the entry of a tensor in a header contradicts itself.
 
     Types that no weights have are left to the reader of the tensors, which names them.
     """
-    kind, shape, (begin, end) = entry['dtype'], [int(n) for n in entry['shape']], entry['data_offsets']
-    if min(begin, *shape, 0) < 0 or (kind in TYPES and end - begin != math.prod(shape) * TYPES[kind].itemsize):
+    kind, shape, (begin, end) = entry['dtype'], entry['shape'], entry['data_offsets']
+    if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape)) or not isinstance(kind, str):
+        raise ValueError('its size is no size')
+    if kind in TYPES and end - begin != math.prod(shape) * TYPES[kind].itemsize:
         raise ValueError('its size is not the one of its shape')
-    return RemoteTensor(str(kind), shape, (begin, end))
