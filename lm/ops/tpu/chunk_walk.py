@@ -2,13 +2,13 @@
 
 N key heads of all sequences, G queries of each, D value size, E channels of a pack of heads. The grid walks over groups
 of heads and, for each, over chunks in order, with the states [D, E] in VMEM. The walk back starts at the last chunk. It
-computes each chunk again from the state before it, which the first walk saved.
+computes each chunk again from the state before it, which the first walk saved. A plan may save inverses too.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.residuals import save_residual
-from lm.ops.tpu.chunks import ChunkPlan, WalkedTokens
+from lm.ops.tpu.chunks import CHUNK, ChunkPlan, WalkedTokens
 from lm.ops.tpu.order import Turns, side_by_side
 
 Held = TypeVar('Held')
@@ -31,11 +31,13 @@ class WalkOutputs(NamedTuple, Generic[Held]):
         o_MxDxL: outputs of N G heads.
         after_NxDxE: the states after the last token, float32.
         states_NxTxDxE: the states before each of T chunks, in the type of v; None where they are not saved.
+        inverses_NxTxCxC: the inverse of each chunk's system, in the type of v; None where it is not saved.
     """
 
     o_MxDxL: Held
     after_NxDxE: Held
     states_NxTxDxE: Held | None
+    inverses_NxTxCxC: Held | None
 
 
 class ChunkReferences(NamedTuple):
@@ -44,6 +46,7 @@ class ChunkReferences(NamedTuple):
     Attributes:
         tokens: the inputs of a chunk.
         states: the states before the chunk.
+        inverses: the inverses of the chunk's system; None where the forward kernel saved none.
         do: the gradient of the chunk's outputs.
         gradients: the gradients of the chunk's inputs, to be written.
         dstate: the gradient of the states after the chunk; it becomes the gradient of the states before the chunk.
@@ -51,6 +54,7 @@ class ChunkReferences(NamedTuple):
 
     tokens: WalkedTokens
     states: jax.Ref
+    inverses: jax.Ref | None
     do: jax.Ref
     gradients: WalkedTokens
     dstate: jax.Ref
@@ -100,13 +104,13 @@ def run_walk(
 @custom_vjp(0, 1)
 def _walk(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkedTokens, before_NxDxE: jax.Array):
     """Returns outputs, and the states after the last token [N, D, E]."""
-    o_MxDxL, after_NxDxE, _ = _run_forward(walk, plan, False, tokens, before_NxDxE)
-    return o_MxDxL, after_NxDxE
+    results = _run_forward(walk, plan, False, tokens, before_NxDxE)
+    return results.o_MxDxL, results.after_NxDxE
 
 
 def _walk_forward(walk: ChunkWalk, plan: ChunkPlan, tokens: WalkedTokens, before_NxDxE: jax.Array):
-    o, after, states = _run_forward(walk, plan, True, tokens, before_NxDxE)
-    return (save_residual(o), after), (tokens, save_residual(cast(jax.Array, states)))
+    o, after, *saved = _run_forward(walk, plan, True, tokens, before_NxDxE)
+    return (save_residual(o), after), (tokens, *jax.tree.map(save_residual, saved))
 
 
 def _walk_backward(walk: ChunkWalk, plan: ChunkPlan, residuals, cotangents):
@@ -123,6 +127,7 @@ def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: WalkedTok
         jax.ShapeDtypeStruct((tokens.q_MxExL.shape[0], size, length), v.dtype),
         jax.ShapeDtypeStruct(before_NxDxE.shape, jnp.float32),
         jax.ShapeDtypeStruct((len(before_NxDxE), plan.steps, *before_NxDxE.shape[1:]), v.dtype) if save else None,
+        jax.ShapeDtypeStruct((n, plan.steps, CHUNK, CHUNK), v.dtype) if save and plan.keeps_inverses else None,
     )
     return pl.pallas_call(
         functools.partial(_forward_kernel, walk, plan),
@@ -134,6 +139,7 @@ def _run_forward(walk: ChunkWalk, plan: ChunkPlan, save: bool, tokens: WalkedTok
                 plan.specify_queries(results.o_MxDxL),
                 plan.specify_whole(before_NxDxE),
                 plan.specify_states(results.states_NxTxDxE) if save else None,
+                jax.tree.map(plan.specify_inverses, results.inverses_NxTxCxC),
             ),
         ),
         out_shape=(results,),
@@ -167,23 +173,25 @@ def _run_backward(
     plan: ChunkPlan,
     tokens: WalkedTokens,
     states_NxTxDxE: jax.Array,
+    inverses_NxTxCxC: jax.Array | None,
     do_MxDxL: jax.Array,
     dafter_NxDxE: jax.Array,
 ) -> tuple[WalkedTokens, jax.Array]:
     """Returns the gradients of the tokens' arrays and of the states before the first token."""
-    inputs = (tokens, states_NxTxDxE, do_MxDxL, dafter_NxDxE)
+    inputs = (tokens, states_NxTxDxE, inverses_NxTxCxC, do_MxDxL, dafter_NxDxE)
     results = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (tokens, dafter_NxDxE))
     specs, whole = plan.specify_tokens(tokens, backwards=True), plan.specify_whole(dafter_NxDxE)
     states, do = (
         plan.specify_states(states_NxTxDxE, backwards=True),
         plan.specify_queries(do_MxDxL, backwards=True),
     )
+    inverses = jax.tree.map(functools.partial(plan.specify_inverses, backwards=True), inverses_NxTxCxC)
     heads = tokens.k_NxExL.shape[0]
     return pl.pallas_call(
         functools.partial(_backward_kernel, walk, plan),
         name=f'{walk.name}_backward',
         grid=(heads // plan.heads, plan.steps),
-        in_specs=[specs, states, do, whole],
+        in_specs=[specs, states, inverses, do, whole],
         out_specs=((specs, whole),),
         out_shape=(results,),
         scratch_shapes=[pltpu.VMEM((plan.heads // plan.pack, *dafter_NxDxE.shape[1:]), jnp.float32)],
@@ -197,6 +205,7 @@ def _backward_kernel(
     plan: ChunkPlan,
     tokens: WalkedTokens,
     states: jax.Ref,
+    inverses: jax.Ref | None,
     do: jax.Ref,
     dafter: jax.Ref,
     results: tuple[WalkedTokens, jax.Ref],
@@ -208,7 +217,7 @@ def _backward_kernel(
     def _():
         dstate[...] = dafter[...]
 
-    side_by_side(walk.differentiate(plan, ChunkReferences(tokens, states, do, dtokens, dstate)))
+    side_by_side(walk.differentiate(plan, ChunkReferences(tokens, states, inverses, do, dtokens, dstate)))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

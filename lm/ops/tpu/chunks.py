@@ -71,6 +71,11 @@ class ChunkPlan:
     pack: int = 1
 
     @property
+    def keeps_inverses(self) -> bool:
+        """Whether the forward kernel saves the inverse [C, C] of the system of each chunk and head."""
+        return False
+
+    @property
     def packs(self) -> list[range]:
         """The heads of each pack of a grid step."""
         return [range(at, at + self.pack) for at in range(0, self.heads, self.pack)]
@@ -101,8 +106,11 @@ class ChunkPlan:
 
     def specify_states(self, array, backwards: bool = False) -> pl.BlockSpec:
         """Returns the spec of the state before a chunk, of [N, L / C, D, E] for packs of one head."""
-        block = self.heads // self.pack, 1, *array.shape[2:]
-        return pl.BlockSpec(block, lambda i, j: (i, self._step(j, backwards), 0, 0))
+        return self._specify_chunks(self.heads // self.pack, array, backwards)
+
+    def specify_inverses(self, array, backwards: bool = False) -> pl.BlockSpec:
+        """Returns the spec of the inverses of a chunk, of [N, L / C, C, C]."""
+        return self._specify_chunks(self.heads, array, backwards)
 
     def specify_whole(self, array) -> pl.BlockSpec:
         """Returns the spec of [N, D, E] for packs of one head, the same for all chunks."""
@@ -131,6 +139,9 @@ class ChunkPlan:
 
     def _specify(self, heads: int, array, backwards: bool) -> pl.BlockSpec:
         return pl.BlockSpec((heads, array.shape[1], CHUNK), lambda i, j: (i, 0, self._step(j, backwards)))
+
+    def _specify_chunks(self, heads: int, array, backwards: bool) -> pl.BlockSpec:
+        return pl.BlockSpec((heads, 1, *array.shape[2:]), lambda i, j: (i, self._step(j, backwards), 0, 0))
 
     def _step(self, j, backwards: bool):
         return self.steps - 1 - j if backwards else j

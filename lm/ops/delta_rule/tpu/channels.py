@@ -27,24 +27,11 @@ from lm.ops.tpu.chunk_walk import ChunkReferences, WalkOutputs
 from lm.ops.tpu.chunks import WalkedTokens
 from lm.ops.tpu.order import Turns, together
 
+LEAST_BETA = 2.0**-60
+"""A token with this β adds less than float32 numbers of size 1 can show, and its W is far above the least float32."""
+
 Ref = Any
 """A reference to an array in VMEM, inside a kernel."""
-
-
-class SolvedHead(NamedTuple):
-    """The numbers that the tokens of a chunk of one head add to the state.
-
-    Attributes:
-        products: the sums of M before β, [C, C].
-        difference: V - S k_since, [D, C] float32.
-        inverse: (I + M)⁻¹ as an operand, [C, C].
-        new: W, [D, C] float32.
-    """
-
-    products: jax.Array
-    difference: jax.Array
-    inverse: jax.Array
-    new: jax.Array
 
 
 class ChannelChunk(ChannelPairs):
@@ -65,14 +52,17 @@ class ChannelChunk(ChannelPairs):
         """Returns the product of head p's state with its vectors, an operand; [D, C]."""
         return dot(self._states[p], x_CxE, (1, 1))
 
-    def solve(self, p: int, v_DxC: jax.Array, beta_1xC: jax.Array, products_CxC: jax.Array) -> Turns:
-        """Returns the `SolvedHead` of head p."""
-        difference = v_DxC.astype(jnp.float32) - self.read(p, self.k_since)
-        solved = yield from inverse(products_CxC * beta_1xC, split=self.dtype != jnp.float32)
+    def give(self, p: int, v_DxC: jax.Array, beta_1xC: jax.Array) -> jax.Array:
+        """Returns β (V - S k_since) of head p, an operand [D, C]."""
+        return (beta_1xC * (v_DxC.astype(jnp.float32) - self.read(p, self.k_since))).astype(self.dtype)
+
+    def solve(self, given_DxC: jax.Array, m_CxC: jax.Array) -> Turns:
+        """Returns (I + M)⁻¹ as an operand, [C, C], and W, [D, C] float32, of a head with what `give` returns."""
+        solved = yield from inverse(m_CxC, split=self.dtype != jnp.float32)
         operand = solved.astype(self.dtype)
-        new = dot((beta_1xC * difference).astype(self.dtype), operand, (1, 0))
+        new = dot(given_DxC, operand, (1, 0))
         yield
-        return SolvedHead(products_CxC, difference, operand, new)
+        return operand, new
 
 
 class PackedQueries(NamedTuple):
@@ -98,10 +88,16 @@ def _pack_queries(plan: DeltaPlan, chunk: ChannelChunk, q: Ref, heads: range) ->
     return packed
 
 
+def _read_betas(tokens: WalkedTokens, heads: range) -> list[jax.Array]:
+    """Returns β of each head of a pack, nowhere 0: W ÷ β, which its gradient reads, is then a number."""
+    betas = [cast(jax.Array, tokens.beta_Nx1xL)[n] for n in heads]
+    return [jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta) for beta in betas]
+
+
 def compute_heads(plan: DeltaPlan, tokens: WalkedTokens, state: Ref, results: WalkOutputs, heads: range) -> Turns:
     """Computes outputs of a pack of key heads, and states after the chunk; arguments as in the forward kernel."""
     q, k, v, _, logs, _ = tokens
-    beta = cast(jax.Array, tokens.beta_Nx1xL)
+    betas = _read_betas(tokens, heads)
     at = heads.start // plan.pack
     keys = [Vectors(k[n], plan.key_length).x for n in heads]
     chunk = ChannelChunk(keys, [logs[n] for n in heads], state[at])
@@ -110,9 +106,13 @@ def compute_heads(plan: DeltaPlan, tokens: WalkedTokens, state: Ref, results: Wa
     queries = _pack_queries(plan, chunk, q, heads)
     faded = [chunk.fade(each.side.x, chunk.since) for each in queries]
     reads = [[chunk.read(p, x) for p in range(plan.pack)] for x in faded]
+    given = [chunk.give(p, v[n], betas[p]) for p, n in enumerate(heads)]
     products, *weights = yield from chunk.weigh([chunk.keys, *(each.side for each in queries)])
-    solved = yield from together(chunk.solve(p, v[n], beta[n], products[p]) for p, n in enumerate(heads))
-    news = [each.new.astype(chunk.dtype) for each in solved]
+    solved = yield from together(map(chunk.solve, given, [x * beta for x, beta in zip(products, betas, strict=True)]))
+    if results.inverses_NxTxCxC is not None:
+        for n, (solution, _) in zip(heads, solved, strict=True):
+            results.inverses_NxTxCxC[n, 0] = solution
+    news = [new.astype(chunk.dtype) for _, new in solved]
     for group, of_heads, read in zip(queries, weights, reads, strict=True):
         for p, m in enumerate(group.numbers):
             inside = dot(news[p], of_heads[p].astype(chunk.dtype), (1, 0))
@@ -123,39 +123,41 @@ def compute_heads(plan: DeltaPlan, tokens: WalkedTokens, state: Ref, results: Wa
 def differentiate_heads(plan: DeltaPlan, refs: ChunkReferences, heads: range) -> Turns:
     """Computes the gradients of a pack of key heads and their queries; arguments as in the backward kernel."""
     q, k, v, _, logs, _ = refs.tokens
-    beta = cast(jax.Array, refs.tokens.beta_Nx1xL)
+    betas, inverses = _read_betas(refs.tokens, heads), cast(jax.Ref, refs.inverses)
     dq, dk, dv, dbeta, dlogs, _ = refs.gradients
     do, at = refs.do, heads.start // plan.pack
     keys = [Vectors(k[n], plan.key_length) for n in heads]
     chunk = ChannelChunk([each.x for each in keys], [logs[n] for n in heads], refs.states[at, 0])
     dtype, dstate = chunk.dtype, refs.dstate[at]
     queries = _pack_queries(plan, chunk, q, heads)
-    sides = [chunk.keys, *(each.side for each in queries)]
+    sides = [each.side for each in queries]
     dstate_operand = dstate.astype(dtype)
     folded = [dot(chunk.pick(dstate_operand, p), chunk.k_until, (1, 1)) for p in range(plan.pack)]
-    products, *weights = yield from chunk.weigh(sides)
-    solved = yield from together(chunk.solve(p, v[n], beta[n], products[p]) for p, n in enumerate(heads))
+    given = [chunk.give(p, v[n], betas[p]) for p, n in enumerate(heads)]
+    weights = yield from chunk.weigh(sides)
+    solved = [dot(x, inverses[n, 0], (1, 0)) for x, n in zip(given, heads, strict=True)]
     # First dW, then dR, dM and dP.
-    news, dgivens = [each.new.astype(dtype) for each in solved], []
+    news, dgivens = [new.astype(dtype) for new in solved], []
     for p in range(plan.pack):
         dnew = folded[p]
         for group, of_heads in zip(queries, weights, strict=True):
             dnew += dot(do[group.numbers[p]], of_heads[p].astype(dtype), (1, 1))
         folded[p] = dnew
     yield
-    for each, dnew in zip(solved, folded, strict=True):
-        dgivens.append(dot(dnew.astype(dtype), each.inverse, (1, 1)))
+    for n, dnew in zip(heads, folded, strict=True):
+        dgivens.append(dot(dnew.astype(dtype), inverses[n, 0], (1, 1)))
     yield
     dweights = [[dot(news[p], do[m], (0, 0)) for p, m in enumerate(group.numbers)] for group in queries]
     # Through R: the gradients of v and β, and of S and k through the difference.
     dreads, dproducts = [], []
-    for p, (n, each, dgiven) in enumerate(zip(heads, solved, dgivens, strict=True)):
+    for p, (n, new, dgiven) in enumerate(zip(heads, solved, dgivens, strict=True)):
         dsystem = -dot(news[p], dgiven.astype(dtype), (0, 0))
-        ddifference = beta[n] * dgiven
+        ddifference = betas[p] * dgiven
         dv[n] = ddifference.astype(dtype)
         dreads.append((-ddifference).astype(dtype))
-        cast(jax.Ref, dbeta)[n] = sum_rows(dgiven * each.difference) + sum_rows(dsystem * each.products)
-        dproducts.append(dsystem * beta[n])
+        # Of dR · R and dM · M both: ⟨dR, R - W M⟩ / β, and R - W M = W.
+        cast(jax.Ref, dbeta)[n] = sum_rows(dgiven * new) / betas[p]
+        dproducts.append(dsystem * betas[p])
     yield
     dk_since = chunk.merge(dot(dread, chunk.state, (0, 0)) for dread in dreads)
     dk_until = chunk.merge(dot(new, dstate_operand, (0, 0)) for new in news)
@@ -172,7 +174,7 @@ def differentiate_heads(plan: DeltaPlan, refs: ChunkReferences, heads: range) ->
     duntil = dk_until * chunk.k_until.astype(jnp.float32)
     refs.dstate[at] = dstates
     dsums = SumGradients(dsince, duntil, fold_rows(kept))
-    dkeys, dsides, dlog = yield from chunk.differentiate(sides, [dproducts, *dweights], dsums)
+    dkeys, dsides, dlog = yield from chunk.differentiate([chunk.keys, *sides], [dproducts, *dweights], dsums)
     dkeys = unpack(dkeys + dk_since * chunk.since + dk_until * chunk.until, plan.pack)
     for group, dside, read in zip(queries, dsides, reads, strict=True):
         dqueries = unpack(dside + read, plan.pack)

@@ -27,6 +27,12 @@ class DeltaPlan(ChunkPlan):
     def key_length(self) -> float | None:
         return self.query_length and 1.0
 
+    @property
+    def keeps_inverses(self) -> bool:
+        # With factors of channels a saved inverse spares the backward kernel the products of keys too. With one factor
+        # per head it does not, and on v5e the layer scan takes as long to copy it as the kernel to compute it again.
+        return self.channels
+
 
 def make_plan(call: DeltaCall) -> DeltaPlan:
     """Plans the kernels of a call."""
