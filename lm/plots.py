@@ -57,6 +57,7 @@ STYLE: dict[Any, Any] = {
     'legend.fontsize': 7.5,
     'lines.linewidth': 1.2,
     'lines.markersize': 4.5,
+    'figure.dpi': 300,
     'savefig.dpi': 300,
     'pdf.fonttype': 42,
 }
@@ -181,7 +182,7 @@ def draw_lines(
         else:
             second.yaxis.set_major_formatter(lambda value, _: shorten(value))
     if direct:
-        figure.draw_without_rendering()
+        _lay_out(figure)
         _label_ends(axes, curves)
     else:
         _draw_legend(figure, curves, markers)
@@ -363,15 +364,22 @@ def _make_figure(legend_rows: int, height: float = 2.15) -> tuple['Figure', 'Axe
     return figure, figure.add_subplot()
 
 
+def _lay_out(figure: 'Figure') -> None:
+    """Finds the places of all parts, which takes as long as drawing them."""
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
+
+
 def _save(figure: 'Figure', path: os.PathLike | str) -> None:
     """Writes each file beside its place first: a reader, or an interruption, finds the old picture or the new one."""
+    _lay_out(figure)
+    figure.set_layout_engine(None)  # while a figure has one, matplotlib draws it twice per file
     for suffix in ('png', 'pdf'):
         target = Path(f'{path}.{suffix}')
         temporary = target.with_name(f'.{target.stem}.tmp.{suffix}')
         try:
             figure.savefig(temporary, metadata={'CreationDate': None} if suffix == 'pdf' else None)
             os.replace(temporary, target)
-            figure.set_layout_engine('none')  # the places are found, and finding them takes as long as drawing
         finally:
             temporary.unlink(missing_ok=True)
 

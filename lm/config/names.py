@@ -133,11 +133,13 @@ def _title(key: str) -> str:
 
 def _read_meant(text: str, name: str, parameter: str) -> dict[str, str]:
     """Returns field → gin text of `find_meant`."""
+    if name not in REGISTRY or not any(f.name == parameter and f.metadata.get('earlier') for f in _fields(name)):
+        return {parameter: text}  # a report parses it where it asks for it
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return {parameter: text}  # holds references
-    meant = find_meant(name, parameter, value) if name in REGISTRY else {parameter: value}
+    meant = find_meant(name, parameter, value)
     is_as_before = meant == {parameter: value}
     return {parameter: text} if is_as_before else {field: format_value(now) for field, now in meant.items()}
 

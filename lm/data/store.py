@@ -175,11 +175,12 @@ class TokenStore:
     def read_stored(self, split: str, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Reads windows [n, length] like `read_many`, with the marks that they have in the files."""
         array, total = self._array(split, 'tokens'), self.tokens(split)
-        for start in starts:
+        firsts: list[int] = np.asarray(starts, np.int64).tolist()
+        for start in firsts:
             if not 0 <= start <= start + length <= total:
                 raise IndexError(f'tokens {start} to {start + length} of split {split!r}, which has {total}')
         cached = self._find_cached(split, array)
-        windows = None if cached is None else cached.read(np.asarray(starts, np.int64), length)
+        windows = None if cached is None else cached.read(firsts, length)
         if windows is None:
             try:
                 (windows,) = read_windows([array], starts, length)

@@ -230,7 +230,8 @@ def make_speed_curve(series: Series, context: int) -> Curve | None:
     """Returns the microseconds per token of the logged intervals against steps; the first interval warms up."""
     found = []
     for run in series.at(context):
-        own = [r for r in run.train if r['step'] > run.branched_at and r.get('tokens_per_second')][1:]
+        start = run.branched_at
+        own = [r for r in run.train if r['step'] > start and r.get('tokens_per_second')][1:]
         found += [np.array([(r['step'], 1e6 / r['tokens_per_second']) for r in own]).T] if own else []
     if not found:
         return None

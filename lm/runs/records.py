@@ -104,12 +104,7 @@ class Run:
     def value(self, binding: str, default: Any = None) -> Any:
         """Returns the value of a binding of config.gin as Python; gin's references stay text."""
         text = self.config.get(binding)
-        if text is None:
-            return default
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return text
+        return default if text is None else _parse_value(text)
 
     def refer(self, binding: str) -> str:
         """Returns the scope/name that a binding refers to, without gin's `@` and brackets; '' without the binding."""
@@ -150,10 +145,11 @@ class Run:
         evaluated = bool(self.evals) and self.evals[-1]['step'] == self.total_steps
         return evaluated and Snapshot(self.directory.checkpoints, self.total_steps).is_committed()
 
-    @property
+    @functools.cached_property
     def speeds(self) -> list[float]:
         """Tokens a second of the logged intervals, but the first, which contains warming up, if there are others."""
-        own = [r for r in self.train if r['step'] > self.branched_at]
+        start = self.branched_at
+        own = [r for r in self.train if r['step'] > start]
         rates = [r['tokens_per_second'] for r in own if r.get('tokens_per_second')]
         return rates[1:] or rates
 
@@ -293,6 +289,15 @@ def _restore_numbers(value: object) -> Any:
 def _make_key(name: str) -> str:
     """Returns the one copy of a key: a million records have the same ones."""
     return make_visible(name)
+
+
+@functools.lru_cache(10_000)
+def _parse_value(text: str) -> Any:
+    """Returns a gin text as Python: the one copy, since runs of a sweep share most values and readers ask often."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 @functools.cache

@@ -106,7 +106,7 @@ def test_windows_of_several_chunks_and_files_come_from_the_page_cache(tmp_path, 
 
 def test_chunks_of_the_page_cache_are_checked(copy, tokens):
     array = page_cache.CachedArray(str(copy / 'train' / 'tokens' / 'c'), np.dtype(np.uint16), 2**14, 2**26, 1)
-    starts = np.array([5, 60_000])
+    starts = [5, 60_000]
     windows = array.read(starts, 100)
     if windows is None:
         pytest.skip('this file system does not say what lies in the page cache')
@@ -128,7 +128,7 @@ def test_chunks_of_the_page_cache_are_checked(copy, tokens):
     ('absent', 'is_read'), [(1, True), (page_cache.MOST_WAITS, True), (page_cache.MOST_WAITS + 1, False)]
 )
 def test_few_chunks_may_come_from_a_disk(copy, tokens, monkeypatch, absent, is_read):
-    starts = np.arange(6) * 2**14
+    starts = [i * 2**14 for i in range(6)]
     plain, missed = os.preadv, set(range(absent))
 
     def preadv(file, buffers, offset, flags=0):
@@ -144,6 +144,23 @@ def test_few_chunks_may_come_from_a_disk(copy, tokens, monkeypatch, absent, is_r
     assert (windows is not None) is is_read
     if windows is not None:
         np.testing.assert_array_equal(windows, np.stack([tokens[s : s + 100] for s in starts]))
+
+
+def test_windows_of_one_chunk_share_its_read(copy, tokens, monkeypatch):
+    plain, offsets = os.preadv, []
+
+    def preadv(file, buffers, offset, flags=0):
+        offsets.append(offset)
+        return plain(file, buffers, offset)
+
+    monkeypatch.setattr(os, 'preadv', preadv)
+    monkeypatch.setattr(page_cache, 'NO_WAIT', 8)
+    array = page_cache.CachedArray(str(copy / 'train' / 'tokens' / 'c'), np.dtype(np.uint16), 2**14, 2**26, 1)
+    starts = [2**14 + 7, 5, 2**14 - 50, 9_000, 2**14]
+    found = array.read(starts, 100)
+    assert found is not None
+    assert len(offsets) == 2
+    np.testing.assert_array_equal(found, np.stack([tokens[s : s + 100] for s in starts]))
 
 
 def test_fingerprint_depends_on_the_data_alone(tmp_path, original, tokens):

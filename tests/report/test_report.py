@@ -1,5 +1,7 @@
 """`lm report`: its tables hold the runs' measurements, its pictures show them, and the paper's numbers are right."""
 
+import ast
+import collections
 import csv
 import dataclasses
 import itertools
@@ -9,7 +11,10 @@ import pathlib
 import re
 import shutil
 import sys
+import types
 
+import matplotlib.figure
+import matplotlib.layout_engine
 import numpy as np
 import pytest
 import tiny
@@ -37,6 +42,7 @@ from lm.report.measures import Measures
 from lm.report.pictures import Pictures
 from lm.report.published import load_tables
 from lm.report.report import Report
+from lm.runs import records
 from lm.runs.records import Run, find_runs
 from lm.tasks.selective_copying import SelectiveCopying
 
@@ -663,6 +669,35 @@ def test_colours_differ_and_labels_of_curves_do_not_overlap(tmp_path, monkeypatc
     assert len(boxes) == 6
     assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
     assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes), 'a label covers data'
+
+
+def test_a_picture_is_laid_out_once_and_drawn_once_per_file(tmp_path, monkeypatch):
+    counts = collections.Counter()
+
+    def count(kind, name):
+        plain = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, **options: (counts.update([name]), plain(*args, **options))[1])
+
+    count(matplotlib.figure.Figure, 'draw')
+    count(matplotlib.layout_engine.ConstrainedLayoutEngine, 'execute')
+    x = np.linspace(1, 2, 5)
+    figures.draw_dots(tmp_path / 'x', [figures.Curve('one', 0, x, x)], 'x')
+    assert {path.name for path in tmp_path.iterdir()} == {'x.png', 'x.pdf'}
+    assert counts == {'execute': 1, 'draw': 2}
+    figures.draw_lines(tmp_path / 'y', [figures.Curve('one', 0, x, x)], 'x', 'y')
+    assert counts == {'execute': 3, 'draw': 4}, 'names at the ends of curves need the places before the last layout'
+
+
+def test_readers_of_many_runs_parse_each_value_once(tmp_path, monkeypatch):
+    for i in range(6):
+        write_run(tmp_path / f'r{i}', Softmax(), seed=77_000 + i % 2)
+    calls = collections.Counter()
+    counted = types.SimpleNamespace(literal_eval=lambda text: (calls.update([text]), ast.literal_eval(text))[1])
+    monkeypatch.setattr(records, 'ast', counted)
+    runs = find_runs([str(tmp_path)])
+    Report(runs, tmp_path / 'out')
+    Pictures(runs, Measures())
+    assert calls['77000'] == calls['77001'] == max(calls.values()) == 1, calls.most_common(3)
 
 
 def test_wrong_arguments_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
