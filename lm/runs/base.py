@@ -20,8 +20,8 @@ def find_base(run_dir: str | None, branch_from: str | None, has_gin_files: bool)
     Otherwise returns the config.gin of the run that it branches from. Raises ConfigError where `branch_from` names no
     run.
     """
-    own = None if run_dir is None else RunDir(run_dir).config
-    existing = str(own) if own and own.exists() and (branch_from or not has_gin_files) else None
+    own = RunDir(run_dir).config if run_dir is not None and (branch_from or not has_gin_files) else None
+    existing = str(own) if own and own.exists() else None
     if branch_from is None or existing:
         return existing
     parent = RunDir(branch_from, found=True)

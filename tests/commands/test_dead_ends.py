@@ -10,7 +10,7 @@ import tiny
 
 from lm.cli import main
 from lm.commands.flags import setting
-from lm.commands.inspect import SENTENCE, VERB
+from lm.commands.inspect import SENTENCE
 from lm.commands.verb import Call
 from lm.data.dataset import DataConfig
 from lm.inference import no_data
@@ -53,7 +53,7 @@ def test_one_run_is_named(verb, words, remedy, capsys):
 def test_attention_without_a_text_takes_one(reference_run, monkeypatch):
     made: list[Call] = []
     monkeypatch.setattr('lm.summary.attention.show_attention', lambda *run, text, **options: made.append(text))
-    assert main([VERB.name, str(reference_run[0]), '--attention']) == 0
+    assert main(['inspect', str(reference_run[0]), '--attention']) == 0
     assert made == [SENTENCE]
 
 

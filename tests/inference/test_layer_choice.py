@@ -9,7 +9,7 @@ import tiny
 
 from lm.attention.hedgehog import Hedgehog
 from lm.attention.softmax import Softmax
-from lm.commands.distill import VERB
+from lm.commands.distill import add_flags
 from lm.data.mixture import Mixture
 from lm.data.tokenizers.amino_acids import AminoAcids, AminoAcidsConfig
 from lm.experiment import load
@@ -106,6 +106,6 @@ def test_recall_alone_finds_the_layer_that_carries_both():
     assert [effect.layer for effect in rank_layers(effects, 'recall')] == [1, 2, 0]
     # The command names what the module knows; it imports the module only when it runs.
     flags = Parser(prog='lm distill')
-    VERB.add_flags(flags)
+    add_flags(flags)
     (choices,) = (one.choices for one in flags._actions if one.dest == 'rank_by')
     assert set(choices) == set(RANKINGS)
