@@ -80,7 +80,7 @@ class Search:
     def describe(self) -> dict[str, object]:
         """Returns the facts of the search for sweep.json."""
         names = 'sampler', 'seed', 'trials', 'parallel', 'prune'
-        return {name: getattr(self.options, name) for name in names} | {'space': dict(self.space.written)}
+        return {**{name: getattr(self.options, name) for name in names}, 'space': dict(self.space.written)}
 
     def refresh(self) -> list[Point]:
         """Draws the trials that can be drawn, and returns the ones that have not ended."""
