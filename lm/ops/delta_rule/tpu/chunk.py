@@ -78,10 +78,10 @@ class Chunk:
         self.products = of_keys * self.strictly
         self.read = self.since * read
         self.difference = self._v.astype(jnp.float32) - self.read
-        self.inverse = kept_CxC
         if kept_CxC is None:
             solved = yield from inverse(self.products * self.beta, split=self.dtype != jnp.float32)
-            self.inverse = solved.astype(self.dtype)
+            kept_CxC = solved.astype(self.dtype)
+        self.inverse = kept_CxC
         self.new = dot((self.beta * self.difference).astype(self.dtype), self.inverse, (1, 0))
         yield
 
