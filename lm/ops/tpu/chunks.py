@@ -72,7 +72,7 @@ class ChunkPlan:
 
     @property
     def keeps_inverses(self) -> bool:
-        """Whether the forward kernel saves the inverse [C, C] of the system of each chunk and head."""
+        """Tells whether the forward kernel saves the inverse [C, C] of the system of each chunk and head."""
         return False
 
     @property

@@ -70,16 +70,18 @@ class Chunk:
         self.k, self.beta, self.state = k_ExC, beta_1xC, state_DxE.astype(self.dtype)
         self._v, self._sums = v_DxC, sums_1xC
 
-    def solve(self) -> Turns:
-        """Makes `difference`, `inverse` and `new`."""
+    def solve(self, kept_CxC: jax.Array | None = None) -> Turns:
+        """Makes `difference`, `inverse` and `new`; takes an inverse that was kept."""
         of_keys = dot(self.k, self.k, (0, 0))
         read = dot(self.state, self.k, (1, 0))
         yield
         self.products = of_keys * self.strictly
         self.read = self.since * read
         self.difference = self._v.astype(jnp.float32) - self.read
-        solved = yield from inverse(self.products * self.beta, split=self.dtype != jnp.float32)
-        self.inverse = solved.astype(self.dtype)
+        if kept_CxC is None:
+            solved = yield from inverse(self.products * self.beta, split=self.dtype != jnp.float32)
+            kept_CxC = solved.astype(self.dtype)
+        self.inverse = kept_CxC
         self.new = dot((self.beta * self.difference).astype(self.dtype), self.inverse, (1, 0))
         yield
 

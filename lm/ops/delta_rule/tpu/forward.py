@@ -30,6 +30,8 @@ def compute(plan: DeltaPlan, tokens: WalkedTokens, state: Any, results: WalkOutp
         vectors = [Vectors(q[m], plan.query_length).x for m in queries]
         products = [(dot(chunk.k, x, (0, 0)), dot(chunk.state, x, (1, 0))) for x in vectors]
         yield from chunk.solve()
+        if results.inverses_NxTxCxC is not None:
+            results.inverses_NxTxCxC[n, 0] = chunk.inverse
         new = chunk.new.astype(chunk.dtype)
         for m, (of_query, read) in zip(queries, products, strict=True):
             inside = dot(new, chunk.weigh(of_query).astype(chunk.dtype), (1, 0))

@@ -31,7 +31,7 @@ class DeltaPlan(ChunkPlan):
     def keeps_inverses(self) -> bool:
         # With factors of channels a saved inverse spares the backward kernel the products of keys too. With one factor
         # per head it does not, and on v5e the layer scan takes as long to copy it as the kernel to compute it again.
-        return self.channels
+        return self.channels or platform.matrix_side() > LANES
 
 
 def make_plan(call: DeltaCall) -> DeltaPlan:

@@ -4,8 +4,8 @@ A chunk of 128 tokens is one triangular system, which is inverted on chip (`inve
 chunk. The backward pass keeps inputs, outputs and the state before each chunk, rounded as the products that read it
 round it. Several heads are computed side by side: with one head alone each product would wait for the product before.
 
-Where key channels have factors of their own, a chunk is computed by `channels`. The backward pass then keeps the
-inverses too.
+Where key channels have factors of their own, a chunk is computed by `channels`. Some plans keep inverses for the
+backward pass too (`plan`).
 
 Static cycles per token and head are measured by `scripts.kernels.cycles`.
 """
