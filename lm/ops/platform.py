@@ -17,7 +17,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Generic, TypeVar, cast
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -167,17 +167,12 @@ def rotates_by_steps() -> bool:
     return chip is not None and chip.rotates_by_steps
 
 
-Call = TypeVar('Call')
-Module = TypeVar('Module')
-"""A module with the function of an operation, which takes a call object.
-
-It may have `unsupported(call)`, which returns why it cannot compute the call, or None. Where it has other kernels for
-some calls, each shown by itself, `name_form(call)` returns their name, such as ' (wide heads)'; '' for the usual ones.
-"""
-
-
-class Implementations(Mapping[str, Module], Generic[Module, Call]):
+class Implementations(Mapping[str, ModuleType]):
     """The implementations of an operation, name → module, and which of them a platform prefers.
+
+    A module has the function of the operation, which takes a call object. It may have `unsupported(call)`, which
+    returns why it cannot compute the call, or None. Where it has other kernels for some calls, each shown by itself,
+    `name_form(call)` returns their name, such as ' (wide heads)'; '' for the usual ones.
 
     A module is imported when it is first requested. Importing Pallas takes a good part of the time until the first step
     of a restarted run, and a CPU has no use for it. 'xla' is the portable implementation.
@@ -200,8 +195,8 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
             target: tuple(name for name in names if name in modules) for target, names in preferred.items()
         }
 
-    def __getitem__(self, name: str) -> Module:
-        return cast(Module, importlib.import_module(self._modules[name]))
+    def __getitem__(self, name: str) -> ModuleType:
+        return importlib.import_module(self._modules[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._modules
@@ -212,7 +207,7 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def choose(self, requested: str | None, call: Call) -> Module:
+    def choose(self, requested: str | None, call: object) -> ModuleType:
         """Returns the implementation for the platform in context, or the requested one.
 
         Where none that the platform prefers can compute the call, the portable one does. The log says so once.
@@ -225,7 +220,7 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
             noted[self.operation] = name
         return self[name]
 
-    def _name_of_choice(self, requested: str | None, call: Call) -> str:
+    def _name_of_choice(self, requested: str | None, call: object) -> str:
         if requested is not None:
             if requested not in self:
                 names = ', '.join(sorted(self))
@@ -245,12 +240,12 @@ class Implementations(Mapping[str, Module], Generic[Module, Call]):
             _warn_once(f'{self.operation}: {", ".join(reasons)}; using the slower xla path')
         return 'xla'
 
-    def _find_limit(self, name: str, call: Call) -> str | None:
+    def _find_limit(self, name: str, call: object) -> str | None:
         """Returns why an implementation cannot compute the call, or None."""
         unsupported = getattr(self[name], 'unsupported', None)
         return unsupported and unsupported(call)
 
-    def _not_shown(self, name: str, call: Call) -> str | None:
+    def _not_shown(self, name: str, call: object) -> str | None:
         """Returns why an automatic choice leaves out an implementation that could compute the call, or None."""
         name_form = getattr(self[name], 'name_form', None)
         form = name_form(call) if name_form else ''

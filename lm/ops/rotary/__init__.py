@@ -13,11 +13,10 @@ import jax
 from lm.ops import platform
 from lm.ops.arguments import check_shapes
 from lm.ops.errors import OperationError
-from lm.ops.rotary.types import HeadNorms, RootNorms, RotaryCall, RotaryImplementation, Rotation
+from lm.ops.rotary.types import HeadNorms, RootNorms, RotaryCall, Rotation
 
-IMPLEMENTATIONS = platform.Implementations[RotaryImplementation, RotaryCall](
-    'rotary', __name__, reference='reference', xla='xla', pallas_tpu='tpu'
-)
+IMPLEMENTATIONS = platform.Implementations('rotary', __name__, reference='reference', xla='xla', pallas_tpu='tpu')
+"""Each module has `rotate(call: RotaryCall)`, which returns queries and keys."""
 
 
 def rotate(

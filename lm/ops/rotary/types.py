@@ -5,7 +5,7 @@ or for the batch where each row has positions of its own.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +64,3 @@ class RotaryCall:
     def dtype(self) -> jax.typing.DTypeLike:
         """The type of the results."""
         return self.qk_BxLxNxC.dtype if self.norms is None or self.norms.dtype is None else self.norms.dtype
-
-
-class RotaryImplementation(Protocol):
-    """A module that rotates and normalizes."""
-
-    def rotate(self, call: RotaryCall) -> tuple[jax.Array, jax.Array]:
-        """Returns queries and keys of a call that `unsupported` does not refuse."""
-        ...
