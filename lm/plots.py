@@ -58,6 +58,8 @@ STYLE: dict[Any, Any] = {
     'lines.linewidth': 1.2,
     'lines.markersize': 4.5,
     'figure.dpi': 300,
+    'figure.autolayout': False,  # figures have an engine of their own, then none
+    'figure.constrained_layout.use': False,
     'savefig.dpi': 300,
     'pdf.fonttype': 42,
 }

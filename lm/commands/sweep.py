@@ -141,14 +141,14 @@ def make_emit_call(arguments: argparse.Namespace) -> Call:
 
 def make_search_call(arguments: argparse.Namespace) -> Call:
     """Returns the call of --search."""
+    if not arguments.sweep_file:
+        raise ConfigError('--sweep_file: name a gin file with distributions')
+    root = read_root(arguments, 'for the runs of the search')
     require('optuna', '--search', 'search')
     from lm.sweep.search.run import run_search
     from lm.sweep.search.search import Search
     from lm.sweep.search.space import make_space
 
-    if not arguments.sweep_file:
-        raise ConfigError('--sweep_file: name a gin file with distributions')
-    root = read_root(arguments, 'for the runs of the search')
     options = read_sweep_options(arguments)
     given: dict[str, Any] = {'parallel': options.jobs} | find_options(arguments, SearchOptions)
     search = SearchOptions(arguments.search, **given)

@@ -61,14 +61,14 @@ class Sweep:
 
     def is_due(self, point: Point, retry_failed: bool) -> bool:
         """Tells whether a point is to be trained, and prints why one is left out that is not done."""
-        row = self.result(point)
         if point.fault:
             print(f'{point.name} makes no configuration and is left out: {point.fault}')
-        elif row['status'] == 'failed' and row['exit_code'] in FINAL and not retry_failed:
+            return False
+        row = self.result(point)
+        if row['status'] == 'failed' and row['exit_code'] in FINAL and not retry_failed:
             print(f'{point.name} failed with {row["exit_code"]} before and is left out (see --retry_failed)')
-        else:
-            return row['status'] != 'done'
-        return False
+            return False
+        return row['status'] != 'done'
 
     def is_running(self, point: Point) -> bool:
         """Tells whether a process trains the point: one of this host, or one that lately renewed its lock elsewhere."""

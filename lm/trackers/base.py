@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """A run as trackers see it; `bindings` are its configuration, `start` its first step."""
+    """A run as trackers see it; `start` is the step that it goes on from, `rewinds` how often it was rewound."""
 
     name: str
     path: epath.Path

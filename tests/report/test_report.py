@@ -672,6 +672,7 @@ def test_colours_differ_and_labels_of_curves_do_not_overlap(tmp_path, monkeypatc
 
 
 def test_a_picture_is_laid_out_once_and_drawn_once_per_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, 'figure.autolayout', True)  # a user's setting, which pictures leave out
     counts = collections.Counter()
 
     def count(kind, name):

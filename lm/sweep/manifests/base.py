@@ -78,7 +78,7 @@ class ManifestFormat(abc.ABC):
             flag, given = f'--{field.name}', getattr(options, field.name)
             is_given = given != getattr(default, field.name)
             if field.name in self.needs and not is_given:
-                raise ConfigError(f'{flag}: --emit {self.name} needs it: {field.metadata["help"]}')
+                raise ConfigError(f'{flag}: --emit {self.name} needs it; name {field.metadata["help"]}')
             if is_given and field.name not in (*self.needs, *self.uses):
                 raise ConfigError(f'{flag}: --emit {self.name} does not use it; leave it out')
         if options.topology and (options.gpus or options.nodes):
