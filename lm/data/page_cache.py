@@ -6,6 +6,7 @@ at once. It also reads what is not as `lm prepare` writes it, and names what is 
 chunk is compared on each read. Files: zarr3, codec `sharding_indexed`, the index behind the chunks.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -58,7 +59,8 @@ class CachedArray:
             is_read = False
         finally:
             for file, _ in files.values():
-                os.close(file)
+                with contextlib.suppress(OSError):
+                    os.close(file)
         return windows if is_read else None
 
     def _fill(self, windows_NxL: np.ndarray, files: dict[int, tuple[int, memoryview]], starts: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lm.buckets import NoAnswerError
 from lm.errors import LmError, MismatchError
-from lm.files import GONE, AnyPath, JsonObject, file_size, parse_json, reaching
+from lm.files import GONE, AnyPath, JsonObject, file_size, is_remote, parse_json, reaching
 
 TYPES = {
     'F32': np.dtype(np.float32),
@@ -77,8 +77,12 @@ class TensorFile:
             for entry in entries.values():
                 check_entry(entry)
             found = {name: str(text) for name, text in metadata.items()}
+            ends = [entry['data_offsets'] for entry in entries.values()]
         except (ValueError, TypeError, KeyError, AttributeError):
             raise self._refuse('no header') from None
+        size = max((end for _, end in ends), default=0)
+        if begin + size != self._bytes or size != sum(end - start for start, end in ends):
+            raise self._refuse('another number of bytes than its header says')
         return begin, found, entries
 
     @functools.cached_property
@@ -111,6 +115,8 @@ class TensorFile:
             if isinstance(error.__cause__, NoAnswerError):  # it says everything
                 raise error.__cause__ from None
             said = ' '.join(str(error).split())
+            if not is_remote(self.path):
+                raise MismatchError(f'{self.path} cannot be read ({said}); fetch it again') from None
             raise LmError(f'{self.path} could not be read ({said}); run the same command again') from error
 
     def _refuse(self, what: str) -> MismatchError:

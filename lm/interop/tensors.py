@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lm.errors import MismatchError, writing
+from lm.errors import LmError, MismatchError, writing
 from lm.files import AnyPath, parse_json
 from lm.interop.deferred import Deferred
 from lm.interop.tensor_file import TYPES, TensorFile
@@ -153,7 +153,7 @@ def read_metadata(folder: AnyPath) -> dict[str, str]:
     """Returns the texts in the header of the first file of tensors; {} where none can be read: `read_tensors` tells."""
     try:
         return _files(folder)[0].metadata
-    except (MismatchError, IndexError):
+    except (LmError, IndexError):
         return {}
 
 

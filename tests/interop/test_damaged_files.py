@@ -133,6 +133,14 @@ DAMAGES = {
         lambda f: change_config(f, num_hidden_layers=100_000),
         'num_hidden_layers = 100000, .* only 21',
     ),
+    'bytes behind': (
+        lambda f: (f / 'b.safetensors').open('ab').write(bytes(64)),
+        'b.safetensors cannot be read .it has another number of bytes than its header says',
+    ),
+    'bytes cut': (
+        lambda f: os.truncate(f / 'b.safetensors', (f / 'b.safetensors').stat().st_size - 100),
+        'b.safetensors cannot be read .it has another number of bytes than its header says',
+    ),
     'pipe of weights': (lambda f: put_pipe(f, 'b.safetensors'), 'b.safetensors: is a pipe or a device'),
     'pipe of marks': (lambda f: put_pipe(f, 'tokenizer_config.json'), 'tokenizer_config.json: is a pipe'),
     'base': (

@@ -48,6 +48,8 @@ class Conversations(Jsonl):
             text, spans = self._chat.find_answers(read_messages(record))
         except ValueError as error:
             return Document(identifier, error=' '.join(str(error).split()))
+        except RecursionError:
+            return Document(identifier, error='nested too deep')
         return Document(identifier, text, answers=tuple(spans))
 
 

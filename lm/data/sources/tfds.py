@@ -135,7 +135,7 @@ class Tfds(Source):
     def _versions(self) -> list[AnyPath]:
         """Returns the prepared versions, oldest first."""
         folder = self._data_dir() / self.name
-        there = folder.glob('*') if folder.exists() else ()
+        there = folder.glob('*') if not self.version and folder.exists() else ()
         found = [folder / self.version] if self.version else [p for p in there if re.fullmatch('[0-9.]+', p.name)]
         return sorted(
             (path for path in found if (path / 'dataset_info.json').exists()),

@@ -51,7 +51,8 @@ class Ranks(Tokenizer):
 
     def __init__(self, model: bytes, eod: int | str | None = None):
         """Raises ConfigError without the library `tiktoken`, MismatchError if the contents are damaged."""
-        require('tiktoken', 'a file of ranks', 'tokenizers')
+        for package in ('tiktoken', 'regex'):
+            require(package, 'a file of ranks', 'tokenizers')
         import regex  # tiktoken needs it, too
         import tiktoken
 

@@ -115,6 +115,9 @@ class GgufFile:
             raise ConfigError(
                 f'{self.path}: {tensor.name} has the type {kind}, which gguf cannot read; fetch another file'
             ) from None
+        except (OSError, ValueError) as error:
+            said = ' '.join(str(error).split())
+            raise MismatchError(f'{self.path}: {tensor.name} cannot be read ({said}); fetch the file again') from None
 
     def _read(self, key: str) -> object:
         field = self._reader.fields[key]
