@@ -116,12 +116,8 @@ def _concatenate(arrays: Sequence[Any], axis: int = 0) -> Deferred:
 
 def _stack(arrays: Sequence[Any], axis: int = 0) -> Deferred:
     axis %= len(_find_shape(arrays[0])) + 1
-    wide = [_widen(x, axis) if isinstance(x, Deferred) else np.expand_dims(x, axis) for x in arrays]
-    return _concatenate(wide, axis)
-
-
-def _widen(x: Deferred, axis: int) -> Deferred:
-    return x.reshape(*x.shape[:axis], 1, *x.shape[axis:])
+    shapes = ((*shape[:axis], 1, *shape[axis:]) for shape in map(_find_shape, arrays))
+    return _concatenate([x.reshape(*shape) for x, shape in zip(arrays, shapes, strict=True)], axis)
 
 
 def _split(whole: Deferred, parts: Any, axis: int = 0) -> list[Deferred]:
@@ -135,8 +131,4 @@ def _split(whole: Deferred, parts: Any, axis: int = 0) -> list[Deferred]:
     return [whole[(*before, slice(a, b))] for a, b in itertools.pairwise(ends)]
 
 
-_TAKEN_DOWN = {
-    'concatenate': _concatenate,
-    'stack': _stack,
-    'split': _split,
-}
+_TAKEN_DOWN = {'concatenate': _concatenate, 'stack': _stack, 'split': _split}

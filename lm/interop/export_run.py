@@ -39,7 +39,7 @@ def export_run(
 def write_export(
     experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str, weights: WeightFiles
 ) -> int:
-    """Does the work of `export_run`, and returns the step."""
+    """Does the work of `export_run`, and returns the step, which the verb would take for an exit code."""
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')
     check_out(folder, (folder / UNFINISHED).is_file())

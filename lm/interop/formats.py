@@ -41,29 +41,19 @@ OWN = r'from (lm(?:\.\w+)+)'
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, PROOF, *FILE_NAMES, *COMPANIONS}
 """The names of the files that an export has beside its weights."""
 FIELDS = {
-    'vocab_size': 'vocab_size',
-    'n_layers': 'num_hidden_layers',
-    'd_model': 'hidden_size',
-    'n_heads': 'num_attention_heads',
-    'head_dim': 'head_dim',
-    'norm': 'norm',
-    'norm_epsilon': 'norm_epsilon',
-    'norm_placement': 'norm_placement',
-    'activation': 'activation',
-    'gated': 'gated',
-    'biases': 'biases',
-    'qkv_biases': 'qkv_biases',
-    'embedding_scale': 'embedding_scale',
-    'sinusoids': 'sinusoids',
-    'learned_positions': 'learned_positions',
-    'rotary_base': 'rotary_base',
-    'tied': 'tied',
-    'logit_cap': 'logit_cap',
+    **{'vocab_size': 'vocab_size', 'n_layers': 'num_hidden_layers', 'd_model': 'hidden_size'},
+    **{'n_heads': 'num_attention_heads', 'head_dim': 'head_dim', 'norm': 'norm', 'norm_epsilon': 'norm_epsilon'},
+    **{'norm_placement': 'norm_placement', 'activation': 'activation', 'gated': 'gated', 'biases': 'biases'},
+    **{'qkv_biases': 'qkv_biases', 'embedding_scale': 'embedding_scale', 'sinusoids': 'sinusoids'},
+    **{
+        'learned_positions': 'learned_positions',
+        'rotary_base': 'rotary_base',
+        'tied': 'tied',
+        'logit_cap': 'logit_cap',
+    },
 }
 """Field of `ModelConfig` → key of config.json."""
-OTHER_FIELDS = {
-    *('base_width', 'layer', 'hidden_dim', 'attention', 'feed_forward', 'dtype', 'remat', 'unroll'),
-}
+OTHER_FIELDS = {'base_width', 'layer', 'hidden_dim', 'attention', 'feed_forward', 'dtype', 'remat', 'unroll'}
 """Fields that config.json holds in another form, or that do not change the results."""
 LAYER_OPTIONS = {
     *('n_heads', 'n_kv_heads', 'n_value_heads', 'head_dim', 'value_dim', 'latent_rank', 'shared_key_dim'),

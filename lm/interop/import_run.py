@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import pathlib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -125,8 +126,9 @@ def import_run(
     )
     found.write(run)
     write_companions(run.path, choose_companions(checkpoint, named))
+    shape = [line for line in dump(experiment).splitlines() if re.match(r'model\.(?!attention )', line)]
     with writing(run.path / SHAPE):
-        (run.path / SHAPE).write_text(shape_of(experiment))
+        (run.path / SHAPE).write_text('\n'.join(shape) + '\n')
     writer = StepWriter(run.checkpoints, 0)
     for name, leaf in flatten(functions.abstract).items():
         own = [place for place in expected if place.source == name]
@@ -259,12 +261,6 @@ def check_given(given: Experiment, imported: Experiment, folder: AnyPath) -> Non
                 f'{name} = {asked}: an import keeps the model of the checkpoint, and {folder} {has}; leave this out, '
                 'and give it to the run that starts from the import, or to lm evaluate'
             )
-
-
-def shape_of(experiment: Experiment) -> str:
-    """Returns the bindings of the model without its attention, as gin text."""
-    lines = [line for line in dump(experiment).splitlines() if line.startswith('model.')]
-    return '\n'.join(line for line in lines if not line.startswith('model.attention ')) + '\n'
 
 
 class ChosenTokenizers(NamedTuple):

@@ -19,6 +19,7 @@ from lm.cli import main
 from lm.data.tokenizers import from_bytes, load
 from lm.errors import ConfigError, MismatchError
 from lm.interop.checkpoints import open_checkpoint
+from lm.interop.families import FAMILIES
 from lm.interop.gguf.architectures import describe
 from lm.interop.gguf.file import GgufFile
 from lm.interop.gguf.tokenizer import SPLITS, make_byte_level, make_sentencepiece
@@ -268,8 +269,13 @@ def test_gains_and_settings_of_gemma_are_restored():
     }  # fmt: skip
     config, unknown = describe('gemma3', Hyperparameters(metadata), 100, True)
     assert unknown == []
-    assert config['layer_types'][4:7] == ['sliding_attention', 'full_attention', 'sliding_attention']
-    assert (config['query_pre_attn_scalar'], config['rope_local_base_freq']) == (16, 10_000.0)
+    assert FAMILIES['gemma3_text'].layer_types(config)[4:7] == [
+        'sliding_attention',
+        'full_attention',
+        'sliding_attention',
+    ]
+    assert config['query_pre_attn_scalar'] == 16
+    assert FAMILIES['gemma3_text'].rotary(config, 'sliding_attention').base == 10_000.0
     more = {'expert_count': 2, 'pooling_type': 0}
     assert describe('gemma3', Hyperparameters(metadata | more), 100, True)[1] == ['expert_count']
 

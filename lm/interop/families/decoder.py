@@ -12,12 +12,12 @@ from lm.attention.options import LayerOptions
 from lm.files import AnyPath
 from lm.interop.families.base import Family, Tensors, drop_tied_head
 from lm.interop.families.exchange import Exchange, Incoming, Outgoing
-from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary
+from lm.interop.families.rotary_entry import RotaryEntry, describe_rotary, describe_types
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 
 T = TypeVar('T')
-FULL, SLIDING = 'full_attention', 'sliding_attention'
+FULL, SLIDING, LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
 KINDS = {FULL, SLIDING}
 """Types of layers."""
 QKV = [f'self_attn.{x}_proj' for x in 'qkv']
@@ -36,6 +36,10 @@ class Decoder(Family):
         rotary_base: the base where config.json states none, and so are `epsilon`, `tied` and `activation`.
         norms: our name of each normalization → their name.
         gain: added to their gains.
+        fields: further fields of the model.
+        head_size: the size of a head where config.json states none; None: the width over the heads.
+        default_window: the window where config.json states none.
+        turns_by_type: each type of layers has rotary positions of its own.
         kinds: the types of layers.
         turns_parts: rotary positions may turn a part of the channels of a head.
         without: beginnings of the names of tensors that `transformers` does not read either.
@@ -57,6 +61,10 @@ class Decoder(Family):
         'glu_norm': 'post_attention_layernorm',
     }
     gain: ClassVar[float] = 0.0
+    fields: ClassVar[Mapping[str, object]] = {}
+    head_size: ClassVar[int | None] = None
+    default_window: ClassVar[int | None] = None
+    turns_by_type: ClassVar[bool] = False
     kinds: ClassVar[Collection[str]] = KINDS
     turns_parts: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
@@ -66,7 +74,7 @@ class Decoder(Family):
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
         """Returns further fields of the model."""
-        return {}
+        return dict(self.fields)
 
     def layer_types(self, config: Hyperparameters) -> list[str]:
         """Returns the type of each layer."""
@@ -75,7 +83,7 @@ class Decoder(Family):
 
     def window(self, config: Hyperparameters) -> int | None:
         """Returns the window of the layers of type `SLIDING`."""
-        return config.find_integer('sliding_window')
+        return config.find_integer('sliding_window', self.default_window)
 
     def attention(self, config: Hyperparameters, layer: int) -> Attention:
         """Returns the mechanism of a layer."""
@@ -88,6 +96,8 @@ class Decoder(Family):
 
     def head_dim(self, config: Hyperparameters) -> int:
         """Returns the size of a head."""
+        if self.head_size is not None:
+            return config.integer('head_dim', self.head_size)
         return config.find_integer('head_dim') or config.integer('hidden_size') // config.integer('num_attention_heads')
 
     def find_activation(self, config: Hyperparameters) -> str:
@@ -97,9 +107,6 @@ class Decoder(Family):
     def rotary(self, config: Hyperparameters, layer_type: str = FULL) -> RotaryEntry:
         """Returns the rotary positions of the layers of one type."""
         return RotaryEntry(config, self.rotary_base)
-
-    def is_tied(self, config: Hyperparameters) -> bool:
-        return config.flag('tie_word_embeddings', self.tied)
 
     def differences(self, config: Hyperparameters) -> list[str]:
         activation = self.find_activation(config)
@@ -136,7 +143,7 @@ class Decoder(Family):
             norm_epsilon=config.number('rms_norm_eps', self.epsilon),
             activation=self.ACTIVATIONS[self.find_activation(config)],
             sinusoids=False,
-            tied=self.is_tied(config),
+            tied=config.flag('tie_word_embeddings', self.tied),
         )
         return dataclasses.replace(model, **further)
 
@@ -196,7 +203,7 @@ class Decoder(Family):
             'intermediate_size': model.glu_dim,
             'hidden_act': {'silu': 'silu', 'gelu': 'gelu_pytorch_tanh'}[model.activation],
             'rms_norm_eps': model.norm_epsilon,
-            'rope_parameters': describe_rotary(rotary),
+            'rope_parameters': describe_types(model) if self.turns_by_type else describe_rotary(rotary),
             'tie_word_embeddings': model.tied,
             'sliding_window': window,
             'use_sliding_window': window is not None,

@@ -1,5 +1,8 @@
 """Gemma 1."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from lm.interop.families.decoder import Decoder
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -13,12 +16,8 @@ class Gemma(Decoder):
     architecture = 'GemmaForCausalLM'
     tied = True
     gain = 1.0
-
-    def options(self, config: Hyperparameters) -> dict[str, object]:
-        return {'embedding_scale': None}
-
-    def head_dim(self, config: Hyperparameters) -> int:
-        return config.integer('head_dim', 256)
+    head_size = 256
+    fields: ClassVar[Mapping[str, object]] = {'embedding_scale': None}
 
     def find_activation(self, config: Hyperparameters) -> str:
         """Returns tanh's GELU, whatever `hidden_act` is: transformers computes it for 'gelu' too."""

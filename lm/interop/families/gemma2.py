@@ -22,6 +22,8 @@ class Gemma2(Gemma):
         'glu_norm': 'pre_feedforward_layernorm',
         'glu_out_norm': 'post_feedforward_layernorm',
     }
+    fields: ClassVar = {**Gemma.fields, 'norm_placement': 'both'}
+    default_window = 4096
     caps: ClassVar = {'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0}
     """The soft caps where config.json states none."""
     has_score_cap: ClassVar[bool] = True
@@ -30,15 +32,12 @@ class Gemma2(Gemma):
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
         cap = (self.caps | config).find_number('final_logit_softcapping')
-        return {'embedding_scale': None, 'norm_placement': 'both', 'logit_cap': cap}
+        return {**super().options(config), 'logit_cap': cap}
 
     def layer_types(self, config: Hyperparameters) -> list[str]:
         every = config.find_integer('sliding_window_pattern') or self.every
         types = [FULL if i % every == every - 1 else SLIDING for i in count_layers(config)]
         return config.texts('layer_types') or types
-
-    def window(self, config: Hyperparameters) -> int | None:
-        return config.find_integer('sliding_window', 4096)
 
     def attention(self, config: Hyperparameters, layer: int) -> Attention:
         size = config.integer('query_pre_attn_scalar', 256)

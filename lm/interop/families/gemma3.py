@@ -4,9 +4,8 @@ from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, SLIDING
 from lm.interop.families.gemma2 import Gemma2
-from lm.interop.families.rotary_entry import RotaryEntry, describe_types
+from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.hyperparameters import Hyperparameters
-from lm.model import ModelConfig
 
 
 class Gemma3(Gemma2):
@@ -20,15 +19,11 @@ class Gemma3(Gemma2):
     caps: ClassVar = {'attn_logit_softcapping': None, 'final_logit_softcapping': None}
     has_score_cap = False  # `transformers` keeps the entry, and computes without it
     every = 6
-
-    def options(self, config: Hyperparameters) -> dict[str, object]:
-        return {**super().options(config), 'qk_norm': True}
+    turns_by_type = True
+    fields: ClassVar = {**Gemma2.fields, 'qk_norm': True}
 
     def rotary(self, config: Hyperparameters, layer_type: str = FULL) -> RotaryEntry:
         if layer_type == FULL:
             return super().rotary(config)
         local = config | {'rope_theta': config.get('rope_local_base_freq'), 'rope_scaling': None}
         return RotaryEntry(local, 10_000.0, SLIDING)
-
-    def describe(self, model: ModelConfig) -> dict[str, object]:
-        return super().describe(model) | {'rope_parameters': describe_types(model)}

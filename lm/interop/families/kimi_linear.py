@@ -5,14 +5,9 @@ import dataclasses
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
-from lm.interop.families.decoder import FULL, QKV, Decoder, count_layers, join_units
+from lm.interop.families.decoder import FULL, LINEAR, QKV, Decoder, count_layers, join_units
 from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
-from lm.interop.families.expert_tensors import (
-    describe_balance,
-    exchange_experts,
-    find_mixture,
-    read_balance,
-)
+from lm.interop.families.mixture import describe_balance, exchange_experts, find_mixture, read_balance
 from lm.interop.families.recurrent_decoder import move_bias
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
@@ -20,8 +15,8 @@ from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
 from lm.model.options import ResolvedLayer
 
-LINEAR, DENSE, SPARSE = 'linear_attention', 'dense', 'sparse'
-"""The type of layers of Kimi delta attention, and the types of feed-forward layers."""
+DENSE, SPARSE = 'dense', 'sparse'
+"""The types of feed-forward layers."""
 DEFAULTS = {
     'num_key_value_heads': None,
     'kv_lora_rank': 512,

@@ -9,10 +9,8 @@ class Mistral(Decoder):
 
     model_types = ('mistral',)
     architecture = 'MistralForCausalLM'
+    default_window = 4096
     names_types = False  # transformers takes a Mistral with types of layers for a Ministral
 
     def layer_types(self, config: Hyperparameters) -> list[str]:
         return config.texts('layer_types') or [SLIDING for _ in count_layers(config)]
-
-    def window(self, config: Hyperparameters) -> int | None:
-        return config.find_integer('sliding_window', 4096)

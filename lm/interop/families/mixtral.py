@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
 
 
@@ -19,7 +18,7 @@ class Mixtral(ExpertDecoder):
         'top_k': 'num_experts_per_tok',
         'hidden_dim': 'intermediate_size',
     }
-    expert: ClassVar = {'num_local_experts': 8, 'num_experts_per_tok': 2, BALANCE: 0.001}
+    expert: ClassVar = {'num_local_experts': 8, 'num_experts_per_tok': 2}
     normalizes = True
     slides = True
     names_types = False

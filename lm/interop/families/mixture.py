@@ -1,21 +1,19 @@
 """The decoder with experts in the place of linear units, which several families share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from lm.interop.families.decoder import UNITS, Decoder, count_layers, join_units
+import numpy as np
+
+from lm.interop.families.decoder import UNITS, Decoder, count_layers, find_pattern, join_units
 from lm.interop.families.exchange import Exchange
-from lm.interop.families.expert_tensors import (
-    BALANCE,
-    describe_balance,
-    exchange_experts,
-    find_mixture,
-    read_balance,
-)
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.feed_forward import DenseLayer, FeedForward
 from lm.model.feed_forward.experts import Experts
+
+BALANCE = 'router_aux_loss_coef'
+"""The entry of config.json with the coefficient of the balance loss of each layer."""
 
 
 class ExpertDecoder(Decoder):
@@ -25,7 +23,7 @@ class ExpertDecoder(Decoder):
         block: what stands before the names of the router and of the experts.
         maps: their maps of values, of gates and of the output.
         entries: our field of `Experts` → their entry.
-        expert: entries where config.json states none.
+        expert: entries where config.json states none, and so is `balance`, the coefficient of the balance loss.
         normalizes: the weights of the chosen experts have the sum 1; None: `norm_topk_prob` says it.
         has_dense: some layers may be dense.
         shared: there is a shared expert with a gate.
@@ -38,7 +36,8 @@ class ExpertDecoder(Decoder):
         'top_k': 'num_experts_per_tok',
         'hidden_dim': 'moe_intermediate_size',
     }
-    expert: ClassVar[Mapping[str, object]] = {BALANCE: 0.001}
+    expert: ClassVar[Mapping[str, object]] = {}
+    balance: ClassVar[float] = 0.001
     normalizes: ClassVar[bool | None] = None
     has_dense: ClassVar[bool] = False
     shared: ClassVar[bool] = False
@@ -60,7 +59,7 @@ class ExpertDecoder(Decoder):
             **sizes,
             shared_gate=self.shared,
             normalize=found.flag('norm_topk_prob') if self.normalizes is None else self.normalizes,
-            balance=read_balance(found),
+            balance=read_balance(found, self.balance),
         )
 
     def exchange_units(self, tensors: Exchange, model: ModelConfig, layer: int) -> None:
@@ -84,3 +83,39 @@ class ExpertDecoder(Decoder):
         one = one or Experts(hidden_dim=8, shared_dim=8)  # which differs from the model, so the family is not chosen
         sizes = {theirs: getattr(one, ours) or 1 for ours, theirs in self.entries.items()}
         return found | sizes | {'norm_topk_prob': one.normalize}
+
+
+def read_balance(config: Hyperparameters, default: float = 0.0) -> float:
+    """Returns the coefficient of the balance loss in a config.json; null stands for none."""
+    return config.find_number(BALANCE, default) or 0.0
+
+
+def describe_balance(model: ModelConfig) -> dict[str, float]:
+    """Returns the entry with the coefficient of the first layer that has experts; empty without experts."""
+    found = [kind.balance for kind in model.feed_forwards if isinstance(kind, Experts)]
+    return {BALANCE: found[0]} if found else {}
+
+
+def find_mixture(layers: Iterable[FeedForward]) -> FeedForward | tuple[FeedForward, ...] | None:
+    """Returns the feed-forward layers that repeat; None where all are dense."""
+    found = list(layers)
+    return None if all(isinstance(one, DenseLayer) for one in found) else find_pattern(found)
+
+
+def exchange_experts(tensors: Exchange, begin: str, names: Sequence[str], count: int) -> None:
+    """Moves glu_in [E, D, 2F], values before gates, and glu_out [E, F, D].
+
+    Files have three matrices for each expert: `begin`, its number, and a name of the values, the gates or the output.
+    """
+
+    def stack(*matrices: np.ndarray) -> list[np.ndarray]:
+        values, gates, outs = (
+            np.stack([matrix.T for matrix in matrices[i * count : (i + 1) * count]]) for i in range(len(names))
+        )
+        return [np.concatenate([values, gates], axis=-1), outs]
+
+    def unstack(glu_in: np.ndarray, glu_out: np.ndarray) -> list[np.ndarray]:
+        return [matrix.T for array in (*np.split(glu_in, 2, axis=-1), glu_out) for matrix in array]
+
+    theirs = [f'{begin}{expert}.{name}.weight' for name in names for expert in range(count)]
+    tensors.change(['experts.glu_in', 'experts.glu_out'], theirs, stack, unstack)

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from lm.interop.families.decoder import Decoder
-from lm.interop.hyperparameters import Hyperparameters
 
 
 class Olmo2(Decoder):
@@ -13,12 +12,10 @@ class Olmo2(Decoder):
     model_types = ('olmo2',)
     architecture = 'Olmo2ForCausalLM'
     epsilon = 1e-5
+    fields: ClassVar = {'norm_placement': 'after', 'qk_norm': True, 'qk_norm_span': 'projection'}
     norms: ClassVar = {
         'attention_out_norm': 'post_attention_layernorm',
         'glu_out_norm': 'post_feedforward_layernorm',
         'q_norm': 'self_attn.q_norm',
         'k_norm': 'self_attn.k_norm',
     }
-
-    def options(self, config: Hyperparameters) -> dict[str, object]:
-        return {'norm_placement': 'after', 'qk_norm': True, 'qk_norm_span': 'projection'}

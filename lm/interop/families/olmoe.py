@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from lm.interop.families.decoder import Decoder
-from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.hyperparameters import Hyperparameters
 
@@ -16,10 +15,9 @@ class Olmoe(ExpertDecoder):
     epsilon = 1e-5
     norms: ClassVar = {**Decoder.norms, 'q_norm': 'self_attn.q_norm', 'k_norm': 'self_attn.k_norm'}
     entries: ClassVar = {**ExpertDecoder.entries, 'hidden_dim': 'intermediate_size'}
-    expert: ClassVar = {'num_experts': 64, 'num_experts_per_tok': 8, BALANCE: 0.01}
-
-    def options(self, config: Hyperparameters) -> dict[str, object]:
-        return {**super().options(config), 'qk_norm': True, 'qk_norm_span': 'projection'}
+    expert: ClassVar = {'num_experts': 64, 'num_experts_per_tok': 8}
+    balance = 0.01
+    fields: ClassVar = {'qk_norm': True, 'qk_norm_span': 'projection'}
 
     def differences(self, config: Hyperparameters) -> list[str]:
         found = super().differences(config)

@@ -1,5 +1,8 @@
 """Qwen 2 and 2.5."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from lm.interop.families.decoder import FULL, SLIDING, Decoder, count_layers
 from lm.interop.hyperparameters import Hyperparameters
 
@@ -9,9 +12,7 @@ class Qwen2(Decoder):
 
     model_types = ('qwen2',)
     architecture = 'Qwen2ForCausalLM'
-
-    def options(self, config: Hyperparameters) -> dict[str, object]:
-        return {'qkv_biases': True}
+    fields: ClassVar[Mapping[str, object]] = {'qkv_biases': True}
 
     def layer_types(self, config: Hyperparameters) -> list[str]:
         first = config.integer('max_window_layers', 28)

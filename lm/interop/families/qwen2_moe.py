@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, SLIDING, count_layers
-from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.qwen2 import Qwen2
 from lm.interop.hyperparameters import Hyperparameters
@@ -22,7 +21,6 @@ class Qwen2Moe(ExpertDecoder, Qwen2):
         'num_experts_per_tok': 4,
         'moe_intermediate_size': 1408,
         'shared_expert_intermediate_size': 5632,
-        BALANCE: 0.001,
     }
 
     def differences(self, config: Hyperparameters) -> list[str]:

@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from lm.interop.families.decoder import Decoder
 from lm.interop.families.qwen2 import Qwen2
-from lm.interop.hyperparameters import Hyperparameters
 
 
 class Qwen3(Qwen2):
@@ -13,10 +12,6 @@ class Qwen3(Qwen2):
 
     model_types = ('qwen3',)
     architecture = 'Qwen3ForCausalLM'
+    head_size = 128
+    fields: ClassVar = {'qk_norm': True}
     norms: ClassVar = {**Decoder.norms, 'q_norm': 'self_attn.q_norm', 'k_norm': 'self_attn.k_norm'}
-
-    def options(self, config: Hyperparameters) -> dict[str, object]:
-        return {'qk_norm': True}
-
-    def head_dim(self, config: Hyperparameters) -> int:
-        return config.integer('head_dim', 128)

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from lm.interop.families.decoder import FULL, count_layers
-from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.qwen3 import Qwen3
 from lm.interop.hyperparameters import Hyperparameters
@@ -15,12 +14,7 @@ class Qwen3Moe(ExpertDecoder, Qwen3):
     model_types = ('qwen3_moe',)
     architecture = 'Qwen3MoeForCausalLM'
     has_dense = True
-    expert: ClassVar = {
-        'num_experts': 128,
-        'num_experts_per_tok': 8,
-        'moe_intermediate_size': 768,
-        BALANCE: 0.001,
-    }
+    expert: ClassVar = {'num_experts': 128, 'num_experts_per_tok': 8, 'moe_intermediate_size': 768}
 
     def differences(self, config: Hyperparameters) -> list[str]:
         found = super().differences(config)

@@ -7,17 +7,13 @@ from typing import ClassVar
 import numpy as np
 
 from lm.attention import Attention, find_layer_type
-from lm.interop.families.decoder import FULL, QKV, count_layers
+from lm.interop.families.decoder import FULL, LINEAR, QKV, count_layers
 from lm.interop.families.exchange import Exchange, turn_back, turn_convolution
-from lm.interop.families.expert_tensors import BALANCE
 from lm.interop.families.mixture import ExpertDecoder
 from lm.interop.families.rotary_entry import RotaryEntry
 from lm.interop.hyperparameters import Hyperparameters
 from lm.model import ModelConfig
 from lm.model.options import ResolvedLayer
-
-LINEAR = 'linear_attention'
-"""The type of layers of Gated DeltaNet."""
 
 
 class Qwen3Next(ExpertDecoder):
@@ -27,6 +23,7 @@ class Qwen3Next(ExpertDecoder):
     model_types = ('qwen3_next',)
     architecture = 'Qwen3NextForCausalLM'
     gain = 1.0
+    head_size = 256
     kinds = (FULL, LINEAR)
     turns_parts = True
     without = ('mtp.',)
@@ -47,14 +44,10 @@ class Qwen3Next(ExpertDecoder):
         'moe_intermediate_size': 512,
         'shared_expert_intermediate_size': 512,
         'norm_topk_prob': True,
-        BALANCE: 0.001,
     }
 
     def options(self, config: Hyperparameters) -> dict[str, object]:
         return {**super().options(config), 'rotary_fraction': self.rotary(config).fraction}
-
-    def head_dim(self, config: Hyperparameters) -> int:
-        return config.integer('head_dim', 256)
 
     def rotary(self, config: Hyperparameters, layer_type: str = FULL) -> RotaryEntry:
         return RotaryEntry({'partial_rotary_factor': 0.25} | config, self.rotary_base)

@@ -1,6 +1,6 @@
 """The rotary positions in a config.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, RotaryScaling, YarnRotary
 from lm.interop.hyperparameters import Hyperparameters
@@ -45,36 +45,32 @@ class RotaryEntry:
 
     @property
     def scaling(self) -> RotaryScaling | None:
-        return SCALINGS[self.kind](self.numbers)
+        form, entries = SCALINGS[self.kind]
+        return form(**{our: read(self.numbers, their) for our, (their, read) in entries.items()})
 
 
-def _make_llama3(numbers: Hyperparameters) -> RotaryScaling:
-    return Llama3Rotary(
-        factor=numbers.number('factor'),
-        low_turns=numbers.number('low_freq_factor'),
-        high_turns=numbers.number('high_freq_factor'),
-        length=numbers.integer('original_max_position_embeddings'),
-    )
-
-
-def _make_yarn(numbers: Hyperparameters) -> RotaryScaling:
-    return YarnRotary(
-        factor=numbers.number('factor'),
-        low_turns=numbers.find_number('beta_slow') or 1.0,
-        high_turns=numbers.find_number('beta_fast') or 32.0,
-        length=numbers.integer('original_max_position_embeddings'),
-        whole=numbers.flag('truncate', True),
-        attention_factor=numbers.find_number('attention_factor'),
-    )
-
-
-SCALINGS: dict[str, Callable[[Hyperparameters], RotaryScaling | None]] = {
-    'default': lambda numbers: None,
-    'linear': lambda numbers: LinearRotary(factor=numbers.number('factor')),
-    'llama3': _make_llama3,
-    'yarn': _make_yarn,
+Entries = Mapping[str, tuple[str, Callable[[Hyperparameters, str], object]]]
+"""Field of a scaling → its entry, and the function that reads it."""
+FACTOR: Entries = {'factor': ('factor', Hyperparameters.number)}
+LENGTH: Entries = {'length': ('original_max_position_embeddings', Hyperparameters.integer)}
+LIMITS: Entries = {
+    'low_turns': ('low_freq_factor', Hyperparameters.number),
+    'high_turns': ('high_freq_factor', Hyperparameters.number),
 }
-"""`rope_type` → a function of the entries."""
+YARN: Entries = {
+    'low_turns': ('beta_slow', lambda numbers, name: numbers.find_number(name) or 1.0),
+    'high_turns': ('beta_fast', lambda numbers, name: numbers.find_number(name) or 32.0),
+    **LENGTH,
+    'whole': ('truncate', lambda numbers, name: numbers.flag(name, True)),
+    'attention_factor': ('attention_factor', Hyperparameters.find_number),
+}
+SCALINGS: dict[str, tuple[Callable[..., RotaryScaling | None], Entries]] = {
+    'default': (lambda: None, {}),
+    'linear': (LinearRotary, FACTOR),
+    'llama3': (Llama3Rotary, {**FACTOR, **LIMITS, **LENGTH}),
+    'yarn': (YarnRotary, {**FACTOR, **YARN}),
+}
+"""`rope_type` → the scaling and its entries."""
 
 
 def describe_rotary(options: RotaryOptions | None) -> dict[str, object]:
@@ -94,28 +90,10 @@ def describe_types(model: ModelConfig) -> dict[str, object]:
 
 
 def _describe_scaling(scaling: RotaryScaling | None) -> dict[str, object]:
-    match scaling:
-        case None:
-            return {'rope_type': 'default'}
-        case LinearRotary():
-            return {'rope_type': 'linear', 'factor': scaling.factor}
-        case Llama3Rotary():
-            return {
-                'rope_type': 'llama3',
-                'factor': scaling.factor,
-                'low_freq_factor': scaling.low_turns,
-                'high_freq_factor': scaling.high_turns,
-                'original_max_position_embeddings': scaling.length,
-            }
-        case YarnRotary():
-            factor = {} if scaling.attention_factor is None else {'attention_factor': scaling.attention_factor}
-            return {
-                'rope_type': 'yarn',
-                'factor': scaling.factor,
-                'beta_slow': scaling.low_turns,
-                'beta_fast': scaling.high_turns,
-                'original_max_position_embeddings': scaling.length,
-                'truncate': scaling.whole,
-                **factor,
-            }
+    if scaling is None:
+        return {'rope_type': 'default'}
+    for kind, (form, entries) in SCALINGS.items():
+        if form is type(scaling):
+            values = {their: getattr(scaling, our) for our, (their, _) in entries.items()}
+            return {'rope_type': kind, **{name: value for name, value in values.items() if value is not None}}
     return {'rope_type': scaling.gin_name}

@@ -5,7 +5,7 @@ weights. `Architecture` states the inverse.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Architecture:
         layers: the beginning of the names of all tensors of layers.
         outside: as OUTSIDE.
         names: tensors of a layer whose names differ from TENSORS.
-        settings: config.json → its entries that the file does not hold.
+        scales_queries: the scale of the queries comes from the sizes (`llama-model.cpp`).
     """
 
     model_type: str
@@ -102,7 +102,7 @@ class Architecture:
     layers: str = 'model.layers'
     outside: Mapping[str, str] = dataclasses.field(default_factory=lambda: OUTSIDE)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    settings: Callable[[Hyperparameters], dict[str, object]] = lambda config: {}
+    scales_queries: bool = False
 
     def rename(self, name: str) -> str:
         """Returns the name of a tensor in Hugging Face's form; names that are not known stay."""
@@ -130,42 +130,17 @@ def apart(tensor: np.ndarray, heads: int) -> np.ndarray:
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _gemma(config: Hyperparameters) -> dict[str, object]:
-    """Returns what llama.cpp has in its code for Gemma (`llama-model.cpp`): the activation, and the scale of the
-    queries, which the 27B models take from the width."""
-    wide = config.integer('num_hidden_layers') in (46, 62)
-    size = config.integer('hidden_size') // config.integer('num_attention_heads')
-    scalar = size if wide else config.integer('head_dim')
-    return {'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': scalar}
-
-
-def _gemma2(config: Hyperparameters) -> dict[str, object]:
-    kinds = ['full_attention' if i % 2 else 'sliding_attention' for i in range(config.integer('num_hidden_layers'))]
-    return _gemma(config) | {'layer_types': kinds, 'rope_theta': config.get('rope_theta', 10_000.0)}
-
-
-def _gemma3(config: Hyperparameters) -> dict[str, object]:
-    kinds = [
-        'sliding_attention' if (i + 1) % 6 else 'full_attention' for i in range(config.integer('num_hidden_layers'))
-    ]
-    return _gemma(config) | {'layer_types': kinds, 'rope_local_base_freq': 10_000.0}
-
-
-def _smollm3(config: Hyperparameters) -> dict[str, object]:
-    return {'no_rope_layers': [int((i + 1) % 4 != 0) for i in range(config.integer('num_hidden_layers'))]}
-
-
 _GEMMA_NAMES = POST_NORMS | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 ARCHITECTURES = {
     'llama': Architecture('llama', interleaved=True),
     'qwen2': Architecture('qwen2'),
     'qwen3': Architecture('qwen3'),
-    'smollm3': Architecture('smollm3', interleaved=True, settings=_smollm3),
+    'smollm3': Architecture('smollm3', interleaved=True),
     'olmo2': Architecture('olmo2', names=POST_NORMS),
-    'gemma': Architecture('gemma', gain_offset=1.0, settings=lambda config: {'hidden_activation': 'gelu_pytorch_tanh'}),
-    'gemma2': Architecture('gemma2', gain_offset=1.0, names=_GEMMA_NAMES, settings=_gemma2),
-    'gemma3': Architecture('gemma3_text', gain_offset=1.0, names=_GEMMA_NAMES, settings=_gemma3),
+    'gemma': Architecture('gemma', gain_offset=1.0),
+    'gemma2': Architecture('gemma2', gain_offset=1.0, names=_GEMMA_NAMES, scales_queries=True),
+    'gemma3': Architecture('gemma3_text', gain_offset=1.0, names=_GEMMA_NAMES, scales_queries=True),
     'gpt2': Architecture(
         'gpt2', is_transposed=True, keys=GPT2_KEYS, layers='h', outside=GPT2_OUTSIDE, names=GPT2_TENSORS
     ),
@@ -195,7 +170,10 @@ def describe(name: str, metadata: Hyperparameters, vocab_size: int, tied: bool) 
         config |= {'rope_scaling': {'rope_type': kind, **scaling}}
     if (turned := metadata.integer('rope.dimension_count', size)) != size:
         config |= {'partial_rotary_factor': turned / size}
-    config |= {'model_type': architecture.model_type, **architecture.settings(config)}
+    if architecture.scales_queries:
+        wide = config.integer('num_hidden_layers') in (46, 62)  # the 27B models take it from the width
+        config |= {'query_pre_attn_scalar': width // heads if wide else size}
+    config |= {'model_type': architecture.model_type}
     read = architecture.keys.keys() | SCALING.keys() | IGNORED
     unknown = sorted(key for key, value in metadata.items() if key not in read and value)
     if metadata.get('attention.value_length', size) != size:
