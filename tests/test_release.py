@@ -188,7 +188,7 @@ def test_messages_name_extras_that_exist():
     project = tomllib.loads((tiny.ROOT / 'pyproject.toml').read_text())['project']
     trees = [ast.parse(path.read_text()) for path in (tiny.ROOT / 'lm').rglob('*.py')]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    hints = [call.args for call in calls if ast.unparse(call.func) == 'MissingPackageError']
-    named = {extra.value for _, _, *rest in hints for extra in rest[:1]}
+    hints = [call.args for call in calls if ast.unparse(call.func) in ('MissingPackageError', 'require')]
+    named = {extra.value for _, _, *rest in hints for extra in rest[:1] if isinstance(extra, ast.Constant)}
     assert len(named) > 5
     assert named <= project['optional-dependencies'].keys()
