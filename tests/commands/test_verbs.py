@@ -20,14 +20,16 @@ import functools
 
 from lm.commands.verb import Verb
 
-VERB = Verb(
-    name='hello',
-    place=25,
-    help='greet',
-    example='lm hello you',
-    add_flags=lambda parser: parser.add_argument('name'),
-    make_call=lambda arguments: functools.partial(print, 'hello', arguments.name),
-)
+
+def add_flags(parser):
+    parser.add_argument('name')
+
+
+def make_call(arguments):
+    return functools.partial(print, 'hello', arguments.name)
+
+
+VERB = Verb(place=25, help='greet', example='lm hello you')
 '''
 
 
