@@ -80,8 +80,8 @@ class TensorFile:
             ends = [entry['data_offsets'] for entry in entries.values()]
         except (ValueError, TypeError, KeyError, AttributeError):
             raise self._refuse('no header') from None
-        size = max((end for _, end in ends), default=0)
-        if begin + size != self._bytes or size != sum(end - start for start, end in ends):
+        covered = sum(end - start for start, end in ends)
+        if covered != max((end for _, end in ends), default=0) or begin + covered != self._bytes:
             raise self._refuse('another number of bytes than its header says')
         return begin, found, entries
 
