@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lm.cost_model.compiled_step import Check, check
+from lm.cost_model.compiled_step import Check, apply_bindings, check
 from lm.errors import ConfigError
 from lm.experiment import Experiment
 from lm.hardware import Topology
@@ -77,9 +77,8 @@ def advise(
     """Finds the fastest of `list_candidates` that fits.
 
     The compiler refuses a step that is too large within seconds; a step that fits takes a full compilation. If a change
-    fits, changes that recompute more are not tried. With `everything`, the fastest is then tried without a loop over
-    the layers: this form is faster, needs more memory, and takes several times as long to compile. So no other change
-    is tried in this form.
+    fits, changes that recompute more are not tried. A step without a loop over the layers takes several times as long
+    to compile. So changes are tried with a loop, unless `everything` is. The fastest is then tried without one.
 
     Args:
         configured: the check of the experiment as it is.
@@ -105,6 +104,9 @@ def advise(
         note(f'{text}: {found.memory.needed_gib:.2f} GiB{_describe_fit(found)}')
         return found.has_headroom
 
+    def looped(bindings: dict[str, Any]) -> dict[str, Any]:
+        return {UNROLL: 1} if not everything and _is_unrolled(experiment, bindings) else {}
+
     given = _read_values(experiment)
     fitting = [given] if everything and configured.has_headroom else []
     candidates = list(list_candidates(experiment, topology, everything))
@@ -115,12 +117,15 @@ def advise(
             continue
         if time.monotonic() >= deadline:
             left_out += 1
-        elif attempt(bindings, f'try {i} of {len(candidates)}'):
+        elif attempt(looped(bindings) | bindings, f'try {i} of {len(candidates)}'):
             fitting.append(values)
             deadline = min(deadline, time.monotonic() + budget_seconds)
-    is_looped = experiment.model.unroll < experiment.model.n_layers
-    if everything and is_looped and (chosen := _find_fastest(checks)) is not None:
-        attempt(changes[chosen] | {UNROLL: experiment.model.n_layers}, 'without a loop over the layers')
+    if (chosen := _find_fastest(checks)) is not None:
+        best = {name: value for name, value in changes[chosen].items() if name != UNROLL}
+        if UNROLL in changes[chosen]:
+            attempt(best, 'without a loop over the layers')
+        elif everything and not _is_unrolled(experiment, best):
+            attempt(best | {UNROLL: experiment.model.n_layers}, 'without a loop over the layers')
 
     tried = tuple(
         Tried(c.bindings, c.memory.needed_gib, _predict_seconds(c) if c.fits else None, c.has_headroom) for c in checks
@@ -130,6 +135,12 @@ def advise(
         return Advice(checks[chosen], nearest, tried, left_out)
     tight = [c for c in checks if c.fits]
     return Advice(min(tight, key=lambda c: c.memory.needed_gib, default=None), nearest, tried, left_out)
+
+
+def _is_unrolled(experiment: Experiment, bindings: dict[str, Any]) -> bool:
+    """Tells whether a step with these changes has no loop over the layers."""
+    changed = apply_bindings(experiment, bindings)
+    return changed.model.resolve_unroll('tpu', changed.mesh.fsdp > 1) >= changed.model.n_layers
 
 
 def _describe_fit(found: Check) -> str:
@@ -142,7 +153,10 @@ def _describe_fit(found: Check) -> str:
 def _find_fastest(checks: list[Check]) -> int | None:
     """Returns the index of the check with the shortest step that fits with the margin; None: none fits with it."""
     roomy = [i for i, c in enumerate(checks) if c.has_headroom]
-    return min(roomy, key=lambda i: _predict_seconds(checks[i]) or 0.0, default=None)
+    # Of equal ones that with fewer changes: a step without a loop needs none.
+    return min(
+        roomy, key=lambda i: (_predict_seconds(checks[i]) or 0.0, f'{UNROLL} = 1' in checks[i].bindings), default=None
+    )
 
 
 def list_candidates(

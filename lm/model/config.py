@@ -42,6 +42,9 @@ products alone. 'attention': attention alone. 'full': nothing. The layer's input
 output, so no other part needs to keep it.
 """
 
+UNROLLED = ('none', 'dots')
+"""The levels of `REMAT` at which steps on TPUs have no loop over the layers by default."""
+
 PLACEMENTS = ('before', 'after', 'both')
 """The places of the normalizations around attention and the feed-forward layer."""
 
@@ -115,8 +118,13 @@ class ModelConfig(Configurable):
         resume=True,
         help='how much of a layer the backward pass computes again, from nothing to everything',
     )
-    unroll: int = field(
-        default=1, minimum=1, resume=True, help='layers per scan iteration; n_layers: no loop, where remat saves less'
+    unroll: int | None = field(
+        default=None,
+        minimum=1,
+        resume=True,
+        omit_default=True,
+        help='layers per turn of the loop over them; n_layers: no loop; None: no loop in a step on TPUs, but 1 where '
+        'mesh.fsdp shares parameters or remat recomputes more than dots, and elsewhere',
     )
 
     def __post_init__(self):
@@ -237,6 +245,16 @@ class ModelConfig(Configurable):
         if self.dtype == 'auto':
             return jnp.dtype(jnp.float32 if platform == 'cpu' else jnp.bfloat16)
         return jnp.dtype(self.dtype)
+
+    def resolve_unroll(self, platform: str, shares_parameters: bool) -> int:
+        """Returns the layers per turn of the loop over them in a step on a platform; `n_layers`: there is no loop.
+
+        On TPUs a loop copies what kernels keep for the backward pass into stacks, and out again. Without a loop XLA
+        keeps what `remat` recomputes: little with UNROLLED. Devices that share parameters gain nothing.
+        """
+        if self.unroll is not None:
+            return self.unroll
+        return self.n_layers if platform == 'tpu' and self.remat in UNROLLED and not shares_parameters else 1
 
     def check_length(self, length: int) -> None:
         """Raises ConfigError if the context has more tokens than there are positions."""

@@ -30,6 +30,7 @@ from lm.model.positions import rotary, sinusoids
 from lm.model.routers import join_routings
 from lm.model.width import compute_output_scale
 from lm.ops.cross_entropy import capped, cross_entropy, weighted_cross_entropy
+from lm.ops.platform import shares_parameters, target_platform
 from lm.ops.rotary import Rotation
 from lm.parameters import NORMS, declare
 
@@ -92,23 +93,31 @@ class Transformer(nnx.Module):
             starts_BxL: the first token of each token's document, the earliest one that it sees; None: each window is
                 one document (`lm.ops.documents`).
         """
-        return self._compute(tokens_BxL, positions, starts_BxL)[0]
+        return self._compute(tokens_BxL, positions, starts_BxL, self.config.unroll or 1)[0]
 
     def _compute(
-        self, tokens_BxL: jax.Array, positions: jax.Array | None, starts_BxL: jax.Array | None
+        self, tokens_BxL: jax.Array, positions: jax.Array | None, starts_BxL: jax.Array | None, unroll: int
     ) -> tuple[jax.Array, list[Routing | None]]:
-        """Computes `hidden`, and the choices of the routers of each stack, whose layers are the first axis."""
+        """Computes `hidden`, and the choices of the routers of each stack, whose layers are the first axis.
+
+        `unroll`: layers per turn of the loop over them.
+        """
         positions = jnp.arange(tokens_BxL.shape[1]) if positions is None else positions
         x_BxLxD, rotations = self._embed(tokens_BxL, positions)
         routings = []
         for part in self._scans:
-            x_BxLxD, found = self._compute_layers(part, x_BxLxD, rotations[part], starts_BxL)
+            x_BxLxD, found = self._compute_layers(part, x_BxLxD, rotations[part], starts_BxL, unroll)
             routings += found
         with jax.named_scope('norms'):
             return self.final_norm(x_BxLxD), routings
 
     def _compute_layers(
-        self, part: slice, x_BxLxD: jax.Array, rotations: Sequence[Rotation | None], starts_BxL: jax.Array | None
+        self,
+        part: slice,
+        x_BxLxD: jax.Array,
+        rotations: Sequence[Rotation | None],
+        starts_BxL: jax.Array | None,
+        unroll: int,
     ) -> tuple[jax.Array, list[Routing | None]]:
         """Computes the layers of some stacks, which have one layer of each in turn."""
         applies, states = zip(*map(take_apart, self.blocks[part]), strict=True)
@@ -122,7 +131,7 @@ class Transformer(nnx.Module):
 
         if self.config.remat != 'none':
             layers = jax.checkpoint(layers, policy=REMAT[self.config.remat], prevent_cse=False)
-        return jax.lax.scan(layers, x_BxLxD, states, unroll=self._unroll)
+        return jax.lax.scan(layers, x_BxLxD, states, unroll=self._count_repeats(unroll))
 
     def attention_inputs(self, tokens_BxL: jax.Array) -> Iterator[tuple[AttentionModule, jax.Array, jax.Array]]:
         """Yields each layer's attention in turn, with the queries [B, L, H, C] and keys [B, L, K, C] that reach it."""
@@ -185,7 +194,9 @@ class Transformer(nnx.Module):
         `lm.ops.cross_entropy.weighted_cross_entropy` describes the first two, and `lm.model.routers` the third, which
         are the share that these tokens have in them, [1, 1, …].
         """
-        x_BxLxD, routings = self._compute(tokens_BxL, positions, starts_BxL)
+        # Of all passes this one has a gradient, for which a loop stacks arrays.
+        unroll = self.config.resolve_unroll(target_platform(), shares_parameters())
+        x_BxLxD, routings = self._compute(tokens_BxL, positions, starts_BxL, unroll)
         options = {'cap': self.config.logit_cap, 'z_loss': z_loss}
         measures = {name: array_N[None, None] for name, array_N in join_routings(routings).items()}
         with jax.named_scope('cross_entropy'):
@@ -262,7 +273,7 @@ class Transformer(nnx.Module):
                 new.append(layer_state)
             return x_BxTxD, new
 
-        return jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._unroll)
+        return jax.lax.scan(layers, x_BxTxD, (params, state), unroll=self._count_repeats(self.config.unroll or 1))
 
     def redraw(self, which: Sequence[int], key: jax.Array) -> None:
         """Draws new random projections in the layers of the stacks `which` (`ModelConfig.stacks`)."""
@@ -287,9 +298,9 @@ class Transformer(nnx.Module):
         whole = len(self.config.pattern)
         return [slice(0, whole)] + [slice(whole, None)] * (len(self.config.stacks) > whole)
 
-    @property
-    def _unroll(self) -> int:
-        return max(1, self.config.unroll // len(self.config.pattern))
+    def _count_repeats(self, layers: int) -> int:
+        """Returns the repeats of the pattern in so many layers, at least 1."""
+        return max(1, layers // len(self.config.pattern))
 
     def _embed(self, tokens_BxL, positions):
         return self.embed(tokens_BxL, positions), self.rotate_positions(positions)

@@ -111,6 +111,11 @@ def batch_shards() -> int:
     return math.prod(shape[name] for name in batch_axes())
 
 
+def shares_parameters() -> bool:
+    """Returns whether devices of the mesh in context share one copy of the parameters; False without a mesh."""
+    return jax.sharding.get_abstract_mesh().shape.get(SHARED_AXIS, 1) > 1
+
+
 def sequence_shards() -> int:
     """Returns into how many parts windows are split, of which this computation sees one; 1: it sees them whole."""
     mesh = jax.sharding.get_abstract_mesh()

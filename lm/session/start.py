@@ -28,6 +28,10 @@ from lm.tasks import TaskStore
 from lm.training.progress import print_rows
 from lm.training.step import Fixed, State
 
+KEPT_OF_BEGUN = (('data', 'begin_id'), ('model', 'unroll'))
+"""Sections and fields whose number a run keeps where its command gives none. Runs of version 1.0 state `unroll`: their
+programs stay as they are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -69,16 +73,19 @@ def print_plan(plan: RunPlan, mesh: Mesh) -> None:
     print_rows(rows | {'devices': describe_mesh(mesh, plan.mesh.slices, plan.functions.dtype)})
 
 
-def settle_texts(experiment: Experiment, run: RunDir, branch_from: str | None = None) -> Experiment:
-    """Returns the experiment with the token before each text: a run that has begun goes on as it began, and a branch as
-    its parent. A new run takes the token of the model that it starts from (`lm.plan.settle_begin`)."""
+def settle_begun(experiment: Experiment, run: RunDir, branch_from: str | None = None) -> Experiment:
+    """Returns the experiment with the values that a run keeps (KEPT_OF_BEGUN): a run that has begun goes on as it
+    began, and a branch as its parent. A new run takes the token of the model that it starts from (`settle_begin`)."""
     check_experiment(experiment)
     for directory in (run, *([RunDir(branch_from)] if branch_from else [])):
         if known := parse_bindings(read_text(directory.config)):
-            stated = known.get('data.begin_id', 'None')
-            if experiment.data.begin_id is not None or not stated.isdecimal():
-                return experiment
-            return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, begin_id=int(stated)))
+            for section, field in KEPT_OF_BEGUN:
+                given, stated = getattr(experiment, section), known.get(f'{section}.{field}', 'None')
+                if getattr(given, field) is None and stated.isdecimal():
+                    experiment = dataclasses.replace(
+                        experiment, **{section: dataclasses.replace(given, **{field: int(stated)})}
+                    )
+            return experiment
     return settle_begin(experiment)
 
 

@@ -42,7 +42,7 @@ from lm.session.start import (
     print_plan,
     read_fixed,
     restore_or_init,
-    settle_texts,
+    settle_begun,
     write_start,
 )
 from lm.session.trainer import Computation, Records, Services, Trainer
@@ -107,7 +107,7 @@ def open_session(
         folder = None if compile_cache == 'none' else compile_cache or run.path / 'compiled'
         programs, preemption = stack.enter_context(CompileCache(folder)), stack.enter_context(Preemption())
         # All errors are found before any file is written: only then does the corrected command work.
-        experiment = settle_texts(experiment, run, request.branch_from)
+        experiment = settle_begun(experiment, run, request.branch_from)
         watchdog = stack.enter_context(Watchdog(experiment.train.hang_minutes))
         plan = make_plan(experiment, Target.of_devices(jax.devices()))
         mesh = plan.mesh.arrange(jax.devices())

@@ -247,6 +247,28 @@ def test_the_fastest_is_tried_without_a_loop_over_the_layers(extra, faster, unro
     assert not any(bound in t.bindings for t in advice.advise(SMALL, parse('v5e:2x2'), configured).tried)
 
 
+@pytest.mark.parametrize(('extra', 'looped'), [(1.0, False), (9.0, True)])
+def test_a_change_is_tried_with_a_loop_over_the_layers_first(extra, looped, on_cpus, monkeypatch):
+    """A step with `dots` has no loop by default, and takes long to compile. Here it may need too much memory."""
+
+    def is_unrolled(e):
+        return e.model.resolve_unroll('tpu', e.mesh.fsdp > 1) > 1
+
+    def needs(e):
+        return KEPT[e.model.remat] - 5 + extra * is_unrolled(e)
+
+    def takes(e):
+        return TIMES[e.model.remat] * (0.8 if is_unrolled(e) else 1.0)
+
+    monkeypatch.setattr(advice, 'check', pretend(needs, takes))
+    configured = pretend(needs, takes)(SMALL, 'v5e:2x2')
+    found = advice.advise(SMALL, parse('v5e:2x2'), configured)
+    bindings = ("model.remat = 'dots'",)
+    assert found.check.bindings == (('model.unroll = 1', *bindings) if looped else bindings)
+    assert [t.bindings for t in found.tried].count(bindings) == 1
+    assert found.tried[-1].bindings == bindings
+
+
 def test_levels_of_remat_are_compared_by_what_they_repeat():
     assert advice.BEYOND.keys() == REMAT.keys()
     for level, beyond in advice.BEYOND.items():

@@ -32,6 +32,7 @@ def kernels(name: str, remat: str) -> dict[str, int]:
         n_heads=1,
         attention=mechanisms()[name](**MECHANISMS[name]),
         remat=remat,
+        unroll=1,  # the text has each kernel of a layer once
     )
     step = train_step(model, OptimizerConfig(warmup_steps=1), 10, platform='tpu')
     config = TrainConfig(tokens_per_step=512, context_length=512)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import grids
 import jax
@@ -17,7 +18,7 @@ from lm.attention.polysketch import Polysketch
 from lm.attention.rotary_scaling import LinearRotary, Llama3Rotary, YarnRotary
 from lm.attention.softmax import Softmax
 from lm.errors import ConfigError
-from lm.model import ModelConfig
+from lm.model import ModelConfig, transformer
 from lm.model.functions import count_parameters
 from lm.model.parts.key_offset import offset_keys, select_channels
 from lm.model.positions import rotary
@@ -321,6 +322,33 @@ def test_remat_and_unrolling_change_nothing_that_is_learned(change):
     plain, changed = gradients(), gradients(**change)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), plain, changed)
     assert model_lib.REMAT.keys() == {'none', *REMATS}
+
+
+@pytest.mark.parametrize(
+    ('platform', 'shared', 'changes', 'layers'),
+    [
+        ('tpu', False, {}, 2),
+        ('tpu', False, {'remat': 'dots'}, 2),
+        ('tpu', False, {'remat': 'full'}, 1),  # XLA would keep what it is to recompute
+        ('tpu', True, {}, 1),
+        ('tpu', False, {'unroll': 1}, 1),
+        ('cpu', False, {}, 1),
+        ('cpu', False, {'unroll': 2}, 2),
+    ],
+    ids=str,
+)
+def test_a_step_on_a_tpu_with_all_parameters_has_no_loop_over_layers(platform, shared, changes, layers, monkeypatch):
+    monkeypatch.setattr(transformer, 'target_platform', lambda: platform)
+    tokens_BxL = jnp.zeros((2, 16), int)
+    graph, params, rest = nnx.split(tiny(Softmax(implementation='xla'), **changes), nnx.Param, ...)
+
+    def loss(params):
+        share_BxL = jnp.ones(tokens_BxL.shape)
+        return nnx.merge(graph, params, rest).weighted_loss(tokens_BxL, tokens_BxL, share_BxL)[0].sum()
+
+    with jax.set_mesh(jax.make_mesh((2 if shared else 1,), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))):
+        text = str(jax.make_jaxpr(loss)(params))
+    assert re.findall(r'\bunroll=(\d+)', text)[0] == str(layers)
 
 
 def test_a_single_window_on_a_tpu_gives_the_gradients_of_other_platforms(monkeypatch):

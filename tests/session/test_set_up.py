@@ -57,6 +57,21 @@ def until(monkeypatch):
     return run
 
 
+def test_a_run_of_an_older_version_keeps_its_program(tmp_path):
+    """Its config.gin states the layers per turn of the loop over them, which others leave out."""
+    old, new, young = (RunDir(str(tmp_path / name)) for name in ('old', 'new', 'young'))
+    text = dump(EXPERIMENT)
+    assert 'unroll' not in text
+    for run, more in ((old, '\nmodel.unroll = 1\n'), (young, '')):
+        run.path.mkdir()
+        run.config.write_text(text + more)
+    assert start.settle_begun(EXPERIMENT, old).model.unroll == 1
+    assert start.settle_begun(EXPERIMENT, new, str(old.path)).model.unroll == 1
+    given = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(EXPERIMENT.model, unroll=2))
+    assert start.settle_begun(given, old).model.unroll == 2
+    assert start.settle_begun(EXPERIMENT, young) == start.settle_begun(EXPERIMENT, new) == EXPERIMENT
+
+
 def test_only_the_answers_of_a_task_are_trained():
     plan = make_plan(EXPERIMENT)
     step = plan.program.step

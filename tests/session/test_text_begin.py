@@ -14,7 +14,7 @@ from lm.experiment import Experiment, load_of_run
 from lm.plan import make_plan, settle_begin, validate
 from lm.pod.mesh import batch_sharding
 from lm.runs.run_dir import RunDir
-from lm.session.start import settle_texts
+from lm.session.start import settle_begun
 from lm.training.objectives.next_token import next_token
 
 BEGIN = 3
@@ -110,15 +110,15 @@ def test_aligned_attention_sees_the_token(origin):
 def test_a_run_that_has_begun_goes_on_as_it_began(origin, reference_run, tmp_path):
     new = RunDir(str(tmp_path / 'new'))
     given = configure(origin, **{'train.init_from': origin})
-    assert settle_texts(given, new).data.begin_id == BEGIN
-    assert settle_texts(given, RunDir(str(reference_run[0]))).data.begin_id is None
-    assert settle_texts(given, new, str(reference_run[0])).data.begin_id is None
+    assert settle_begun(given, new).data.begin_id == BEGIN
+    assert settle_begun(given, RunDir(str(reference_run[0]))).data.begin_id is None
+    assert settle_begun(given, new, str(reference_run[0])).data.begin_id is None
     begun = RunDir(str(tmp_path / 'begun'))
     begun.path.mkdir()
     begun.config.write_text(lm.dump(settle_begin(given)))
-    assert settle_texts(configure(origin), begun).data.begin_id == BEGIN
-    assert settle_texts(configure(origin, **{'data.begin_id': 5}), begun).data.begin_id == 5
-    assert settle_texts(configure(origin), new, str(begun.path)).data.begin_id == BEGIN
+    assert settle_begun(configure(origin), begun).data.begin_id == BEGIN
+    assert settle_begun(configure(origin, **{'data.begin_id': 5}), begun).data.begin_id == 5
+    assert settle_begun(configure(origin), new, str(begun.path)).data.begin_id == BEGIN
 
 
 def test_a_model_of_its_own_has_no_token(origin, tmp_path):
