@@ -32,29 +32,22 @@ def of_arrays(implementation, **static):
     return lambda *arrays: implementation.delta_rule(DeltaCall(*arrays, **static))
 
 
-kernels = {side: jax.jit(functools.partial(both, of_arrays(rule))) for side in (128, 256)}
-"""The kernels; 256: on a chip with matrix units of this size, where the forward kernel saves inverses."""
+kernels = jax.jit(functools.partial(both, of_arrays(rule)))
 recurrence = jax.jit(functools.partial(both, of_arrays(reference)))
 
 
-def by_kernels(arrays, side=128):
-    with pytest.MonkeyPatch.context() as patch, interpret_kernels():
-        patch.setattr(platform, 'matrix_side', lambda: side)
-        return kernels[side](*arrays)
+def by_kernels(arrays):
+    with interpret_kernels():
+        return kernels(*arrays)
 
 
 @pytest.mark.parametrize(
-    ('length', 'dtype', 'tolerance', 'side'),
-    [
-        *grids.draw([(300, jnp.float32, 3e-5, 128), (300, jnp.float32, 3e-5, 256)], 1),
-        *grids.draw([(256, jnp.bfloat16, 1.5e-2, 128), (256, jnp.bfloat16, 1.5e-2, 256)], 1),
-        (1, jnp.float32, 1e-5, 256),
-    ],
+    ('length', 'dtype', 'tolerance'), [(300, jnp.float32, 3e-5), (256, jnp.bfloat16, 1.5e-2), (1, jnp.float32, 1e-5)]
 )
-def test_kernels_agree_with_the_recurrence(length, dtype, tolerance, side):
+def test_kernels_agree_with_the_recurrence(length, dtype, tolerance):
     """Two queries per key head, factors of 0, β up to 2, an initial state, sizes that fill no register."""
     arrays = draw(length, seed=length, dtype=dtype)
-    assert_near(by_kernels(arrays, side), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
+    assert_near(by_kernels(arrays), recurrence(*(a.astype(jnp.float32) for a in arrays)), tolerance)
 
 
 GATES = [[0.0], [-1e-8], [-104.0], [-1e4], [0.0, -1e-8, -104.0, -1e4]]

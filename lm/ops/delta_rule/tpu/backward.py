@@ -1,6 +1,6 @@
 """The backward kernel of the delta rule on TPUs: one sweep from the last chunk to the first.
 
-A chunk is computed again from the state before it, which the forward kernel saved; a plan may save inverses too.
+A chunk is computed again from the state before it and its inverse, which the forward kernel saved.
 Letters: S' is the state after the chunk, and b = exp(c_C - c) the share of each token that is left after it. `chunk`
 explains R = β (V - exp(c) S K) and W = R (I + M)⁻¹. dX is the gradient of X:
 
@@ -48,7 +48,7 @@ def _differentiate(plan: DeltaPlan, refs: ChunkReferences, n: int) -> Turns:
     products = [(dot(chunk.k, each.x, (0, 0)), dot(chunk.state, each.x, (1, 0))) for each in vectors]
     dstate_operand = dstate[n].astype(dtype)
     folded = chunk.until * dot(dstate_operand, chunk.k, (1, 0))
-    yield from chunk.solve(None if refs.inverses is None else refs.inverses[n, 0])
+    yield from chunk.solve(cast(jax.Ref, refs.inverses)[n, 0])
     # First dW, then dR, dM and dP.
     new = chunk.new.astype(dtype)
     dnew, weights = folded, []

@@ -29,7 +29,7 @@ class DeltaPlan(ChunkPlan):
 
     @property
     def keeps_inverses(self) -> bool:
-        return _keeps_inverses(self.channels)
+        return True
 
 
 def make_plan(call: DeltaCall) -> DeltaPlan:
@@ -45,11 +45,5 @@ def estimate_vmem(call: DeltaCall) -> int:
     """Estimates the bytes of VMEM that a head of the backward kernel, the larger one, takes."""
     sizes = ChunkSizes.measure(call)
     channels = call.channel_log_decay_BxLxKxE is not None
-    kept = sizes.itemsize // 2 if _keeps_inverses(channels) else 0  # twice, while one is read and one computed
+    kept = sizes.itemsize // 2  # an inverse, twice: while one is read, the next one comes
     return sizes.estimate_vmem(2 + 4 * sizes.itemsize + 3 * sizes.groups + kept, channels)
-
-
-def _keeps_inverses(channels: bool) -> bool:
-    # With factors of channels a saved inverse spares the backward kernel the products of keys too. With one factor per
-    # head it does not, and on v5e the layer scan takes as long to copy it as the kernel to compute it again.
-    return channels or platform.matrix_side() > LANES

@@ -1,11 +1,11 @@
 """The delta rule on TPUs: fused Pallas kernels, forward and backward.
 
 A chunk of 128 tokens is one triangular system, which is inverted on chip (`inverse`); states stay there from chunk to
-chunk. The backward pass keeps inputs, outputs and the state before each chunk, rounded as the products that read it
-round it. Several heads are computed side by side: with one head alone each product would wait for the product before.
+chunk. The backward pass keeps inputs, outputs, inverses and the state before each chunk, rounded as the products that
+read them round them. Several heads are computed side by side: with one head alone each product would wait for the
+product before.
 
-Where key channels have factors of their own, a chunk is computed by `channels`. Some plans keep inverses for the
-backward pass too (`plan`).
+Where key channels have factors of their own, a chunk is computed by `channels`.
 
 Static cycles per token and head are measured by `scripts.kernels.cycles`.
 """
