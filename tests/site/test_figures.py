@@ -68,6 +68,13 @@ def test_perplexities_are_those_of_the_study():
         assert values == seeds, name
 
 
+def test_predicted_steps_are_those_of_the_table():
+    rows = read_table('Today: without a loop over the layers', '| before')
+    names = {'three gated delta per softmax': 'hybrid_small', 'polysketch': 'polysketch, learned'}
+    for name, (value,) in read_panels('step_and_state')[0]['curves'].items():
+        assert value == as_numbers(rows[names.get(name, name.replace('_', ' '))][0][2])[0], name
+
+
 def test_recall_is_that_of_the_second_table():
     rows = read_table('Associative recall as published, small', 'second layer | state, bytes', 1)
     found = {tuple(as_numbers(cells[0] + cells[4])) for same in rows.values() for cells in same}
