@@ -35,6 +35,17 @@ class Haystack(NamedTuple):
     answer: int
 
 
+class FoundNeedles(NamedTuple):
+    """The number of right answers among `count`, and the nats per token of all."""
+
+    right: int
+    count: int
+    nats: float
+
+    def __str__(self) -> str:
+        return f'{self.right} of {self.count}, {self.nats:.2f}'
+
+
 def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -> list[Haystack]:
     """Makes texts of at most `length` tokens, and as long as whole sentences allow.
 
@@ -57,14 +68,11 @@ def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -
     return found
 
 
-def find_needles(run: LoadedRun, length: int, count: int) -> tuple[float, float]:
-    """Returns the share of right samples of `length` tokens, and the nats per token of the answers.
-
-    Raises the errors of `make_samples`.
-    """
-    samples = make_samples(run.tokenizer, length, count)
+def find_needles(run: LoadedRun, length: int, count: int, seed: int = 0) -> FoundNeedles:
+    """Scores the answers of `count` texts of `length` tokens. Raises the errors of `make_samples`."""
+    samples = make_samples(run.tokenizer, length, count, seed)
     scorer = Scorer(run.functions, run.mesh, run.weights, length, 1)
     scored = [scorer.score_rows([sample.tokens], accuracy=True)[0] for sample in samples]
     right = [np.all(np.asarray(found.correct)[-one.answer :]) for found, one in zip(scored, samples, strict=True)]
     nats = [found.nats[-sample.answer :].mean() for found, sample in zip(scored, samples, strict=True)]
-    return float(np.mean(right)), float(np.mean(nats))
+    return FoundNeedles(int(np.sum(right)), count, float(np.mean(nats)))

@@ -40,7 +40,9 @@ def test_a_sample_is_right_if_the_whole_number_is(reference_run, monkeypatch):
         return [types.SimpleNamespace(correct=right, nats=np.full(len(right), 0.5))]
 
     monkeypatch.setattr('lm.evaluation.scoring.Scorer.score_rows', score_rows)
-    assert find_needles(run, 900, 3) == (pytest.approx(2 / 3), 0.5)
+    found = find_needles(run, 900, 3)
+    assert (found.right, found.nats) == (2, 0.5)
+    assert str(found) == '2 of 3, 0.50'
 
 
 def test_the_command_prints_a_row_per_run(reference_run, monkeypatch, capsys):
@@ -50,4 +52,4 @@ def test_the_command_prints_a_row_per_run(reference_run, monkeypatch, capsys):
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in head.strip('|').split('|')] == ['right, nats', '900']
     assert len(rows) == 2
-    assert all('0%, ' in row for row in rows), 'a young model knows no number'
+    assert all('0 of 1, ' in row for row in rows), 'a young model knows no number'
