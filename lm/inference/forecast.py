@@ -15,7 +15,7 @@ from lm.errors import LmError
 from lm.evaluation.perplexity import make_scoring_program
 from lm.inference.layer_choice import ROWS, PlantedText, measure_layers, print_effects, rank_layers, read_planted
 from lm.inference.loaded_run import LoadedRun, load_run, open_run
-from lm.inference.needles import find_needles, make_samples
+from lm.inference.needles import describe_needles, find_needles, make_samples
 from lm.inference.recall_law import forecast
 from lm.model.functions import Weights
 from lm.ops.documents import TextBegin
@@ -80,7 +80,7 @@ def print_needles(runs: dict[str, LoadedRun], length: int) -> None:
         print(f'no needles: {error}')
         return
     found = {name: find_needles(run, length, NEEDLES) for name, run in runs.items()}
-    said = '; '.join(f'{name} {one} nats per token' for name, one in found.items())
+    said = '; '.join(f'{name} {describe_needles(one)} nats per token' for name, one in found.items())
     print(f'needles found in {length:,} tokens: {said}')
 
 

@@ -14,6 +14,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.scoring import Scorer
 from lm.inference.loaded_run import LoadedRun
+from lm.model.functions import Scored
 
 HAY = 'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n'
 BEGIN = (
@@ -33,17 +34,6 @@ class Haystack(NamedTuple):
 
     tokens: np.ndarray
     answer: int
-
-
-class FoundNeedles(NamedTuple):
-    """The number of right answers among `count`, and the nats per token of all."""
-
-    right: int
-    count: int
-    nats: float
-
-    def __str__(self) -> str:
-        return f'{self.right} of {self.count}, {self.nats:.2f}'
 
 
 def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -> list[Haystack]:
@@ -68,11 +58,18 @@ def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -
     return found
 
 
-def find_needles(run: LoadedRun, length: int, count: int, seed: int = 0) -> FoundNeedles:
+def find_needles(run: LoadedRun, length: int, count: int, seed: int = 0) -> list[Scored]:
     """Scores the answers of `count` texts of `length` tokens. Raises the errors of `make_samples`."""
     samples = make_samples(run.tokenizer, length, count, seed)
     scorer = Scorer(run.functions, run.mesh, run.weights, length, 1)
     scored = [scorer.score_rows([sample.tokens], accuracy=True)[0] for sample in samples]
-    right = [np.all(np.asarray(found.correct)[-one.answer :]) for found, one in zip(scored, samples, strict=True)]
-    nats = [found.nats[-sample.answer :].mean() for found, sample in zip(scored, samples, strict=True)]
-    return FoundNeedles(int(np.sum(right)), count, float(np.mean(nats)))
+    return [
+        found._replace(nats=found.nats[-sample.answer :], correct=np.asarray(found.correct)[-sample.answer :])
+        for found, sample in zip(scored, samples, strict=True)
+    ]
+
+
+def describe_needles(answers: list[Scored]) -> str:
+    """Returns how many answers are right, and the nats per token of all."""
+    right = sum(bool(np.all(answer.correct)) for answer in answers)
+    return f'{right} of {len(answers)}, {np.mean([np.mean(answer.nats) for answer in answers]):.2f}'

@@ -66,10 +66,17 @@ def test_each_stage_of_each_student_is_a_command_of_its_own(call, reference_run,
 
 
 def test_a_real_teacher_is_converted_in_two_stages_and_measured(call, reference_run, texts, tmp_path, monkeypatch):
-    monkeypatch.setenv('PATTERN', '[@window_linear(), @softmax()]')  # the teacher has two layers
+    monkeypatch.setenv('FULL', '1')  # the teacher has two layers
     done = call('real_teacher.sh', str(reference_run[0]), str(texts), str(tmp_path / 'real'))
     assert done.returncode == 0, done.stderr
-    assert list(find_runs(done.stdout, monkeypatch)) == ['', 'start', 'align', 'student']
+    runs = find_runs(done.stdout, monkeypatch)
+    assert list(runs) == ['', 'align', 'chosen', 'student']
+    assert ['--choose' in words for words in runs['align']] == [False, True]
+    monkeypatch.setenv('PATTERN', '[@window_linear(), @softmax()]')
+    given = call('real_teacher.sh', str(reference_run[0]), str(texts), str(tmp_path / 'given'))
+    assert given.returncode == 0, given.stderr
+    assert '--choose' not in given.stdout
+    assert given.stdout.count('model.attention=[@window_linear(), @softmax()]') == 2
     assert re.findall(r'distill/(\w+)\.py', done.stdout) == ['held_out', 'needles']
 
 

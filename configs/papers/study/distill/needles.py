@@ -13,7 +13,7 @@ import sys
 
 import lm
 from lm.errors import LmError
-from lm.inference.needles import find_needles
+from lm.inference.needles import describe_needles, find_needles
 from lm.text import make_markdown_table
 
 
@@ -31,7 +31,7 @@ def main() -> int:
             run = lm.load(name)
             cells = []
             for length in lengths:
-                cells.append(str(find_needles(run, length, arguments.samples, arguments.seed)))
+                cells.append(describe_needles(find_needles(run, length, arguments.samples, arguments.seed)))
                 print(f'{name} {length}: {cells[-1]}', file=sys.stderr, flush=True)
             rows.append([name, *cells])
     except LmError as error:
