@@ -105,3 +105,19 @@ def test_held_out_texts_have_the_nats_that_the_library_gives(reference_run, text
     text = (texts / 'held_out' / 'fox.txt').read_text()
     loaded = lm.load(run, gin_params=[f'evaluate.context_length = {length}'])
     assert float(nats) == pytest.approx(loaded.score(text).nats.mean(), abs=6e-4)
+
+
+def test_passages_of_training_texts_stand_twice(texts, tmp_path):
+    words = ' '.join(map(str, range(1000)))
+    (texts / 'train' / 'numbers.txt').write_text(words)
+    copies = tmp_path / 'copies'
+    command = [sys.executable, FOLDER / 'copy_texts.py', texts, copies, '--characters', '600', '--passage', '50']
+    assert subprocess.run(command).returncode == 0
+    first, *again = (copies / 'train' / 'numbers.txt').read_text().splitlines()[:12]
+    assert first == words[:600]
+    assert all(passage in first and len(passage) > 50 for passage in again[:10])
+    assert again[:10] != sorted(again[:10], key=first.index)
+    assert len(set(again[:10])) == 10
+    for name in ('validation/fox.txt', 'held_out/fox.txt'):
+        assert (copies / name).read_text() == (texts / name).read_text()
+    assert subprocess.run([*command[:2], tmp_path / 'nowhere', copies]).returncode == 2
