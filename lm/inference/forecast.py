@@ -13,11 +13,12 @@ import numpy as np
 from lm.checkpoint.snapshot import find_committed_steps
 from lm.errors import LmError
 from lm.evaluation.perplexity import make_scoring_program
-from lm.inference.layer_choice import ROWS, measure_layers, print_effects, rank_layers, read_planted
+from lm.inference.layer_choice import ROWS, PlantedText, measure_layers, print_effects, rank_layers, read_planted
 from lm.inference.loaded_run import LoadedRun, load_run, open_run
-from lm.inference.needles import find_needles, make_samples
+from lm.inference.needles import describe_needles, find_needles, make_samples
 from lm.inference.recall_law import forecast
 from lm.model.functions import Weights
+from lm.ops.documents import TextBegin
 from lm.training.objectives.distill import Distill
 from lm.training.schedules.constant import Constant
 
@@ -36,15 +37,16 @@ def forecast_recall(run_dir: str, teacher_dir: str, gin_params: Sequence[str] = 
         teacher_dir: its teacher.
         gin_params: change the configuration of the student, such as "data.path = '…'".
 
-    Raises the errors of `measure_layers`.
+    Raises the errors of `read_planted` and `measure_layers`.
     """
     student, teacher = open_run(run_dir, gin_params), open_run(teacher_dir)
     config = student.experiment
     length = config.evaluate.context_length or config.train.context_length
     print_needles({'teacher': teacher, 'student': student}, length)
-    print_effects(rank_layers(measure_layers(student, teacher), 'recall'))
-    known = make_recall_measure(teacher, student)(teacher.weights)
-    measure = make_recall_measure(student, student)
+    text, begin = read_planted(student), student.data.text_begin(student.splits)
+    print_effects(rank_layers(measure_layers(student, teacher, text), 'recall'))
+    known = make_recall_measure(teacher, text, begin)(teacher.weights)
+    measure = make_recall_measure(student, text, begin)
     print(f'recall of the teacher: {known:.3f}')
     if known < LEAST_RECALL:
         print(f'no forecast: the teacher itself recalls less than {LEAST_RECALL}')
@@ -78,27 +80,22 @@ def print_needles(runs: dict[str, LoadedRun], length: int) -> None:
         print(f'no needles: {error}')
         return
     found = {name: find_needles(run, length, NEEDLES) for name, run in runs.items()}
-    said = ', '.join(f'{name} {right:.0%} ({nats:.2f} nats per token)' for name, (right, nats) in found.items())
-    print(f'needles found of {NEEDLES} in {length:,} tokens: {said}')
+    said = '; '.join(f'{name} {describe_needles(one)} nats per token' for name, one in found.items())
+    print(f'needles found in {length:,} tokens: {said}')
 
 
-def make_recall_measure(run: LoadedRun, student: LoadedRun) -> Callable[[Weights], float]:
-    """Returns the function that computes the recall of weights of a run, on the tokens of the student's.
-
-    Raises the errors of `read_planted`.
-    """
-    tokens_BxL, planted_BxL, told_BxL = read_planted(student)
-    begin = student.data.text_begin(student.splits)
+def make_recall_measure(run: LoadedRun, text: PlantedText, begin: TextBegin | None) -> Callable[[Weights], float]:
+    """Returns the function that computes the recall of weights of a run on a text; `begin` stands before its parts."""
     program = make_scoring_program(run.functions, run.mesh, accuracy=True, begin=begin)
 
     def share_right(weights: Weights, windows_BxL: np.ndarray) -> float:
         batches = (jnp.asarray(windows_BxL[i : i + ROWS]) for i in range(0, len(windows_BxL), ROWS))
         correct_BxL = np.concatenate([np.asarray(program(weights, batch).correct) for batch in batches])
-        return float(correct_BxL[told_BxL[:, 1:]].mean())
+        return float(correct_BxL[text.told[:, 1:]].mean())
 
     def measure(weights: Weights) -> float:
         with jax.set_mesh(run.mesh):
-            return share_right(weights, planted_BxL) - share_right(weights, tokens_BxL)
+            return share_right(weights, text.planted) - share_right(weights, text.plain)
 
     return measure
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from lm.model.layers import find_same_layers
 from lm.training.objectives.next_token import next_token
 
 WINDOWS = 64
-"""Windows of the evaluation split that both losses are measured on."""
+"""Windows of the evaluation split that both losses are measured on, if `train.eval_tokens` has as many."""
 ROWS = 8
 """Windows in one call of the program."""
 PASSAGE, CUE = 16, 4
@@ -66,12 +67,22 @@ class LayerEffect:
         return self.recall / max(self.loss, LEAST_LOSS)
 
 
-def plant_passages(tokens_BxL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Repeats passages of each window in its second half.
+class PlantedText(NamedTuple):
+    """Windows of text, [B, L].
 
-    Returns:
-        the windows, and True for each token that the first copy tells, both [B, L].
+    Attributes:
+        plain: the text as it is.
+        planted: with passages that stand a second time (`plant_passages`).
+        told: True for each token that the first copy tells.
     """
+
+    plain: np.ndarray
+    planted: np.ndarray
+    told: np.ndarray
+
+
+def plant_passages(tokens_BxL: np.ndarray) -> PlantedText:
+    """Repeats passages of the first half of each window in its second half."""
     rows, length = tokens_BxL.shape
     size, half = PASSAGE, length // 2
     places = range(half, length - size + 1, 2 * size)
@@ -82,36 +93,33 @@ def plant_passages(tokens_BxL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         for source, place in zip(sources, places, strict=False):
             planted_BxL[row, place : place + size] = tokens_BxL[row, source : source + size]
             told_BxL[row, place + CUE : place + size] = True
-    return planted_BxL, told_BxL
+    return PlantedText(tokens_BxL, planted_BxL, told_BxL)
 
 
-def read_planted(run: LoadedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reads windows of the evaluation split of a run.
+def read_planted(run: LoadedRun) -> PlantedText:
+    """Reads windows of the evaluation split of a run, [B, L + 1]: at most `WINDOWS`, and `train.eval_tokens` tokens.
 
-    Returns:
-        the windows, the windows with repeated passages, and True for each token that the first copy tells, all
-        [B, L + 1].
-
-    Raises ConfigError if the split or the context is too short, UnnamedError if the run has no data.
+    Raises ConfigError if the split, the context or `train.eval_tokens` is too short, UnnamedError if the run has no
+    data.
     """
     experiment, store = run.experiment, run.splits
-    length = experiment.train.context_length
+    length, most = experiment.train.context_length, experiment.train.eval_tokens
     split = experiment.evaluate.split or experiment.data.eval_split
     if length < 4 * PASSAGE:
         raise ConfigError(f'train.context_length = {length}: must be at least {4 * PASSAGE} to measure recall')
-    starts = lay_windows(store, split, length)[:WINDOWS]
+    if most is not None and most < length:
+        raise ConfigError(f'train.eval_tokens = {most}: a window has {length} tokens; take more')
+    starts = lay_windows(store, split, length)[: WINDOWS if most is None else min(WINDOWS, most // length)]
     if not len(starts):
         raise ConfigError(f'evaluate.split = {split!r}: has fewer tokens than one window of {length}')
-    tokens_BxL = store.read_many(split, starts, length + 1).astype(np.int32)
-    return tokens_BxL, *plant_passages(tokens_BxL)
+    return plant_passages(store.read_many(split, starts, length + 1).astype(np.int32))
 
 
-def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
-    """Measures the effect of the student's attention in each layer where it differs from the teacher's.
+def measure_layers(student: LoadedRun, teacher: LoadedRun, text: PlantedText) -> list[LayerEffect]:
+    """Measures on a text the effect of the student's attention in each layer where it differs from the teacher's.
 
-    Raises the errors of `read_planted`, and Diverged if a loss is not finite.
+    Raises Diverged if a loss is not finite.
     """
-    tokens_BxL, planted_BxL, told_BxL = read_planted(student)
     begin = student.data.text_begin(student.splits)
 
     @jax.jit
@@ -129,12 +137,12 @@ def measure_layers(student: LoadedRun, teacher: LoadedRun) -> list[LayerEffect]:
                     for i in range(0, len(windows_BxL), ROWS)
                 ]
             )
-            for windows_BxL in (tokens_BxL, planted_BxL)
+            for windows_BxL in (text.plain, text.planted)
         )
         if not (np.isfinite(plain).all() and np.isfinite(recalled).all()):
             which = f'student in layer {swapped_N.argmax()}' if swapped_N.any() else 'teacher alone'
             raise Diverged(f'the loss with attention of the {which} is not finite: {REMEDY}')
-        return float(plain.mean()), float(recalled[told_BxL[:, 1:]].mean())
+        return float(plain.mean()), float(recalled[text.told[:, 1:]].mean())
 
     config = student.functions.config
     depth = config.n_layers
@@ -204,10 +212,10 @@ def choose_layers(
         ranking: one of RANKINGS.
         gin_params: change the configuration of the student, such as "data.path = '…'".
 
-    Raises ConfigError if there are fewer layers to choose from.
+    Raises ConfigError if there are fewer layers to choose from, and the errors of `read_planted` and `measure_layers`.
     """
     student, teacher = open_run(run_dir, gin_params), open_run(teacher_dir)
-    effects = measure_layers(student, teacher)
+    effects = measure_layers(student, teacher, read_planted(student))
     if count > len(effects):
         raise ConfigError(f'--choose {count}: the student differs from the teacher in {len(effects)} layers only')
     ranked = rank_layers(effects, ranking)

@@ -14,6 +14,7 @@ from lm.data.tokenizers import Tokenizer
 from lm.errors import ConfigError
 from lm.evaluation.scoring import Scorer
 from lm.inference.loaded_run import LoadedRun
+from lm.model.functions import Scored
 
 HAY = 'The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n'
 BEGIN = (
@@ -57,14 +58,18 @@ def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -
     return found
 
 
-def find_needles(run: LoadedRun, length: int, count: int) -> tuple[float, float]:
-    """Returns the share of right samples of `length` tokens, and the nats per token of the answers.
-
-    Raises the errors of `make_samples`.
-    """
-    samples = make_samples(run.tokenizer, length, count)
+def find_needles(run: LoadedRun, length: int, count: int, seed: int = 0) -> list[Scored]:
+    """Scores the answers of `count` texts of `length` tokens. Raises the errors of `make_samples`."""
+    samples = make_samples(run.tokenizer, length, count, seed)
     scorer = Scorer(run.functions, run.mesh, run.weights, length, 1)
     scored = [scorer.score_rows([sample.tokens], accuracy=True)[0] for sample in samples]
-    right = [np.all(np.asarray(found.correct)[-one.answer :]) for found, one in zip(scored, samples, strict=True)]
-    nats = [found.nats[-sample.answer :].mean() for found, sample in zip(scored, samples, strict=True)]
-    return float(np.mean(right)), float(np.mean(nats))
+    return [
+        found._replace(nats=found.nats[-sample.answer :], correct=np.asarray(found.correct)[-sample.answer :])
+        for found, sample in zip(scored, samples, strict=True)
+    ]
+
+
+def describe_needles(answers: list[Scored]) -> str:
+    """Returns how many answers are right, and the nats per token of all."""
+    right = sum(bool(np.all(answer.correct)) for answer in answers)
+    return f'{right} of {len(answers)}, {np.mean([np.mean(answer.nats) for answer in answers]):.2f}'

@@ -7,6 +7,7 @@ squares. It has no limit: a student that stops above the goal can only be seen t
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -23,6 +24,14 @@ CONFIDENCE = 0.9
 """The probability of an interval, if scatter around the law is normal."""
 LEAST_SCATTER = 0.02
 """No share is known better than this, as a share of itself."""
+
+
+class Estimate(NamedTuple):
+    """A number, and its interval of probability `CONFIDENCE`."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +69,16 @@ class RecallLaw:
         """Student's quantile of the interval."""
         return float(stdtrit(self.n - 2, (1 + CONFIDENCE) / 2))
 
-    def predict(self, tokens: float) -> tuple[float, float, float]:
-        """Returns what is missing after so many tokens, and the interval of one more measurement."""
+    def predict(self, tokens: float) -> Estimate:
+        """Returns what is missing after so many tokens, with the interval of one more measurement."""
         u = np.log(tokens) - self.centre
         y = self.mean + self.slope * u
         width = self.quantile * self.scatter * np.sqrt(1 + 1 / self.n + u**2 / self.spread)
-        return float(np.exp(y)), float(np.exp(y - width)), float(np.exp(y + width))
+        return Estimate(float(np.exp(y)), low=float(np.exp(y - width)), high=float(np.exp(y + width)))
 
-    def invert(self, missing: float) -> tuple[float, float, float] | None:
-        """Returns the tokens after which so much is missing, and their interval (Fieller's); None: the law may as well
-        not fall."""
+    def invert(self, missing: float) -> Estimate | None:
+        """Returns the tokens after which so much is missing, with Fieller's interval; None: the law may as well not
+        fall."""
         noise, distance = (self.quantile * self.scatter) ** 2, np.log(missing) - self.mean
         a, b, c = self.slope**2 - noise / self.spread, self.slope * distance, distance**2 - noise / self.n
         if self.slope >= 0 or a <= 0:
@@ -77,8 +86,8 @@ class RecallLaw:
         root = np.sqrt(max(0.0, b**2 - a * c))
         low, high = ((b + sign * root) / a for sign in (-1, 1))
         with np.errstate(over='ignore'):
-            found = [float(np.exp(self.centre + u)) for u in (distance / self.slope, low, high)]
-        return found[0], found[1], found[2]
+            value, low, high = (float(np.exp(self.centre + u)) for u in (distance / self.slope, low, high))
+        return Estimate(value, low=low, high=high)
 
     def __str__(self) -> str:
         missing, exponent = format_digits(np.exp(self.mean)), format_digits(-self.slope)
@@ -115,22 +124,21 @@ def forecast(tokens: np.ndarray, missing: np.ndarray) -> list[str]:
             f'the tokens of the first one at the last one; there are {n}'
         ]
     law, before = RecallLaw.fit(tokens, missing), RecallLaw.fit(tokens[:-1], missing[:-1])
-    expected, low, high = before.predict(float(tokens[-1]))
-    test = f'the points before the last predict {expected:.3f} for it ({low:.3f} to {high:.3f}), and it has '
-    test += f'{missing[-1]:.3f}'
-    if not low <= missing[-1] <= high:
+    expected = before.predict(float(tokens[-1]))
+    test = f'the points before the last predict {expected.value:.3f} for it ({expected.low:.3f} to '
+    test += f'{expected.high:.3f}), and it has {missing[-1]:.3f}'
+    if not expected.low <= missing[-1] <= expected.high:
         return [f'no forecast: the points follow no power law: {test}']
     if flattens(tokens, missing):
         return ['no forecast: the fall slows down against a power law, so it may end above the goal']
     found = law.invert(goal)
     if found is None:
         return ['no forecast: what is missing does not fall with tokens by more than its scatter']
-    needed, least, most = map(format_si, found)
-    if found[0] > MOST_REACH * tokens[-1]:
+    if found.value > MOST_REACH * tokens[-1]:
         return [f'no forecast: {law} reaches {goal:.2f} beyond {MOST_REACH} times the measured tokens']
     return [
-        f'{GOAL:.0%} of the recall of the teacher after about {needed} tokens of stage 2 ({CONFIDENCE:.0%} interval: '
-        f'{least} to {most})',
+        f'{GOAL:.0%} of the recall of the teacher after about {format_si(found.value)} tokens of stage 2 '
+        f'({CONFIDENCE:.0%} interval: {format_si(found.low)} to {format_si(found.high)})',
         f'how: {law}, by least squares in logarithms through {n} saved steps of {format_si(tokens[0])} to '
         f'{format_si(tokens[-1])} tokens; it assumes that rate and data stay as they are, and that nothing stops the '
         'fall',

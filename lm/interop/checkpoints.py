@@ -5,39 +5,23 @@ import json
 import logging
 import pathlib
 import re
-from typing import NamedTuple
 
 from lm.data import tokenizers
-from lm.data.tokenizers.companions import GENERATION_CONFIG, OF_THE_TOKENIZER, TEMPLATE, read_companions
+from lm.data.tokenizers.companions import GENERATION_CONFIG, OF_THE_TOKENIZER, read_companions
 from lm.data.tokenizers.marks import TextMarks, check_marks, find_marks, read_config_marks
 from lm.errors import ConfigError, MismatchError
 from lm.files import AnyPath, is_remote, parse_json_object, refuse_special_files
 from lm.interop.export_run import UNFINISHED
-from lm.interop.families import reading_config
 from lm.interop.families.base import Tensors
 from lm.interop.formats import BEGIN, END, MODEL_TYPE
+from lm.interop.found_tokenizer import FoundTokenizer, add_begin
 from lm.interop.gguf.file import GgufFile
-from lm.interop.gguf.tokenizer import UnreadableTokenizerError
 from lm.interop.hyperparameters import Hyperparameters
 from lm.interop.tensors import count_tensors, read_metadata, read_tensors
 
 GGUF = '.gguf'
 
 log = logging.getLogger(__name__)
-
-
-class FoundTokenizer(NamedTuple):
-    """A tokenizer of a checkpoint.
-
-    Attributes:
-        tokenizer: as it is read here.
-        where: the file that holds it.
-        begin_id: the token that stands before every text; None: there is none.
-    """
-
-    tokenizer: tokenizers.Tokenizer
-    where: AnyPath
-    begin_id: int | None = None
 
 
 class CheckpointFolder:
@@ -115,55 +99,6 @@ class CheckpointFolder:
             return None
 
 
-class GgufCheckpoint:
-    """A GGUF file of llama.cpp."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path, self._file = path, GgufFile(path)
-
-    @property
-    def config(self) -> Hyperparameters:
-        """The metadata in the form of config.json. Raises the errors of `GgufFile.config` and `reading_config`."""
-        with reading_config(self.path):
-            return self._file.config
-
-    @property
-    def notes(self) -> str:
-        """A line on what happens to the numbers."""
-        kinds = ', '.join(f'{count} of {kind}' for kind, count in self._file.kinds.items())
-        return f'{self.path}: all tensors become float32 ({kinds})'
-
-    def read_tensors(self) -> Tensors:
-        """Returns name → float32 array, dequantized when it is asked for. Raises the errors of `reading_config`."""
-        with reading_config(self.path):
-            return self._file.read_tensors()
-
-    def count_tensors(self) -> int:
-        """Returns how many tensors the file holds."""
-        return self._file.count
-
-    def read_companions(self) -> dict[str, bytes]:
-        """Returns the chat template by the name of its file, if there is one."""
-        template = self._file.chat_template
-        return {} if template is None else {TEMPLATE: template.encode()}
-
-    @property
-    def marks(self) -> TextMarks:
-        """The tokens around a text, as the metadata say."""
-        check_marks(self.config, self.path)
-        return find_marks(self.config)._replace(begin=self._file.begin_id)
-
-    def find_tokenizers(self) -> list[FoundTokenizer]:
-        """Returns the file's tokenizer; none where the file says too little."""
-        try:
-            name, model = self._file.tokenizer
-            tokenizer = tokenizers.from_marked(model, self.marks, name)
-        except (UnreadableTokenizerError, ConfigError, MismatchError) as error:
-            log.warning('the tokenizer of %s cannot be read: %s', self.path, error)
-            return []
-        return [add_begin(tokenizer, self.path, self.marks)]
-
-
 def choose_companions(checkpoint: 'Checkpoint', tokenizer: pathlib.Path | None) -> dict[str, bytes]:
     """Returns the companions of a checkpoint; of another `tokenizer`'s file, the ones beside it are its own."""
     found = checkpoint.read_companions()
@@ -179,17 +114,11 @@ def read_tokenizer(path: AnyPath, marks: TextMarks) -> FoundTokenizer:
     return add_begin(tokenizers.load(path, marks=marks), path, marks)
 
 
-def add_begin(tokenizer: tokenizers.Tokenizer, where: AnyPath, marks: TextMarks) -> FoundTokenizer:
-    """Returns a tokenizer with the token that stands before every text."""
-    names_begin = tokenizer.names_begin and not marks.is_exact
-    return FoundTokenizer(tokenizer, where, tokenizer.begin_id if names_begin else marks.begin)
-
-
-Checkpoint = CheckpointFolder | GgufCheckpoint
+Checkpoint = CheckpointFolder | GgufFile
 
 
 def open_checkpoint(path: AnyPath) -> Checkpoint:
     """Opens a folder, also in a bucket, or a GGUF file. Raises the errors of `CheckpointFolder` and `GgufFile`."""
     if path.suffix == GGUF and is_remote(path):
         raise ConfigError(f'{path}: GGUF files must lie on a disk of this machine; copy it from there')
-    return CheckpointFolder(path) if is_remote(path) or not path.is_file() else GgufCheckpoint(pathlib.Path(path))
+    return CheckpointFolder(path) if is_remote(path) or not path.is_file() else GgufFile(pathlib.Path(path))

@@ -167,18 +167,17 @@ def score_swapped(
 ) -> jax.Array:
     """Scores the targets by the teacher with the student's attention in some layers, [B, L] in nats.
 
-    `swapped_N` is True in these layers. One program serves all choices, so both kinds of attention are computed
-    everywhere.
+    `swapped_N` is True in these layers. One program serves all choices, and computes one kind of attention per layer.
     """
 
     def apply(
         x_BxLxD: jax.Array, ours: RotatedLayer, theirs: RotatedLayer, is_swapped: jax.Array
     ) -> tuple[jax.Array, None]:
         normed_BxLxD = theirs.block.normalize(x_BxLxD)
-        mixed_BxLxD = jnp.where(
+        mixed_BxLxD = jax.lax.cond(
             is_swapped,
-            ours.block.mix(normed_BxLxD, ours.rotation, starts_BxL),
-            theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL),
+            lambda: ours.block.mix(normed_BxLxD, ours.rotation, starts_BxL),
+            lambda: theirs.block.mix(normed_BxLxD, theirs.rotation, starts_BxL),
         )
         return theirs.block.finish(x_BxLxD, mixed_BxLxD), None
 

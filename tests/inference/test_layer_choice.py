@@ -32,7 +32,8 @@ SIZES = {'vocab_size': 64, 'n_layers': 3, 'd_model': 32, 'n_heads': 2, 'head_dim
 
 def test_a_passage_stands_twice_and_its_second_copy_counts():
     tokens_BxL = np.arange(2 * 129).reshape(2, 129)
-    planted_BxL, told_BxL = plant_passages(tokens_BxL)
+    plain_BxL, planted_BxL, told_BxL = plant_passages(tokens_BxL)
+    assert (plain_BxL == tokens_BxL).all()
     changed_BxL = planted_BxL != tokens_BxL
     assert not changed_BxL[:, :64].any()
     assert (told_BxL <= changed_BxL).all()
@@ -41,8 +42,7 @@ def test_a_passage_stands_twice_and_its_second_copy_counts():
         place = int(np.argmax(changed_BxL[row]))
         passage = planted_BxL[row, place : place + PASSAGE]
         assert list(passage) == list(tokens_BxL[row, passage[0] - 129 * row :][:PASSAGE])
-    again_BxL, _ = plant_passages(tokens_BxL)
-    assert (again_BxL == planted_BxL).all()
+    assert (plant_passages(tokens_BxL).planted == planted_BxL).all()
 
 
 def test_a_swap_of_no_layer_is_the_teacher_and_a_swap_of_one_changes_the_rest():

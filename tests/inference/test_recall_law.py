@@ -18,10 +18,10 @@ def curve(factor, exponent, limit=0.0, noise=0.0, seed=0):
 
 def test_a_power_law_is_found_again():
     law = RecallLaw.fit(TOKENS, curve(0.6, 0.5))
-    needed, least, most = law.invert(0.05)
-    assert needed == pytest.approx(TOKENS[0] * (0.6 / 0.05) ** 2)
-    assert least < needed < most
-    assert law.predict(TOKENS[3])[0] == pytest.approx(0.6 * 4**-0.5)
+    needed = law.invert(0.05)
+    assert needed.value == pytest.approx(TOKENS[0] * (0.6 / 0.05) ** 2)
+    assert needed.low < needed.value < needed.high
+    assert law.predict(TOKENS[3]).value == pytest.approx(0.6 * 4**-0.5)
     line, how, test = forecast(TOKENS, curve(0.6, 0.5))
     assert '95% of the recall of the teacher after about 2.88M tokens of stage 2' in line
     assert 'through 8 saved steps of 20k to 160k tokens' in how
@@ -32,7 +32,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
     truth, hits, n = TOKENS[0] * (0.6 / 0.05) ** 2, 0, 400
     for seed in range(n):
         found = RecallLaw.fit(TOKENS, curve(0.6, 0.5, noise=0.04, seed=seed)).invert(0.05)
-        hits += found is not None and found[1] <= truth <= found[2]
+        hits += found is not None and found.low <= truth <= found.high
     assert abs(hits / n - CONFIDENCE) < 0.05
 
 

@@ -66,10 +66,17 @@ def test_each_stage_of_each_student_is_a_command_of_its_own(call, reference_run,
 
 
 def test_a_real_teacher_is_converted_in_two_stages_and_measured(call, reference_run, texts, tmp_path, monkeypatch):
-    monkeypatch.setenv('PATTERN', '[@window_linear(), @softmax()]')  # the teacher has two layers
+    monkeypatch.setenv('FULL', '1')  # the teacher has two layers
     done = call('real_teacher.sh', str(reference_run[0]), str(texts), str(tmp_path / 'real'))
     assert done.returncode == 0, done.stderr
-    assert list(find_runs(done.stdout, monkeypatch)) == ['', 'start', 'align', 'student']
+    runs = find_runs(done.stdout, monkeypatch)
+    assert list(runs) == ['', 'align', 'chosen', 'student']
+    assert ['--choose' in words for words in runs['align']] == [False, True]
+    monkeypatch.setenv('PATTERN', '[@window_linear(), @softmax()]')
+    given = call('real_teacher.sh', str(reference_run[0]), str(texts), str(tmp_path / 'given'))
+    assert given.returncode == 0, given.stderr
+    assert '--choose' not in given.stdout
+    assert given.stdout.count('model.attention=[@window_linear(), @softmax()]') == 2
     assert re.findall(r'distill/(\w+)\.py', done.stdout) == ['held_out', 'needles']
 
 
@@ -98,3 +105,19 @@ def test_held_out_texts_have_the_nats_that_the_library_gives(reference_run, text
     text = (texts / 'held_out' / 'fox.txt').read_text()
     loaded = lm.load(run, gin_params=[f'evaluate.context_length = {length}'])
     assert float(nats) == pytest.approx(loaded.score(text).nats.mean(), abs=6e-4)
+
+
+def test_passages_of_training_texts_stand_twice(texts, tmp_path):
+    words = ' '.join(map(str, range(1000)))
+    (texts / 'train' / 'numbers.txt').write_text(words)
+    copies = tmp_path / 'copies'
+    command = [sys.executable, FOLDER / 'copy_texts.py', texts, copies, '--characters', '600', '--passage', '50']
+    assert subprocess.run(command).returncode == 0
+    first, *again = (copies / 'train' / 'numbers.txt').read_text().splitlines()[:12]
+    assert first == words[:600]
+    assert all(passage in first and len(passage) > 50 for passage in again[:10])
+    assert again[:10] != sorted(again[:10], key=first.index)
+    assert len(set(again[:10])) == 10
+    for name in ('validation/fox.txt', 'held_out/fox.txt'):
+        assert (copies / name).read_text() == (texts / name).read_text()
+    assert subprocess.run([*command[:2], tmp_path / 'nowhere', copies]).returncode == 2

@@ -2,7 +2,6 @@
 
 import runpy
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -10,7 +9,8 @@ import tiny
 
 import lm
 from lm.errors import ConfigError
-from lm.inference.needles import find_needles, make_samples
+from lm.inference.needles import describe_needles, find_needles, make_samples
+from lm.model.functions import Scored
 
 SCRIPT = runpy.run_path(str(tiny.ROOT / 'configs/papers/study/distill/needles.py'))
 
@@ -37,10 +37,10 @@ def test_a_sample_is_right_if_the_whole_number_is(reference_run, monkeypatch):
     def score_rows(scorer, rows, accuracy):
         right = np.ones(len(rows[0]) - 1, bool)
         right[-1] = next(answers)
-        return [types.SimpleNamespace(correct=right, nats=np.full(len(right), 0.5))]
+        return [Scored(nats=np.full(len(right), 0.5), correct=right)]
 
     monkeypatch.setattr('lm.evaluation.scoring.Scorer.score_rows', score_rows)
-    assert find_needles(run, 900, 3) == (pytest.approx(2 / 3), 0.5)
+    assert describe_needles(find_needles(run, 900, 3)) == '2 of 3, 0.50'
 
 
 def test_the_command_prints_a_row_per_run(reference_run, monkeypatch, capsys):
@@ -50,4 +50,4 @@ def test_the_command_prints_a_row_per_run(reference_run, monkeypatch, capsys):
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in head.strip('|').split('|')] == ['right, nats', '900']
     assert len(rows) == 2
-    assert all('0%, ' in row for row in rows), 'a young model knows no number'
+    assert all('0 of 1, ' in row for row in rows), 'a young model knows no number'

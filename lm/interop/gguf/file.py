@@ -2,22 +2,29 @@
 
 import collections
 import functools
+import logging
 import pathlib
 from typing import Any
 
 import numpy as np
 
+from lm.data import tokenizers
+from lm.data.tokenizers.companions import TEMPLATE
+from lm.data.tokenizers.marks import TextMarks, check_marks, find_marks
 from lm.errors import ConfigError, MismatchError, MissingPackageError
 from lm.interop.deferred import Deferred
-from lm.interop.families import check_layers
+from lm.interop.families import check_layers, reading_config
 from lm.interop.families.base import Tensors
+from lm.interop.found_tokenizer import FoundTokenizer, add_begin
 from lm.interop.gguf.architectures import ARCHITECTURES, describe
-from lm.interop.gguf.tokenizer import find_begin, write_tokenizer
+from lm.interop.gguf.tokenizer import UnreadableTokenizerError, find_begin, write_tokenizer
 from lm.interop.hyperparameters import Hyperparameters
 
 FACTORS = 'rope_freqs.weight'
 """The tensor of factors by which Llama 3.1 and later slow down each rotary pair."""
 UNUSED = ('rope_factors_long.weight', 'rope_factors_short.weight')
+
+log = logging.getLogger(__name__)
 
 
 class GgufFile:
@@ -42,23 +49,28 @@ class GgufFile:
         if (count := self._metadata('split.').integer('count', 1)) > 1:
             raise ConfigError(f'{path}: is one of {count} parts; join them with llama-gguf-split --merge')
 
-    @property
-    def count(self) -> int:
-        """The number of tensors."""
+    def count_tensors(self) -> int:
+        """Returns how many tensors the file holds."""
         return len(self._reader.tensors)
 
-    @functools.cached_property
-    def kinds(self) -> dict[str, int]:
-        """The types of the tensors, such as 'Q4_K', and how many have each."""
-        return dict(collections.Counter(tensor.tensor_type.name for tensor in self._reader.tensors).most_common())
+    @property
+    def notes(self) -> str:
+        """A line on what happens to the numbers."""
+        kinds = collections.Counter(tensor.tensor_type.name for tensor in self._reader.tensors).most_common()
+        said = ', '.join(f'{count} of {kind}' for kind, count in kinds)
+        return f'{self.path}: all tensors become float32 ({said})'
 
     @functools.cached_property
     def config(self) -> Hyperparameters:
-        """The contents of config.json.
+        """The metadata in the form of config.json.
 
-        Raises ConfigError for an architecture that is not known here, or that has options which are not. What is
-        missing or of another kind raises Python's errors, for `reading_config`.
+        Raises ConfigError for an architecture that is not known here, or that has options which are not, and the errors
+        of `reading_config`.
         """
+        with reading_config(self.path):
+            return self._describe()
+
+    def _describe(self) -> Hyperparameters:
         name = self._metadata('general.').get('architecture')
         if not isinstance(name, str) or name not in ARCHITECTURES:
             known = ', '.join(sorted(ARCHITECTURES))
@@ -75,31 +87,40 @@ class GgufFile:
         tokens = self._metadata('tokenizer.ggml.')
         return config | {f'{key}_token_id': tokens.get(f'{key}_token_id') for key in ('bos', 'eos')}
 
-    @property
-    def tokenizer(self) -> tuple[str, bytes]:
-        """The (name, contents) of the tokenizer's file. Raises UnreadableTokenizerError if the file says too little."""
-        return write_tokenizer(self._metadata('tokenizer.ggml.'))
+    def read_companions(self) -> dict[str, bytes]:
+        """Returns the chat template by the name of its file, if there is one."""
+        template = self._metadata('tokenizer.').find_text('chat_template')
+        return {} if template is None else {TEMPLATE: template.encode()}
 
     @property
-    def chat_template(self) -> str | None:
-        """The template of conversations, if there is one."""
-        return self._metadata('tokenizer.').find_text('chat_template')
+    def marks(self) -> TextMarks:
+        """The tokens around a text, as the metadata say."""
+        check_marks(self.config, self.path)
+        return find_marks(self.config)._replace(begin=find_begin(self._metadata('tokenizer.ggml.')))
 
-    @property
-    def begin_id(self) -> int | None:
-        """The token that stands before every text, if there is one."""
-        return find_begin(self._metadata('tokenizer.ggml.'))
+    def find_tokenizers(self) -> list[FoundTokenizer]:
+        """Returns the file's tokenizer; none where the file says too little."""
+        try:
+            name, model = write_tokenizer(self._metadata('tokenizer.ggml.'))
+            tokenizer = tokenizers.from_marked(model, self.marks, name)
+        except (UnreadableTokenizerError, ConfigError, MismatchError) as error:
+            log.warning('the tokenizer of %s cannot be read: %s', self.path, error)
+            return []
+        return [add_begin(tokenizer, self.path, self.marks)]
 
     def read_tensors(self) -> Tensors:
         """Returns name in Hugging Face's form → float32 array, which is read when it is asked for (`Deferred`).
 
-        Then a type of numbers that the package cannot read raises ConfigError.
+        Raises the errors of `reading_config`, and when it is read ConfigError for a type of numbers that the package
+        cannot read.
         """
-        architecture, found = ARCHITECTURES[self._metadata('general.').text('architecture')], {}
-        for tensor in self._reader.tensors:
-            if tensor.name not in (FACTORS, *UNUSED):
-                array: Any = Deferred(tensor.shape[::-1].tolist(), functools.partial(self._dequantize, tensor))
-                found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
+        found = {}
+        with reading_config(self.path):
+            architecture = ARCHITECTURES[self._metadata('general.').text('architecture')]
+            for tensor in self._reader.tensors:
+                if tensor.name not in (FACTORS, *UNUSED):
+                    array: Any = Deferred(tensor.shape[::-1].tolist(), functools.partial(self._dequantize, tensor))
+                    found[architecture.rename(tensor.name)] = architecture.restore(tensor.name, array, self.config)
         return found
 
     def _dequantize(self, tensor: Any) -> np.ndarray:
