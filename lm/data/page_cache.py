@@ -2,16 +2,20 @@
 
 TensorStore spends more time per window on threads than memory needs for its bytes. These reads wait for a disk a few
 times per call at most, and report nothing. Where more chunks are not in the page cache, TensorStore reads all of them
-at once. It also reads what is not as `lm prepare` writes it, and names what is wrong. The checksum (crc32c) of each
-chunk is compared on each read. Files: zarr3, codec `sharding_indexed`, the index behind the chunks.
+at once. It also reads what is not as `lm prepare` writes it, and names what is wrong. Files: zarr3, codec
+`sharding_indexed`, the index behind the chunks.
+
+The checksum (crc32c) of a chunk is compared before its first element is used. Later reads take from the chunk only what
+they need, until the file changes or one of its chunks has left the page cache: what a disk gives is checked again.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -23,6 +27,11 @@ MOST_WAITS = 4
 """Chunks of a call that may come from a disk: a busy machine drops single ones from the page cache."""
 NO_WAIT = getattr(os, 'RWF_NOWAIT', None) if sys.byteorder == 'little' else None
 """Makes a read fail where it would wait; only Linux has it. Files and memory have one order of bytes."""
+
+_File = tuple[int, memoryview, bytearray]
+"""The descriptor of an open file, its index (offset and bytes of each chunk, one after another, uint64), and a byte per
+chunk: 1 where its checksum has been compared."""
+_Files = dict[int, _File]
 
 
 @dataclasses.dataclass
@@ -44,7 +53,7 @@ class CachedArray:
     most_indexes: int
 
     def __post_init__(self):
-        self._indexes: dict[tuple[int, ...], memoryview] = {}
+        self._files: dict[tuple[int, ...], tuple[memoryview, bytearray]] = {}
         self._lock = threading.Lock()
 
     def read(self, starts: Sequence[int], length: int) -> np.ndarray | None:
@@ -52,50 +61,50 @@ class CachedArray:
         if NO_WAIT is None or not 0 < len(starts) * length <= MOST_ELEMENTS:
             return None
         windows = np.empty((len(starts), length), self.dtype)
-        files: dict[int, tuple[int, memoryview]] = {}
+        files: _Files = {}
         try:
-            is_read = self._fill(windows, files, starts)
-        except (OSError, OverflowError, _Damaged):
-            is_read = False
-        finally:
-            for file, _ in files.values():
-                with contextlib.suppress(OSError):
+            try:
+                return windows if self._fill(windows, files, starts) else None
+            finally:
+                for file, *_ in files.values():
                     os.close(file)
-        return windows if is_read else None
+        except (OSError, OverflowError, _Damaged):
+            return None
 
-    def _fill(self, windows_NxL: np.ndarray, files: dict[int, tuple[int, memoryview]], starts: Sequence[int]) -> bool:
-        """Fills the windows, and returns whether it could; adds the files that it opens, with their indexes."""
+    def _fill(self, windows_NxL: np.ndarray, files: _Files, starts: Sequence[int]) -> bool:
+        """Fills the windows, and returns whether it could; adds the files that it opens."""
         chunk, length, per_file = self.chunk, windows_NxL.shape[1], self.shard // self.chunk
+        rest = list(enumerate(starts))
+        # Windows that lie closer than chunks share reads of whole chunks.
+        if max(starts) - min(starts) >= (len(starts) - 1) * chunk:
+            rest = [(row, start) for row, start in rest if not self._fill_checked(windows_NxL[row], files, start)]
+        if not rest:
+            return True
         # One chunk at a time, in a buffer that stays in the processor's cache.
         size = chunk * self.dtype.itemsize
         whole = np.empty(size + CRC_BYTES, np.uint8)
         content, crc, elements = whole[:size], whole[size:].data.cast('I'), whole[:size].view(self.dtype)
-        buffers, stored, flags, waits, newest = [whole.data], size + CRC_BYTES, NO_WAIT or 0, MOST_WAITS, None
+        buffers, stored, waits, newest = [whole.data], size + CRC_BYTES, MOST_WAITS, None
         # In the order of the chunks: windows of one chunk share its read.
         pieces = sorted(
             (number, row, start - number * chunk)
-            for row, start in enumerate(starts)
+            for row, start in rest
             for number in range(start // chunk, (start + length - 1) // chunk + 1)
         )
         for number, row, start in pieces:
             if number != newest:
                 which, place = divmod(number, per_file)
-                if which not in files:
-                    files[which] = self._open_file(which)
-                file, index = files[which]
+                file, index, checked = files.get(which) or self._open_file(files, which)
                 if index[2 * place + 1] != stored:
                     return False
-                try:
-                    found = os.preadv(file, buffers, index[2 * place], flags)
-                except BlockingIOError:
-                    found = 0
-                if found != stored:
+                if _read_at_once(file, buffers, index[2 * place]) != stored:
+                    checked[:] = bytes(per_file)
                     waits -= 1
                     if waits < 0 or os.preadv(file, buffers, index[2 * place]) != stored:
                         return False
                 if google_crc32c.value(content) != crc[0]:
                     return False
-                newest = number
+                checked[place], newest = 1, number
             # The first element of the window would be element `start` of this chunk.
             if start >= 0 and start + length <= chunk:
                 windows_NxL[row] = elements[start : start + length]
@@ -104,33 +113,64 @@ class CachedArray:
                 windows_NxL[row, first - start : last - start] = elements[first:last]
         return True
 
-    def _open_file(self, number: int) -> tuple[int, memoryview]:
-        """Opens a file, and returns its descriptor with its index: offset and bytes of each chunk, one after another,
-        uint64. Raises OSError or _Damaged."""
-        file = os.open(os.path.join(self.folder, str(number)), os.O_RDONLY | os.O_CLOEXEC)
+    def _fill_checked(self, window_L: np.ndarray, files: _Files, start: int) -> bool:
+        """Fills a window from checked chunks in a row that are in the page cache, and returns whether it could."""
+        length, width = len(window_L), self.dtype.itemsize
+        which, first = divmod(start, self.shard)
+        place, begin = divmod(first, self.chunk)
+        gaps = (begin + length - 1) // self.chunk
+        file, index, checked = files.get(which) or self._open_file(files, which)
+        if not all(checked[place : place + gaps + 1]) or first + length > self.shard:
+            return False
+        offset, buffers = index[2 * place], [window_L]
+        if gaps:
+            if index[2 * (place + gaps)] - offset != gaps * (self.chunk * width + CRC_BYTES):
+                return False
+            ends = [0, *range(self.chunk - begin, length, self.chunk), length]
+            checksum = bytearray(CRC_BYTES)
+            parts = [part for a, b in itertools.pairwise(ends) for part in (window_L[a:b], checksum)]
+            buffers = parts[:-1]
+        if _read_at_once(file, buffers, offset + begin * width) == length * width + gaps * CRC_BYTES:
+            return True
+        checked[:] = bytes(len(checked))
+        return False
+
+    def _open_file(self, files: _Files, number: int) -> _File:
+        """Opens a file, and adds it to `files`. Raises OSError or _Damaged."""
+        file = os.open(f'{self.folder}/{number}', os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return file, self._read_index(file)
+            files[number] = file, *self._read_index(file)
         except BaseException:
             os.close(file)
             raise
+        return files[number]
 
-    def _read_index(self, file: int) -> memoryview:
-        """Returns the index of an open file (`_open_file`). Raises _Damaged."""
+    def _read_index(self, file: int) -> tuple[memoryview, bytearray]:
+        """Returns the index and the checked chunks of an open file. Raises _Damaged."""
         status = os.fstat(file)
-        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-        index = self._indexes.get(identity)
-        if index is None:
-            size = 16 * (self.shard // self.chunk)
+        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        known = self._files.get(identity)
+        if known is None:
+            chunks = self.shard // self.chunk
+            size = 16 * chunks
             content = os.pread(file, size + CRC_BYTES, max(0, status.st_size - size - CRC_BYTES))
             entries = content[:size]
             if google_crc32c.value(entries).to_bytes(CRC_BYTES, 'little') != content[size:]:
                 raise _Damaged
-            index = memoryview(entries).cast('Q')
+            known = memoryview(entries).cast('Q'), bytearray(chunks)
             with self._lock:
-                while len(self._indexes) >= self.most_indexes:
-                    del self._indexes[next(iter(self._indexes))]
-                self._indexes[identity] = index
-        return index
+                while len(self._files) >= self.most_indexes:
+                    del self._files[next(iter(self._files))]
+                self._files[identity] = known
+        return known
+
+
+def _read_at_once(file: int, buffers: list[Any], offset: int) -> int:
+    """Reads into the buffers, and returns the bytes that were in the page cache; 0: a read would have waited."""
+    try:
+        return os.preadv(file, buffers, offset, NO_WAIT or 0)
+    except BlockingIOError:
+        return 0
 
 
 class _Damaged(Exception):

@@ -163,6 +163,41 @@ def test_windows_of_one_chunk_share_its_read(copy, tokens, monkeypatch):
     np.testing.assert_array_equal(found, np.stack([tokens[s : s + 100] for s in starts]))
 
 
+def test_a_checked_chunk_gives_only_what_is_asked_until_a_read_waits(copy, tokens, monkeypatch):
+    plain, sizes, waiting = os.preadv, [], []
+
+    def preadv(file, buffers, offset, flags=0):
+        if flags and waiting:
+            waiting.pop()
+            raise BlockingIOError
+        sizes.append(plain(file, buffers, offset))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, 'preadv', preadv)
+    monkeypatch.setattr(page_cache, 'NO_WAIT', 8)
+    array = page_cache.CachedArray(str(copy / 'train' / 'tokens' / 'c'), np.dtype(np.uint16), 2**14, 2**26, 1)
+    chunk, crc = 2**15, page_cache.CRC_BYTES
+
+    def read(starts, length):
+        sizes.clear()
+        found = array.read(starts, length)
+        assert found is not None
+        np.testing.assert_array_equal(found, np.stack([tokens[s : s + length] for s in starts]))
+        return sizes
+
+    assert read([5], 100) == [chunk + crc]
+    assert read([9_000], 100) == [200]
+    assert read([9_000, 5], 100) == [chunk + crc], 'windows of one chunk share its read'
+    assert read([2**14 - 50], 100) == [chunk + crc] * 2
+    assert read([2**14 - 50], 100) == [200 + crc]
+    assert read([5], 40_000) == [chunk + crc] * 3
+    assert read([5], 40_000) == [80_000 + 2 * crc]
+    waiting.append(True)
+    assert read([5], 100) == [chunk + crc]
+    assert read([2**14], 100) == [chunk + crc]
+    assert read([2**14 + 9, 5], 100) == [200, 200]
+
+
 def test_fingerprint_depends_on_the_data_alone(tmp_path, original, tokens):
     ends = np.array([10, 5000, 100_000])
     write_store(str(tmp_path / 'same'), tokens, ends, source={'kind': 'text_files', 'path': 'elsewhere'})
