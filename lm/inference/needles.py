@@ -2,8 +2,9 @@
 
 The text is `niah_single_1` of RULER (Hsieh et al. 2024): a number stands between sentences that repeat, at depths that
 are evenly spaced, and the end asks for it. A sample is right if each token of the number is the most probable one,
-after the right tokens before it. Greedy decoding would give the number in exactly these cases. One forward pass per
-sample makes this cheaper than `lm evaluate --tasks niah_single_1`, which writes each answer.
+after the right tokens before it. A blank before the number is given: RULER's metric looks for the number in the answer,
+and takes "is: 1234567" too. One forward pass per sample makes this cheaper than `lm evaluate --tasks niah_single_1`,
+which writes each answer.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ KEYS = ('quiet-harbor', 'amber-lantern', 'distant-orchard', 'silver-meadow')
 
 
 class Haystack(NamedTuple):
-    """A text with a needle, and the number of tokens of its answer, which are the last ones."""
+    """A text with a needle, and how many tokens its number has, which are the last ones."""
 
     tokens: np.ndarray
     answer: int
@@ -54,7 +55,8 @@ def make_samples(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -
         before = round(sentences * i / max(1, count - 1))
         hay = [tokenizer.encode(HAY * n) for n in (before, sentences - before) if n]
         parts = [ends[0], hay[0], ends[1], *hay[1:], ends[2], answer] if before else [*ends[:2], *hay, ends[2], answer]
-        found.append(Haystack(np.concatenate(parts)[-length:], len(answer)))
+        is_blank = not tokenizer.decode(answer[:1]).strip()
+        found.append(Haystack(np.concatenate(parts)[-length:], len(answer) - is_blank))
     return found
 
 

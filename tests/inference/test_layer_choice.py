@@ -5,13 +5,16 @@ from argparse import ArgumentParser as Parser
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 
+import lm
 from lm.attention.hedgehog import Hedgehog
 from lm.attention.softmax import Softmax
 from lm.commands.distill import add_flags
 from lm.data.mixture import Mixture
 from lm.data.tokenizers.amino_acids import AminoAcids, AminoAcidsConfig
+from lm.errors import ConfigError
 from lm.experiment import load
 from lm.inference.layer_choice import (
     CUE,
@@ -21,6 +24,7 @@ from lm.inference.layer_choice import (
     lay_windows,
     plant_passages,
     rank_layers,
+    read_planted,
     write_pattern,
 )
 from lm.model import ModelConfig
@@ -43,6 +47,17 @@ def test_a_passage_stands_twice_and_its_second_copy_counts():
         passage = planted_BxL[row, place : place + PASSAGE]
         assert list(passage) == list(tokens_BxL[row, passage[0] - 129 * row :][:PASSAGE])
     assert (plant_passages(tokens_BxL).planted == planted_BxL).all()
+
+
+def test_no_more_text_is_read_than_evaluations_read(reference_run):
+    def read(tokens):
+        settings = ['train.context_length = 64', f'train.eval_tokens = {tokens}']
+        return read_planted(lm.load(str(reference_run[0]), gin_params=settings)).planted
+
+    assert read(200).shape == (3, 65)
+    assert len(read(None)) > 3
+    with pytest.raises(ConfigError, match=r'train\.eval_tokens = 63: a window has 64 tokens'):
+        read(63)
 
 
 def test_a_swap_of_no_layer_is_the_teacher_and_a_swap_of_one_changes_the_rest():

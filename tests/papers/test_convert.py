@@ -77,7 +77,7 @@ def test_a_real_teacher_is_converted_in_two_stages_and_measured(call, reference_
     assert given.returncode == 0, given.stderr
     assert '--choose' not in given.stdout
     assert given.stdout.count('model.attention=[@window_linear(), @softmax()]') == 2
-    assert re.findall(r'distill/(\w+)\.py', done.stdout) == ['held_out', 'needles']
+    assert re.findall(r'distill/(\w+)\.py', done.stdout) == ['copy_texts', 'held_out', 'needles']
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_needles_lie_at_all_depths_and_the_text_ends_with_the_number(reference_r
         number = text.split()[-1]
         assert text.count(number) == 2
         assert tokenizer.decode(sample.tokens[-sample.answer :].tolist()).strip() == number
+        assert tokenizer.decode(sample.tokens[-sample.answer :][:1].tolist()).strip(), 'no blank token is asked for'
         assert 700 < len(sample.tokens) <= 900
     with pytest.raises(ConfigError, match='100 tokens are too few for a needle'):
         make_samples(tokenizer, 100, 1)

@@ -37,11 +37,14 @@ def main() -> int:
     if not paths:
         print(f'copy_texts: {arguments.texts}: has no train/*.txt', file=sys.stderr)
         return 2
-    shutil.copytree(arguments.texts, arguments.copies)
+    partial = arguments.copies.with_name(f'{arguments.copies.name}.partial')
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(arguments.texts, partial)
     draws = random.Random(0)
     for path in paths:
         text = repeat_passages(path.read_text(), arguments.characters, arguments.passage, draws)
-        (arguments.copies / 'train' / path.name).write_text(text)
+        (partial / 'train' / path.name).write_text(text)
+    partial.rename(arguments.copies)
     return 0
 
 

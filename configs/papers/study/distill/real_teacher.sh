@@ -7,14 +7,15 @@
 #   configs/papers/study/distill/real_teacher.sh runs/smollm2 TEXTS [ROOT]
 #
 # TEXTS holds train/*.txt, validation/*.txt and held_out/*.txt. ROOT (runs/real_teacher) gets the tokens and the runs:
-# `align` is stage 1 of all layers, `chosen` the student before stage 2, `student` stage 2. The last lines are the nats of
-# each held-out text, and the numbers that each model finds (needles.py). Settings, by their names in the environment:
+# `align` is stage 1 of all layers, `chosen` the student before stage 2, and `student` is stage 2, on texts whose passages
+# stand twice (copy_texts.py). The last lines are the nats of each held-out text, and the numbers that each model finds
+# (needles.py). Settings, by their names in the environment:
 #
-#   FULL (7)            layers that keep softmax, the first ones by recall (lm distill --choose)
+#   FULL (8)            layers that keep softmax, the first ones by recall (lm distill --choose)
 #   PATTERN             in place of FULL: the attention of the layers, as `model.attention` takes it
 #   WINDOW (256)        newest keys that softmax weighs in the other layers
 #   LENGTH (1024)       tokens of a window of text
-#   CHOICE_TOKENS (3072), ALIGN_STEPS (100), DISTILL_STEPS (30), SAMPLES (10) needles, SEED (0) of training and needles
+#   CHOICE_TOKENS (LENGTH), ALIGN_STEPS (100), DISTILL_STEPS (30), SAMPLES (10) needles, SEED (0) of training and needles
 #
 # Hardware: 2 CPU cores and 8 GB, 10 to 40 s per step
 set -euo pipefail
@@ -27,8 +28,17 @@ texts=$(cd "$2" && pwd)
 cd "$(dirname "$0")/../../../.."
 root=${3:-runs/real_teacher}
 lm=${LM:-lm}
-[ -f "$root/data/dataset.json" ] || $lm prepare --gin_file data/text.gin --set "text_files.path=$texts" \
-  --set "data.path=$root/data" --set "tokenizer.model_path=$teacher"
+python=${PYTHON:-python3}
+[ -d "$root/copies" ] || $python configs/papers/study/distill/copy_texts.py "$texts" "$root/copies"
+
+# prepare TEXTS TOKENS: a token store.
+prepare() {
+  [ -f "$2/dataset.json" ] || $lm prepare --gin_file data/text.gin --set "text_files.path=$1" --set "data.path=$2" \
+    --set "tokenizer.model_path=$teacher"
+}
+
+prepare "$texts" "$root/data"
+prepare "$root/copies" "$root/data_copies"
 
 # run NAME STAGE STEPS RATE [flags]: one stage, saved every ten steps.
 run() {
@@ -49,14 +59,14 @@ run align align "${ALIGN_STEPS:-100}" 1e-3
 if [ -n "${PATTERN:-}" ]; then
   pattern=(--set "model.attention=$PATTERN")
 else
-  [ -f "$root/align/pattern.gin" ] || $lm distill --choose "${FULL:-7}" --rank_by recall --teacher "$teacher" \
-    --run_dir "$root/align" --set "train.eval_tokens=${CHOICE_TOKENS:-3072}"
+  [ -f "$root/align/pattern.gin" ] || $lm distill --choose "${FULL:-8}" --rank_by recall --teacher "$teacher" \
+    --run_dir "$root/align" --set "train.eval_tokens=${CHOICE_TOKENS:-${LENGTH:-1024}}"
   pattern=(--gin_file "$root/align/pattern.gin")
 fi
 run chosen distill 1 1e-12 --init_from "$root/align" --set optimizer.warmup_steps=0 "${pattern[@]}"
-run student distill "${DISTILL_STEPS:-30}" 1e-4 --init_from "$root/align" "${pattern[@]}"
+run student distill "${DISTILL_STEPS:-30}" 1e-4 --init_from "$root/align" --set "data.path=$root/data_copies" \
+  "${pattern[@]}"
 models=("$teacher" "$root/chosen" "$root/student")
-python=${PYTHON:-python3}
 $python configs/papers/study/distill/held_out.py "${models[@]}" --texts "$texts/held_out"
 $python configs/papers/study/distill/needles.py "${models[@]}" --samples "${SAMPLES:-10}" --lengths 1024,2048 \
   --seed "${SEED:-0}"
