@@ -62,8 +62,8 @@ def program_memory(compiled: jax.stages.Compiled, report: str = '') -> ProgramMe
 def keep_freed_memory() -> None:
     """Lets programs on CPUs take the memory of the call before; call it before JAX looks for devices.
 
-    The GNU C library would give the temporaries of each call back to the system, and the next call would wait until the
-    system has cleared as many pages. The heap is the main thread's, so programs run in the thread that calls them.
+    The GNU C library would give the temporaries of each call back to the system. The next call would then wait until
+    the system has cleared as many pages. The heap is the main thread's, so programs run in the thread that calls them.
     Nothing changes on machines with accelerators, unless JAX_PLATFORMS is cpu.
     """
     if jax.config.values['jax_platforms'] != 'cpu' and any(map(glob.glob, ACCELERATORS)):
