@@ -1,11 +1,20 @@
 """The memory of a compiled program on one device."""
 
+import contextlib
+import ctypes
 import dataclasses
+import glob
 import re
 
 import jax
 
+from lm.output import TPU_DEVICES
+
 _HBM = re.compile(r'Memory Space: default \(color=0\)\nTotal bytes: (\d+)')
+ACCELERATORS = (*TPU_DEVICES, '/dev/nvidia[0-9]*', '/dev/kfd')
+"""Device files of TPUs and GPUs."""
+MALLOC_OPTIONS = {'M_MMAP_MAX': (-4, 0), 'M_TRIM_THRESHOLD': (-1, 2**31 - 1)}
+"""Numbers and values of `mallopt`: large blocks lie in the heap. Its end shrinks only where 2 GiB of it are free."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +57,19 @@ def program_memory(compiled: jax.stages.Compiled, report: str = '') -> ProgramMe
     else:
         total = max(peak, given + temporaries)
     return ProgramMemory(arguments, outputs, aliased, min(temporaries, total - given), total)
+
+
+def keep_freed_memory() -> None:
+    """Lets programs on CPUs take the memory of the call before; call it before JAX looks for devices.
+
+    The GNU C library would give the temporaries of each call back to the system. The next call would then wait until
+    the system has cleared as many pages. The heap is the main thread's, so programs run in the thread that calls them.
+    Nothing changes on machines with accelerators, unless JAX_PLATFORMS is cpu.
+    """
+    if jax.config.values['jax_platforms'] != 'cpu' and any(map(glob.glob, ACCELERATORS)):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # other libraries have no such function
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in MALLOC_OPTIONS.values():
+            mallopt(option, value)
+        jax.config.update('jax_cpu_enable_async_dispatch', False)

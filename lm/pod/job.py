@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from lm.compilation.memory import keep_freed_memory
 from lm.errors import ConfigError
 from lm.output import leave_out_lines
 from lm.pod.mesh import MeshConfig
@@ -36,6 +37,7 @@ def initialize_distributed(config: MeshConfig, job: JobAddress, *, meets: bool =
     Raises ConfigError if the number of processes is not `mesh.processes`: a worker that trains alone is the commonest
     way to lose a day on a pod.
     """
+    keep_freed_memory()
     # JAX's handler of SIGTERM only notes the signal, while this process may wait for others that are gone.
     # `lm.pod.preemption` has it installed once all processes have met.
     jax.config.update('jax_enable_preemption_service', False)
