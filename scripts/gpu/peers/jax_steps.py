@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import optax
 
 from lm.bench.candidates import candidates, change_context
-from lm.compilation.memory import program_memory
+from lm.compilation.memory import keep_freed_memory, program_memory
 from lm.hardware import Target
 from lm.ops.cross_entropy import xla as cross_entropy
 from lm.plan import plan_step
 from lm.pod.mesh import batch_sharding
 from lm.training.program import lower_step
-from scripts.gpu.peers.turns import Batch, Column, describe, serve
+from scripts.gpu.peers.turns import Batch, Column, describe, read_clock, serve
 
 Params = dict[str, Any]
 
@@ -245,6 +245,7 @@ def build_all(columns: Sequence[Column], batch: Batch) -> dict[str, Built]:
 
 
 def main() -> None:
+    keep_freed_memory()  # as `lm train` does
     steps: dict[str, Any] = {}
 
     def build(columns: list[dict[str, Any]], batch: dict[str, int], run: bool) -> dict[str, Any]:
@@ -254,9 +255,9 @@ def main() -> None:
 
     def measure(name: str, n: int) -> dict[str, Any]:
         loss = float(steps[name].run(1))
-        begun = time.perf_counter()
+        begun = read_clock(jax.default_backend())
         steps[name].run(n)
-        return {'seconds': (time.perf_counter() - begun) / n, 'loss': loss}
+        return {'seconds': (read_clock(jax.default_backend()) - begun) / n, 'loss': loss}
 
     def machine() -> dict[str, Any]:
         return {'device': jax.devices()[0].device_kind, 'jax': jax.__version__}

@@ -1,7 +1,8 @@
 """Whole training steps side by side: `lm`, a minimal JAX step, and PyTorch in nanoGPT's way.
 
 A process per framework holds its compiled steps. The processes take turns on the device, one step's turn after the
-other, so that all see the same minutes. MFU has one formula for all: `ModelConfig.flops_per_token`.
+other, so that all see the same minutes. On CPUs seconds are of processor time. MFU has one formula for all:
+`ModelConfig.flops_per_token`.
 
     python -m scripts.gpu.peers.steps --context 1024 --save steps.json
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 INHERITED = os.environ.get('JAX_PLATFORMS')
@@ -28,10 +30,11 @@ PADDED_VOCABULARY = 50_304
 """nanoGPT pads GPT-2's vocabulary to a multiple of 64."""
 
 
-def list_columns(gin_file: str, shape: Shape) -> list[Column]:
+def list_columns(gin_file: str, gin_params: Sequence[str], shape: Shape) -> list[Column]:
     """Returns all columns for a model of `lm`."""
-    folder, dots = 'configs/attention', "model.remat = 'dots'"
-    unrolled = (dots, f'model.unroll = {shape.layers}')
+    folder, dots = 'configs/attention', (*gin_params, "model.remat = 'dots'")
+    unrolled = (*dots, f'model.unroll = {shape.layers}')
+    kept = (*gin_params, f'model.unroll = {shape.layers}')
     ours = {'framework': 'jax', 'kind': 'lm', 'gin_file': gin_file}
     nanogpt = dataclasses.replace(shape, vocabulary=PADDED_VOCABULARY)
     return [
@@ -40,16 +43,18 @@ def list_columns(gin_file: str, shape: Shape) -> list[Column]:
         Column('jax_by_hand', 'jax', 'by_hand', shape),
         Column('lm_in_torch', 'torch', 'lm_in_torch', shape, 'flash'),
         Column('lm_polysketch', attention=f'{folder}/polysketch.gin', gin_params=unrolled, **ours),
-        Column('lm_gated_linear', attention=f'{folder}/gated_linear.gin', gin_params=(dots,), **ours),
-        Column('lm_gated_delta', attention=f'{folder}/gated_delta.gin', gin_params=(dots,), **ours),
-        Column('lm_softmax_looped', gin_params=(dots,), **ours),
+        Column('lm_gated_linear', attention=f'{folder}/gated_linear.gin', gin_params=dots, **ours),
+        Column('lm_gated_delta', attention=f'{folder}/gated_delta.gin', gin_params=dots, **ours),
+        Column('lm_softmax_looped', gin_params=dots, **ours),
+        Column('lm_softmax_kept', gin_params=kept, **ours),
         Column('lm_in_torch_cudnn', 'torch', 'lm_in_torch', shape, 'cudnn'),
     ]
 
 
-def count_flops(column: Column, gin_file: str, context: int) -> float:
+def count_flops(column: Column, gin_file: str, gin_params: Sequence[str], context: int) -> float:
     """Returns the floating-point operations per token."""
-    (experiment,) = candidates([column.attention if column.kind == 'lm' else 'softmax'], [gin_file], []).values()
+    attention = column.attention if column.kind == 'lm' else 'softmax'
+    (experiment,) = candidates([attention], [gin_file], gin_params).values()
     model = experiment.model
     if column.kind == 'nanogpt':
         model = dataclasses.replace(model, vocab_size=PADDED_VOCABULARY, gated=False, hidden_dim=None)
@@ -75,6 +80,7 @@ def main() -> None:
     parser.add_argument('--tokens_per_step', type=int, default=65_536)
     parser.add_argument('--microbatch_tokens', type=int, default=16_384)
     parser.add_argument('--gin_file', default='configs/models/small.gin', help='the model')
+    parser.add_argument('--gin_param', action='append', default=[], help='sets one field of the model')
     parser.add_argument('--columns', help='names, with commas; default: the first seven')
     parser.add_argument('--seconds', type=float, default=25.0, help='the time for all turns')
     parser.add_argument('--rounds', type=int, default=7, help='the most turns of each step')
@@ -84,12 +90,12 @@ def main() -> None:
     parser.add_argument('--torch_python', help='the interpreter that has PyTorch; default: this one')
     parser.add_argument('--save', required=True, help='a file for the results, JSON')
     options = parser.parse_args()
-    model = candidates(['softmax'], [options.gin_file], [])['softmax'].model
+    model = candidates(['softmax'], [options.gin_file], options.gin_param)['softmax'].model
     heads = model.dims
     shape = Shape(model.n_layers, model.d_model, heads.n_heads, heads.head_dim, model.glu_dim, model.vocab_size)
     offered = [
         dataclasses.replace(column, microbatch_tokens=options.microbatch_tokens)
-        for column in list_columns(options.gin_file, shape)
+        for column in list_columns(options.gin_file, options.gin_param, shape)
     ]
     names = options.columns.split(',') if options.columns else [column.name for column in offered[:7]]
     if unknown := set(names) - {column.name for column in offered}:
@@ -142,7 +148,7 @@ def run(options: argparse.Namespace, columns: dict[str, Column]) -> None:
         pathlib.Path(options.save).write_text(json.dumps(found, indent=1) + '\n')
 
     def summarize(column: Column, found: list[float], loss: float | None, device: str) -> dict[str, Any]:
-        flops, peak = count_flops(column, options.gin_file, options.context), peak_flops(device)
+        flops, peak = count_flops(column, options.gin_file, options.gin_param, options.context), peak_flops(device)
         rate = batch.tokens / statistics.median(found) if found else None
         return {
             'flops_per_token': flops,
@@ -151,6 +157,8 @@ def run(options: argparse.Namespace, columns: dict[str, Column]) -> None:
             'tokens_per_second': rate,
             'slowest': batch.tokens / max(found) if found else None,
             'fastest': batch.tokens / min(found) if found else None,
+            'milliseconds': 1000 * statistics.median(found) if found else None,
+            'fewest_milliseconds': 1000 * min(found) if found else None,
             'mfu': flops * rate / peak if rate and peak else None,
         }
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scripts.gpu.peers.turns import Batch, Column, Shape, describe, serve
+from scripts.gpu.peers.turns import Batch, Column, Shape, describe, read_clock, serve
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BACKENDS = {'flash': SDPBackend.FLASH_ATTENTION, 'cudnn': SDPBackend.CUDNN_ATTENTION}
@@ -117,7 +117,7 @@ class TorchStep:
         others = [p for p in self._parameters if p.ndim < 2]
         groups = [{'params': decayed, 'weight_decay': 0.1}, {'params': others, 'weight_decay': 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
-        self._model = torch.compile(model, dynamic=False) if DEVICE == 'cuda' else model
+        self._model = torch.compile(model, dynamic=False)
         rows = batch.rows(column.microbatch_tokens)
         self.microbatches = batch.tokens // batch.context // rows
         size = (self.microbatches, rows, batch.context + 1)
@@ -186,9 +186,9 @@ def main() -> None:
 
     def measure(name: str, n: int) -> dict[str, Any]:
         steps[name].run(1)
-        begun = time.perf_counter()
+        begun = read_clock(DEVICE)
         steps[name].run(n)
-        return {'seconds': (time.perf_counter() - begun) / n, 'loss': steps[name].first_loss}
+        return {'seconds': (read_clock(DEVICE) - begun) / n, 'loss': steps[name].first_loss}
 
     def machine() -> dict[str, Any]:
         device = torch.cuda.get_device_name() if DEVICE == 'cuda' else 'cpu'

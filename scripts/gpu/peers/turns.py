@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,6 +130,11 @@ class Worker:
         """Ends the process."""
         self._process.kill()
         self._process.wait()
+
+
+def read_clock(device: str) -> float:
+    """Returns seconds: of this process's processors where they are the device, else of the clock."""
+    return time.process_time() if device == 'cpu' else time.perf_counter()
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
