@@ -78,7 +78,8 @@ def advise(
 
     The compiler refuses a step that is too large within seconds; a step that fits takes a full compilation. If a change
     fits, changes that recompute more are not tried. A step without a loop over the layers takes several times as long
-    to compile. So changes are tried with a loop, unless `everything` is. The fastest is then tried without one.
+    to compile. So changes are tried with a loop, which may suffice alone, unless `everything` is. The fastest is then
+    tried without one.
 
     Args:
         configured: the check of the experiment as it is.
@@ -111,6 +112,8 @@ def advise(
     fitting = [given] if everything and configured.has_headroom else []
     candidates = list(list_candidates(experiment, topology, everything))
     left_out = 0
+    if not everything and _is_unrolled(experiment, {}) and attempt({UNROLL: 1}, 'with a loop over the layers'):
+        fitting.append(given)
     for i, bindings in enumerate(candidates, 1):
         values = given | bindings
         if any(_is_slower(values, other) for other in fitting):
@@ -122,7 +125,7 @@ def advise(
             deadline = min(deadline, time.monotonic() + budget_seconds)
     if (chosen := _find_fastest(checks)) is not None:
         best = {name: value for name, value in changes[chosen].items() if name != UNROLL}
-        if UNROLL in changes[chosen]:
+        if best and UNROLL in changes[chosen]:
             attempt(best, 'without a loop over the layers')
         elif everything and not _is_unrolled(experiment, best):
             attempt(best | {UNROLL: experiment.model.n_layers}, 'without a loop over the layers')

@@ -163,7 +163,9 @@ def test_advice_is_the_fastest_with_room_to_spare(on_cpus, monkeypatch):
     monkeypatch.setattr(advice, 'check', pretend(needs, takes))
     found = advice.advise(SMALL, parse('v5e:2x2'), pretend(needs, takes)(SMALL, 'v5e:2x2'))
     assert found.check.bindings == ("model.remat = 'attention'",)
-    alone = [t for t in found.tried if 'mesh.fsdp = 4' not in t.bindings]
+    first, *changes = found.tried
+    assert (first.bindings, first.has_headroom) == (('model.unroll = 1',), False)
+    alone = [t for t in changes if 'mesh.fsdp = 4' not in t.bindings]
     assert [(t.bindings[-1], t.has_headroom) for t in alone if 'train.microbatches = 2' not in t.bindings] == [
         ("model.remat = 'dots'", False),
         ("model.remat = 'dense'", True),
@@ -188,8 +190,10 @@ def test_advice_reports_a_fit_at_once_and_stops_after_its_time(on_cpus, monkeypa
     assert found.left_out > 0
     total = len(list(advice.list_candidates(SMALL, parse('v5e:2x2'))))
     assert said[-1].endswith("model.remat = 'dense': 12.00 GiB, fits, 1.4 s per step predicted")
-    assert [re.match(r'try (\d+) of (\d+): ', line).groups() for line in said] == [
-        (str(i), str(total)) for i in range(1, len(said) + 1)
+    looped, *tries = said
+    assert looped.startswith('with a loop over the layers: ')
+    assert [re.match(r'try (\d+) of (\d+): ', line).groups() for line in tries] == [
+        (str(i), str(total)) for i in range(1, len(said))
     ]
     again = advice.advise(SMALL, parse('v5e:2x2'), configured, said.append, budget_seconds=500.0)
     assert again.check.bindings == ("model.remat = 'attention'",)
@@ -267,6 +271,17 @@ def test_a_change_is_tried_with_a_loop_over_the_layers_first(extra, looped, on_c
     assert found.check.bindings == (('model.unroll = 1', *bindings) if looped else bindings)
     assert [t.bindings for t in found.tried].count(bindings) == 1
     assert found.tried[-1].bindings == bindings
+
+
+def test_a_loop_over_the_layers_is_advised_where_it_suffices(on_cpus, monkeypatch):
+    def needs(e):
+        return 10 + 9 * (e.model.resolve_unroll('tpu', e.mesh.fsdp > 1) > 1)
+
+    kept = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, remat='dots'))
+    monkeypatch.setattr(advice, 'check', pretend(needs))
+    found = advice.advise(kept, parse('v5e:2x2'), pretend(needs)(kept, 'v5e:2x2'))
+    assert found.check.bindings == ('model.unroll = 1',)
+    assert () not in [t.bindings for t in found.tried]
 
 
 def test_levels_of_remat_are_compared_by_what_they_repeat():
