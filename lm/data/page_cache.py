@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -28,9 +28,21 @@ MOST_WAITS = 4
 NO_WAIT = getattr(os, 'RWF_NOWAIT', None) if sys.byteorder == 'little' else None
 """Makes a read fail where it would wait; only Linux has it. Files and memory have one order of bytes."""
 
-_File = tuple[int, memoryview, bytearray]
-"""The descriptor of an open file, its index (offset and bytes of each chunk, one after another, uint64), and a byte per
-chunk: 1 where its checksum has been compared."""
+
+class _File(NamedTuple):
+    """An open file.
+
+    Attributes:
+        descriptor: for reads.
+        index: offset and bytes of each chunk, one after another, uint64.
+        checked: a byte per chunk: 1 where its checksum has been compared.
+    """
+
+    descriptor: int
+    index: memoryview
+    checked: bytearray
+
+
 _Files = dict[int, _File]
 
 
@@ -66,8 +78,8 @@ class CachedArray:
             try:
                 return windows if self._fill(windows, files, starts) else None
             finally:
-                for file, *_ in files.values():
-                    os.close(file)
+                for file in files.values():
+                    os.close(file.descriptor)
         except (OSError, OverflowError, _Damaged):
             return None
 
@@ -139,7 +151,7 @@ class CachedArray:
         """Opens a file, and adds it to `files`. Raises OSError or _Damaged."""
         file = os.open(f'{self.folder}/{number}', os.O_RDONLY | os.O_CLOEXEC)
         try:
-            files[number] = file, *self._read_index(file)
+            files[number] = _File(file, *self._read_index(file))
         except BaseException:
             os.close(file)
             raise
