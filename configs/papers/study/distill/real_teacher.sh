@@ -15,9 +15,9 @@
 #   PATTERN             in place of FULL: the attention of the layers, as `model.attention` takes it
 #   WINDOW (256)        newest keys that softmax weighs in the other layers
 #   LENGTH (1024)       tokens of a window of text
-#   CHOICE_TOKENS (LENGTH), ALIGN_STEPS (100), DISTILL_STEPS (30), SAMPLES (10) needles, SEED (0) of training and needles
+#   CHOICE_TOKENS (LENGTH), ALIGN_STEPS (100), DISTILL_STEPS (20), SAMPLES (10) needles, SEED (0) of training and needles
 #
-# Hardware: 2 CPU cores and 8 GB, 10 to 40 s per step
+# Hardware: 2 CPU cores and 12 GB, 10 to 60 s per step
 set -euo pipefail
 if [ $# -lt 2 ] || [ ! -f "$1/config.gin" ] || [ ! -d "$2/held_out" ]; then
   echo "real_teacher: ${1:-} ${2:-}: name the run of the teacher, and a folder with train/, validation/ and held_out/" >&2
@@ -64,7 +64,7 @@ else
   pattern=(--gin_file "$root/align/pattern.gin")
 fi
 run chosen distill 1 1e-12 --init_from "$root/align" --set optimizer.warmup_steps=0 "${pattern[@]}"
-run student distill "${DISTILL_STEPS:-30}" 1e-4 --init_from "$root/align" --set "data.path=$root/data_copies" \
+run student distill "${DISTILL_STEPS:-20}" 1e-4 --init_from "$root/align" --set "data.path=$root/data_copies" \
   "${pattern[@]}"
 models=("$teacher" "$root/chosen" "$root/student")
 $python configs/papers/study/distill/held_out.py "${models[@]}" --texts "$texts/held_out"
