@@ -23,7 +23,7 @@ READERS = ['lm.interop', 'lm.data', 'lm.errors']
 HEAD = 4096
 """The first bytes of a file, which are damaged: headers hold what matters."""
 SECONDS, BYTES = 60, 6_000_000_000
-"""What reading a small file may take at most."""
+"""The most that reading a small file may take."""
 
 with atheris.instrument_imports(include=READERS, enable_loader_override=False):
     import test_damaged_files as checkpoints
