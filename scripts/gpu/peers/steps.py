@@ -34,7 +34,6 @@ def list_columns(gin_file: str, gin_params: Sequence[str], shape: Shape) -> list
     """Returns all columns for a model of `lm`."""
     folder, dots = 'configs/attention', (*gin_params, "model.remat = 'dots'")
     unrolled = (*dots, f'model.unroll = {shape.layers}')
-    kept = (*gin_params, f'model.unroll = {shape.layers}')
     ours = {'framework': 'jax', 'kind': 'lm', 'gin_file': gin_file}
     nanogpt = dataclasses.replace(shape, vocabulary=PADDED_VOCABULARY)
     return [
@@ -46,7 +45,6 @@ def list_columns(gin_file: str, gin_params: Sequence[str], shape: Shape) -> list
         Column('lm_gated_linear', attention=f'{folder}/gated_linear.gin', gin_params=dots, **ours),
         Column('lm_gated_delta', attention=f'{folder}/gated_delta.gin', gin_params=dots, **ours),
         Column('lm_softmax_looped', gin_params=dots, **ours),
-        Column('lm_softmax_kept', gin_params=kept, **ours),
         Column('lm_in_torch_cudnn', 'torch', 'lm_in_torch', shape, 'cudnn'),
     ]
 
