@@ -30,8 +30,6 @@ fi
 }
 echo "== installing into .venv with $("$python" --version)"
 scripts/install.sh report
-# Huge pages of memory, where Linux gives them on request: a step on a CPU is a fifth shorter.
-export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 lm=.venv/bin/lm
 gin=(--gin_file configs/experiments/quickstart.gin)
 echo "== lm prepare: the standard library of this interpreter as tokens"
