@@ -1,4 +1,4 @@
-"""The time of the kernels of a compiled program: bundles of their schedules times steps of their grids."""
+"""The time of the kernels of a compiled program: cycles of their schedules times steps of their grids."""
 
 import collections
 import math
@@ -26,8 +26,8 @@ class KernelCycles:
                 runs = grid_steps(i, chip.cores // chip.devices)
                 if lone is not None and runs is not None:
                     taken[i.name], steps[i.name] = lone, runs
-        bundles = lone_kernels.bundles(taken.values(), chip.name)
-        self._cycles = {name: bundles[lone] * steps[name] for name, lone in taken.items() if lone in bundles}
+        cycles = lone_kernels.cycles(taken.values(), chip.name)
+        self._cycles = {name: cycles[lone] * steps[name] for name, lone in taken.items() if lone in cycles}
 
     def of(self, kernel: Instruction) -> float | None:
         """Returns the cycles of one run of a kernel on a device; None: not known."""

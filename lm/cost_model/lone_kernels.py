@@ -70,8 +70,8 @@ def take_out(kernel: Instruction, names: Mapping[str, Instruction]) -> LoneKerne
         return None
 
 
-def bundles(kernels: Iterable[LoneKernel], chip: str) -> dict[LoneKernel, int]:
-    """Returns the bundles per grid step of each kernel on a generation such as 'v5e'; None for kernels that cannot be
+def cycles(kernels: Iterable[LoneKernel], chip: str) -> dict[LoneKernel, float]:
+    """Returns the cycles per grid step of each kernel on a generation such as 'v5e'; None for kernels that cannot be
     compiled.
 
     A kernel that this process has compiled before is not compiled again.
@@ -84,27 +84,27 @@ def bundles(kernels: Iterable[LoneKernel], chip: str) -> dict[LoneKernel, int]:
 
 
 @functools.cache
-def _known(chip: str) -> dict[LoneKernel, int | None]:
+def _known(chip: str) -> dict[LoneKernel, float | None]:
     return {}
 
 
-def _compile(kernels: Sequence[LoneKernel], chip: str) -> list[int | None]:
+def _compile(kernels: Sequence[LoneKernel], chip: str) -> list[float | None]:
     with tempfile.TemporaryDirectory(prefix='lm_schedules_') as dump:
         command = [sys.executable, '-m', 'lm.cost_model.lone_kernels', chip, dump]
         request = json.dumps([dataclasses.asdict(kernel) for kernel in kernels])
         done = subprocess.run(command, env=schedules.environment(dump), input=request, capture_output=True, text=True)
-    found = [json.loads(line) for line in done.stdout.splitlines() if re.fullmatch(r'\d+|null', line)]
+    found = [json.loads(line) for line in done.stdout.splitlines() if re.fullmatch(r'[\d.]+|null', line)]
     return found + [None] * (len(kernels) - len(found))  # one of the other kernels may have killed the process
 
 
 def main(chip: str, dump: str) -> None:
-    """Runs the other process: reads kernels as JSON, and prints a line with the bundles, or null, for each."""
+    """Runs the other process: reads kernels as JSON, and prints a line with the cycles, or null, for each."""
     (device, *_) = describe_devices(smallest(generation(chip)))
     for kernel in json.load(sys.stdin):
         schedules.clear(dump)
         try:
             _lower(kernel, device).compile()
-            print(schedules.read_schedule(dump, NAME, longest=kernel['skips']).bundles, flush=True)
+            print(schedules.read_schedule(dump, NAME, longest=kernel['skips']).cycles, flush=True)
         except Exception:  # The compiler raises many kinds; a kernel without a schedule counts by its declared cost.
             print('null', flush=True)
 

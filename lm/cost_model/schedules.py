@@ -1,8 +1,11 @@
 """Static schedules of TPU kernels: the bundles that the core would issue, one per cycle, and their number of runs.
 
 libtpu writes the final schedule of everything that it compiles into a folder, if flags ask for it before it is loaded.
-Our kernels are straight-line code inside the loop over their grid. So bundles × grid steps is their time without waits
+Our kernels are straight-line code inside the loop over their grid. So cycles × grid steps is their time without waits
 for memory.
+
+A core issues a bundle per cycle, but its matrix units take one row each. On v4, v5e and v5p libtpu schedules 16 rows
+in 12 or 13 cycles of a unit, whose peak is one row per cycle: a kernel that is mostly products then waits for them.
 """
 
 import base64
@@ -16,7 +19,7 @@ import shutil
 from typing import Any
 
 from lm.errors import ConfigError
-from lm.hardware import LIBTPU_ENVIRONMENT
+from lm.hardware import LIBTPU_ENVIRONMENT, MATRIX_UNITS
 
 FLAGS = '--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_(hlo|bundles).*'
 VARIABLE = 'LIBTPU_INIT_ARGS'
@@ -30,12 +33,34 @@ The grid of JAX's kernels has all pairs of blocks. The pairs on and below the di
 ALL_PAIRS = SKIPPING[:1]
 
 
+ROWS = {'f32': 8, 'bf16': 16, 's8': 32, 'u8': 32, 'f8': 32}
+"""The rows of an operand that one instruction passes to a matrix unit, by the start of its type's name."""
+_PRODUCT = re.compile(r'\bvmatmul(?:\.\w+)*?\.(f32|bf16|s8|u8|f8)')
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelSchedule:
-    """The bundles; and for each unit, its uses and the number of such units."""
+    """The bundles of a kernel, and what they use.
+
+    Attributes:
+        bundles: their number.
+        rows: of operands that they pass to the matrix units.
+        units: for each other unit, its uses and the number of such units.
+    """
 
     bundles: int
+    rows: int
     units: dict[str, tuple[int, int]]
+
+    @property
+    def cycles(self) -> float:
+        """The cycles of one grid step without waits for memory."""
+        return max(self.bundles, self.rows / MATRIX_UNITS)
+
+    @property
+    def matrix_use(self) -> float:
+        """The share of these cycles' rows that the matrix units take."""
+        return self.rows / MATRIX_UNITS / self.cycles
 
     def count(self, name: str) -> int:
         return self.units.get(name, (0, 1))[0]
@@ -95,13 +120,15 @@ def read_schedule(dump: str, name: str, longest: bool = False) -> KernelSchedule
     lines = _dumped(dump, name, 'final_hlo-static-per-bundle').splitlines()
     names, capacities = lines[1].split(', '), [int(n) for n in lines[2].split()]
     used = np.array([[int(n) for n in line.split()] for line in lines[4:] if re.fullmatch(r'[\d ]+', line)])
+    bundles = re.findall(r'^\s*(0x[0-9a-f]+|0)\s(.*)', _dumped(dump, name, 'final_bundles'), re.M)
     if longest:
-        marks = re.findall(r'^\s*(0x[0-9a-f]+|0)\s+(?:LH|LB|LE|PB|PF)\b', _dumped(dump, name, 'final_bundles'), re.M)
+        marks = (address for address, text in bundles if re.match(r'\s*(?:LH|LB|LE|PB|PF)\b', text))
         ends = sorted({0, len(used), *(int(mark, 16) for mark in marks)})
         low, high = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
-        used = used[low:high]
+        used, bundles = used[low:high], bundles[low:high]
     units = {unit: (int(n), c) for unit, n, c in zip(names, used.sum(0), capacities, strict=True)}
-    return KernelSchedule(len(used), units)
+    rows = sum(ROWS[kind] for _, text in bundles for kind in _PRODUCT.findall(text))
+    return KernelSchedule(len(used), rows, units)
 
 
 def read_grid(body: str) -> Grid | None:

@@ -1,8 +1,9 @@
 """Cycles of the TPU kernels without a TPU: read from the compiler's final schedule (`scripts.kernels.cycles`).
 
 libtpu compiles for a described topology on any machine. It dumps the bundles that the core would issue, one per cycle.
-Our kernels are straight-line code, so bundles × grid steps is the time without waits for memory. For JAX's splash
-attention this count reproduces the published forward time within 5 %, and is about 25 % below the backward time.
+Our kernels are straight-line code, so bundles × grid steps is the time without waits for memory. It is more where the
+matrix units do not keep up (`lm.cost_model.schedules`). For JAX's splash attention this count reproduces the
+published forward time within 5 %, and is about 25 % below the backward time.
 
 `measure_kernels` starts a separate process: libtpu reads its flags once, when it is loaded.
 """
@@ -46,7 +47,7 @@ class KernelRow:
         kernel: 'forward' or 'backward'. 'sums': a backward pass recomputes the sums before each block. '2 folds', for a
             part of a window: the sums over its keys and over its queries.
         cycles: per token and head.
-        matrix_unit: the fraction of the cycles in which a matrix unit takes a row.
+        matrix_unit: the fraction of the rows that the matrix units could take in these cycles.
         vector_unit: the fraction of the vector units' slots in use.
         spills: registers stored because there are too few, per grid step.
         vmem_mib: on-chip memory; 0 if the compiler does not report it.
@@ -175,8 +176,8 @@ def measure_case(case: str, generation: str, dump: str, parts: int = 1) -> list[
                 case=case,
                 generation=generation,
                 kernel=kernel,
-                cycles=round(schedule.bundles / tokens, 3),
-                matrix_unit=round(schedule.use('MATMUL', 'MXU'), 3),
+                cycles=round(schedule.cycles / tokens, 3),
+                matrix_unit=round(schedule.matrix_use, 3),
                 vector_unit=round(schedule.use('VALU'), 3),
                 spills=schedule.count('VSTORE:SPILL'),
                 vmem_mib=round(_vmem(text, name) / 2**20, 2),

@@ -98,15 +98,16 @@ def test_a_kernel_has_the_same_schedule_alone(tmp_path):
         from test_kernel_cycles import V5E, lowered
         from lm.cost_model.schedules import read_schedule
         lowered(V5E).compile()
-        print(read_schedule(sys.argv[1], 'some_product').bundles)
+        schedule = read_schedule(sys.argv[1], 'some_product')
+        print(schedule.cycles, schedule.rows)
     """
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     environment = schedules.environment(str(dump)) | {'PYTHONPATH': path}
     command = [sys.executable, '-c', textwrap.dedent(code), str(dump)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    bundles = int(done.stdout.split()[-1])
-    assert bundles > 100
-    assert KernelCycles(program, V5E).of(kernel) == 8 * bundles
+    cycles, rows = map(float, done.stdout.split()[-2:])
+    assert cycles > 100 and rows == 64 * 4  # 64 rows meet four tiles of 128 × 128 weights
+    assert KernelCycles(program, V5E).of(kernel) == 8 * cycles
 
 
 @needs_libtpu
@@ -154,7 +155,7 @@ def test_heads_of_jax_splash_kernels_may_share_keys(steps, heads, working, monke
 def test_a_kernel_that_cannot_be_compiled_has_no_cycles():
     lone_kernels._known.cache_clear()
     broken = lone_kernels.LoneKernel(CONFIG, (('bfloat16', (8, 16)),), (0,), (('float32', (4,)),), False)
-    assert lone_kernels.bundles([broken], 'v5e') == {}
+    assert lone_kernels.cycles([broken], 'v5e') == {}
 
 
 @needs_libtpu
