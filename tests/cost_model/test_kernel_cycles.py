@@ -106,7 +106,8 @@ def test_a_kernel_has_the_same_schedule_alone(tmp_path):
     command = [sys.executable, '-c', textwrap.dedent(code), str(dump)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     cycles, rows = map(float, done.stdout.split()[-2:])
-    assert cycles > 100 and rows == 64 * 4  # 64 rows meet four tiles of 128 × 128 weights
+    assert cycles > 100
+    assert rows == 64 * 4, '64 rows meet four tiles of 128 × 128 weights'
     assert KernelCycles(program, V5E).of(kernel) == 8 * cycles
 
 
