@@ -14,6 +14,7 @@ from interpreter import interpret_kernels, interpret_plainly
 
 from lm.hardware import LIBTPU_ENVIRONMENT, describe_devices, parse
 from lm.ops import exact_attention, platform, sequence
+from lm.ops.chips import LIMITS
 from lm.ops.exact_attention import PolynomialCall, SoftmaxCall, xla
 from lm.ops.exact_attention.tpu import pairs, plan, polynomial, softmax, splash
 from lm.ops.powers import power_and_slope
@@ -233,6 +234,58 @@ def test_sinks_and_caps(name, dtype):
     )
     limit = 1e-5 if dtype == 'float32' else 2e-2
     assert all(error <= limit for error in found.values()), found
+
+
+FILLED = {
+    'odd length': ({'scale': 0.125}, {'length': 301, 'heads': 2, 'size': 64}, None),
+    'one key takes all': ({'scale': 12.0}, {'length': 300}, None),
+    'pieces of grouped queries': (SOFTMAX, {'length': 700, 'heads': 4, 'kv_heads': 2, 'value_size': 20}, None),
+    'a cap and sinks': (
+        SOFTMAX | {'score_cap': 2.0, 'window': 100},
+        {'length': 301, 'heads': 4},
+        [0.5, -2.0, 3.0, 1.0],
+    ),
+}
+
+FILLED_SOONER = ('odd length', 'a cap and sinks')
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name in FILLED_SOONER else pytest.mark.slow) for name in FILLED]
+)
+def test_filled_products_are_as_exact(name, monkeypatch):
+    """Factors of scores and sums of weights in the products add no error to the rounding of weights and values."""
+    options, sizes, sinks = FILLED[name]
+    arrays = example(**sizes, batch=2, dtype='bfloat16')
+    starts = starts_of((50, 140, 150), (), length=sizes['length'])
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    block = 512 if 'pieces' in name else 128
+    want = by_definition(options, *arrays, starts, sinks)
+    plain = errors(by_kernels(*arrays, starts, sinks, **options, block=block), want)
+    plan_for = plan.plan_for
+    monkeypatch.setattr(plan, 'plan_for', lambda *args: dataclasses.replace(plan_for(*args), fills_products=True))
+    filled = errors(by_kernels(*arrays, starts, sinks, **options, block=block), want)
+    assert all(filled[part] <= 1.1 * error + 1e-4 for part, error in plain.items()), (filled, plain)
+    assert filled != plain
+
+
+@pytest.mark.parametrize(
+    ('chip', 'size', 'dtype', 'fills'),
+    [
+        ('v6e', 64, 'bfloat16', True),
+        ('v6e', 128, 'bfloat16', True),
+        ('v6e', 64, 'float32', False),
+        ('v5e', 64, 'bfloat16', False),
+        ('v4', 64, 'bfloat16', True),
+        ('v4', 128, 'bfloat16', False),
+    ],
+)
+def test_products_are_filled_where_heads_leave_rows(chip, size, dtype, fills, monkeypatch):
+    limits = LIMITS[chip]
+    monkeypatch.setattr(platform, 'matrix_side', lambda: limits.matrix_side)
+    monkeypatch.setattr(platform, 'vmem', lambda: (limits.vmem_mib * 2**20,))
+    call = SoftmaxCall(*(jax.ShapeDtypeStruct((1, 2048, 1, size), dtype),) * 3, scale=1.0)
+    assert plan.plan_for(softmax.SoftmaxRule(1.0), call).fills_products == fills
 
 
 DOCUMENTS = {

@@ -136,7 +136,10 @@ def forward(plan: FlashPlan, operands: FlashOperands) -> tuple[jax.Array, jax.Ar
             grid=(n, walk.steps),
             in_specs=[*rows, *sinks_specs, queries(q_NxDxL), keys(k_KxDxM), keys(v_KxDxM)],
             out_specs=[queries(a) for a in outputs],
-            scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES, 1)],
+            scratch_shapes=[
+                *(pltpu.VMEM((rows, block), jnp.float32) for rows in (size, SUBLANES, 1)),
+                *([pltpu.VMEM((2 * q_NxDxL.shape[1], block), q_NxDxL.dtype)] if plan.fills_products else []),
+            ],
         ),
         out_shape=outputs,
         compiler_params=pltpu.CompilerParams(
@@ -244,12 +247,14 @@ def _sweep(
 def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
     documents, refs = split_documents(plan.documents, refs)
     sinks, refs = (refs[0], refs[1:]) if plan.sinks else (None, refs)
-    q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ = refs
+    q, k, v, o, kept, acc_DxQ, sums_8xQ, level_1xQ, *halves = refs
     step, rule = step_of(pairs, diagonals, pl.program_id(1), plan.window), plan.rule
 
     @pl.when(step.j == step.first_keys)
     def _():
         acc_DxQ[...] = jnp.zeros_like(acc_DxQ)
+        if halves:
+            halves[0][...] = _split(q[0].astype(jnp.float32) * rule.factor, q.dtype)
         if sinks is None:
             sums_8xQ[...] = jnp.zeros_like(sums_8xQ)
             level_1xQ[...] = jnp.full_like(level_1xQ, rule.lowest)
@@ -258,7 +263,21 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
             level_1xQ[...] = jnp.full_like(level_1xQ, sinks[pl.program_id(0)])
 
     def score(piece: Piece) -> jax.Array:
-        return rule.score(dot(k[0, :, piece.keys], q[0, :, piece.queries], (0, 0)), piece.seen)
+        k_CxK = k[0, :, piece.keys]
+        if halves:
+            s_KxQ = dot(jnp.concatenate([k_CxK, k_CxK]), halves[0][:, piece.queries], (0, 0))
+        else:
+            s_KxQ = dot(k_CxK, q[0, :, piece.queries], (0, 0)) * rule.factor
+        return rule.score(s_KxQ, piece.seen)
+
+    def sum_up(piece: Piece, w_KxQ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns eight sums of weights per query, which are still to be added, and the sums of weighted values."""
+        v_DxK, rounded_KxQ = v[0, :, piece.keys], w_KxQ.astype(v.dtype)
+        if not halves:
+            return w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0), dot(v_DxK, rounded_KxQ, (1, 0))
+        first_16xK = (lax.broadcasted_iota(jnp.int32, (2 * SUBLANES, v_DxK.shape[1]), 0) == 0).astype(v.dtype)
+        both = dot(jnp.concatenate([v_DxK, first_16xK]), rounded_KxQ, (1, 0))
+        return both[len(v_DxK) :][:SUBLANES], both[: len(v_DxK)]
 
     def add(pieces: list[Piece]):
         # Matrix units take instructions in order. Products of later groups stand between products that wait for this
@@ -291,8 +310,8 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
             for piece, s_KxQ in zip(group, scores[n], strict=True):
                 scores[-1] += [score(other) for other in itertools.islice(later, 1)]
                 w_KxQ = rule.weigh(s_KxQ, now_1xQ, piece.seen)
-                sums += w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0)
-                acc += dot(v[0, :, piece.keys], w_KxQ.astype(v.dtype), (1, 0))
+                added = sum_up(piece, w_KxQ)
+                sums, acc = sums + added[0], acc + added[1]
             scores[-1] += map(score, later)
             sums_8xQ[:, queries], acc_DxQ[:, queries], level_1xQ[:, queries] = sums, acc, now_1xQ
 
@@ -305,6 +324,12 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
         factor_1xQ, kept_1xQ = rule.finish(jnp.sum(sums_8xQ[...], axis=0, keepdims=True), level_1xQ[...])
         o[0] = (acc_DxQ[...] * factor_1xQ).astype(o.dtype)
         kept[0] = kept_1xQ
+
+
+def _split(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns [2 D, Q] of x [D, Q]: rounded, and what rounding took away."""
+    rounded = x.astype(dtype)
+    return jnp.concatenate([rounded, (x - rounded.astype(x.dtype)).astype(dtype)])
 
 
 def _backward_kernel(plan: FlashPlan, start: int, adds: bool, pairs, diagonals, following, *refs):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from lm.ops import platform
@@ -35,6 +36,8 @@ class FlashPlan:
         window: the keys that a query sees; None: all before it.
         before: keys before the first query, in a window whose earlier tokens another device has.
         sinks: whether each head has a sink.
+        fills_products: whether products of the forward kernel also multiply scores by the factor of the rule, and sum
+            weights. They fill rows of large matrix units that heads leave empty, and vector units do less.
         vmem_limit_bytes: memory that the compiler may use; None: its default.
     """
 
@@ -53,6 +56,7 @@ class FlashPlan:
     window: Window | None = None
     before: int = 0
     sinks: bool = False
+    fills_products: bool = False
     vmem_limit_bytes: int | None = None
 
     @property
@@ -75,9 +79,13 @@ def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
     # pieces of the size of a matrix unit wait for them one after the other.
     long, short = (next(side for side in (most, 256, LANES) if block % side == 0) for most in (512, 256))
     piece, leveled, early = LANES if small else block, block, 2
+    large = platform.matrix_side() > LANES
+    # On v5e and v5p matrix units limit the kernel.
+    leaves_rows = (small or large) and 2 * padded_rows(size) <= platform.matrix_side()
+    fills_products = leaves_rows and rule.keeps_levels and call.q_BxLxHxD.dtype == jnp.bfloat16
     if rule.keeps_levels:
-        piece, early = (short, 6) if platform.matrix_side() > LANES else (LANES, 4)
-        leveled = short
+        piece, leveled = short if large else LANES, short
+        early = 6 if fills_products or large else 4
     gradient = (4 if small else 16) * MIB
     reach = reach_of_part(call)
     window = None if call.window is None or call.window >= length + (reach or 0) else Window(call.window, block)
@@ -99,6 +107,7 @@ def plan_for(rule: WeightRule, call: ExactCall) -> FlashPlan:
         window=window,
         before=reach or 0,
         sinks=isinstance(call, SoftmaxCall) and call.sinks_H is not None,
+        fills_products=fills_products,
         vmem_limit_bytes=None if small else 56 * MIB,
     )
 

@@ -36,8 +36,12 @@ class PowerRule:
     lowest = 0.0
     gradient_scale = 1.0
 
+    @property
+    def factor(self) -> float:
+        return self.scale
+
     def score(self, s_KxQ: jax.Array, seen: Hide) -> jax.Array:
-        return s_KxQ if self.scale == 1.0 else self.scale * s_KxQ
+        return s_KxQ
 
     def level(self, scores: list[jax.Array], before_1xQ: jax.Array) -> tuple[jax.Array, None]:
         return before_1xQ, None

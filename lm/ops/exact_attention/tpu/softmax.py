@@ -39,8 +39,13 @@ class SoftmaxRule:
     def gradient_scale(self) -> float:
         return self.scale
 
+    @property
+    def factor(self) -> float:
+        """The factor before a power of two, or before the hyperbolic tangent of a cap."""
+        return self.scale * LOG2_E if self.cap is None else self.scale / self.cap
+
     def score(self, s_KxQ: jax.Array, seen: Hide) -> jax.Array:
-        return seen(self._logits(s_KxQ), HIDDEN)
+        return seen(s_KxQ if self.cap is None else jnp.tanh(s_KxQ) * (self.cap * LOG2_E), HIDDEN)
 
     def level(self, scores: list[jax.Array], before_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
         folded = [s_KxQ.reshape(-1, SUBLANES, s_KxQ.shape[1]).max(0) for s_KxQ in scores]
@@ -59,17 +64,11 @@ class SoftmaxRule:
 
     def gradients(self, s_KxQ: jax.Array, dw_KxQ: jax.Array, kept_1xQ: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.cap is None:
-            w_KxQ = jnp.exp2(self._logits(s_KxQ) - kept_1xQ)
+            w_KxQ = jnp.exp2(s_KxQ * self.factor - kept_1xQ)
             return w_KxQ, w_KxQ * dw_KxQ
-        bent_KxQ = jnp.tanh(s_KxQ * (self.scale / self.cap))
+        bent_KxQ = jnp.tanh(s_KxQ * self.factor)
         w_KxQ = jnp.exp2(bent_KxQ * (self.cap * LOG2_E) - kept_1xQ)
         return w_KxQ, w_KxQ * dw_KxQ * (1.0 - bent_KxQ * bent_KxQ)
-
-    def _logits(self, s_KxQ: jax.Array) -> jax.Array:
-        """Returns the scores in base 2."""
-        if self.cap is None:
-            return s_KxQ * (self.scale * LOG2_E)
-        return jnp.tanh(s_KxQ * (self.scale / self.cap)) * (self.cap * LOG2_E)
 
 
 def softmax_attention(call: SoftmaxCall) -> jax.Array:

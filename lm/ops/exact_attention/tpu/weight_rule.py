@@ -14,10 +14,14 @@ class WeightRule(Protocol):
     it.
 
     Attributes:
+        factor: of the products of keys and queries, which the forward kernel applies before `score`.
         keeps_levels: whether weights are relative to a level, which rises with the scores that a query sees.
         lowest: the level of a query that has seen no key.
         gradient_scale: factor of the gradients of queries and keys that `gradients` leaves out.
     """
+
+    @property
+    def factor(self) -> float: ...
 
     @property
     def keeps_levels(self) -> bool: ...
@@ -29,7 +33,7 @@ class WeightRule(Protocol):
     def gradient_scale(self) -> float: ...
 
     def score(self, s_KxQ: jax.Array, seen: Hide) -> jax.Array:
-        """Returns the products of keys and queries as `level` and `weigh` take them."""
+        """Returns the products of keys and queries, times `factor`, as `level` and `weigh` take them."""
         ...
 
     def level(self, scores: list[jax.Array], before_1xQ: jax.Array) -> tuple[jax.Array, jax.Array | None]:
