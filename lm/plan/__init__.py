@@ -213,7 +213,7 @@ def plan_step(experiment: Experiment, target: Target = UNKNOWN, cache: PlanCache
     functions = plan_adapters(train, functions, cache)
     step = TrainStep(functions, optimizer, train.steps, unpack, bool(data.mixture), documents, teaching)
     program = StepProgram(step, train.batch_shape, data.guess_dtype(model.vocab_size))
-    check_arrays(program)
+    check_arrays(program, mesh.fsdp)
     return StepPlan(experiment=experiment, target=target, mesh=mesh, program=program)
 
 
@@ -275,7 +275,7 @@ def check_room(
     experiment: Experiment, program: StepProgram, mesh: MeshShape, settings: EvaluationSettings, memory: int | None
 ) -> None:
     """Raises ConfigError for what surely does not fit a device with so many bytes of memory; None: not known."""
-    check_arrays(program)
+    check_arrays(program, mesh.fsdp)
     if memory is None or mesh.shards is None:
         return
     model, devices = experiment.model, mesh.shards * mesh.sequence

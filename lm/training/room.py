@@ -12,18 +12,19 @@ from lm.model import ModelConfig
 from lm.training.program import StepProgram
 
 MOST_ELEMENTS = 2**32 - 1
-"""The most numbers of an array: the step counts them in 32 bits."""
+"""The most numbers of an array on a device: its counts have 32 bits."""
 
 
-def check_arrays(program: StepProgram) -> None:
-    """Raises ConfigError for a parameter with more numbers than a step can count."""
+def check_arrays(program: StepProgram, shards: int) -> None:
+    """Raises ConfigError for a parameter with more numbers on each of `shards` devices than a device can count."""
     for path, leaf in jax.tree.leaves_with_path(program.step.functions.abstract['params']):
-        if (count := math.prod(leaf.shape)) > MOST_ELEMENTS:
+        if (count := math.prod(leaf.shape)) > MOST_ELEMENTS * shards:
             model = program.step.functions.config
             raise ConfigError(
                 f'model.vocab_size = {model.vocab_size}, model.d_model = {model.d_model}, model.n_layers = '
                 f'{model.n_layers}: the parameter {jax.tree_util.keystr(path, simple=True, separator=".")} would have '
-                f'{count:,} numbers, and {MOST_ELEMENTS:,} is the most; make the model smaller'
+                f'{count:,} numbers, and {MOST_ELEMENTS:,} is the most on a device (mesh.fsdp = {shards}); make the '
+                'model smaller, or share it by more devices'
             )
 
 

@@ -423,9 +423,10 @@ def complete(fixed: Fixed | None) -> Weights:
 
 def _count_lost(params: object) -> tuple[jax.Array, jax.Array]:
     """Returns (the numbers of each array that are not finite, float32 [arrays]; whether all numbers of it are)."""
-    leaves = jax.tree.leaves(params)
-    lost_P = jnp.stack([(~jnp.isfinite(x)).sum(dtype=jnp.uint32) for x in leaves])
-    return lost_P.astype(jnp.float32), lost_P == np.array([x.size for x in leaves], np.uint32)
+    lost = [~jnp.isfinite(x) for x in jax.tree.leaves(params)]
+    # Of each entry of the first axis: a stack of large layers has more numbers than 32 bits count.
+    lost_P = jnp.stack([x.sum(range(1, x.ndim), dtype=jnp.uint32).astype(jnp.float32).sum() for x in lost])
+    return lost_P, jnp.stack([x.all() for x in lost])
 
 
 def _checked(loss: object, squares: object, norm: object, rate: object) -> dict[str, Any]:

@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from tiny import ROOT, environment
 
+from lm.hardware import Target, parse
 from lm.model.functions import count_parameters
+from lm.plan import plan_step
 
 SCRIPT = ROOT / 'configs/papers/maxtext/published_steps.py'
 
@@ -41,6 +44,14 @@ def test_a_rate_becomes_seconds_by_the_authors_count(published):
     measured = published.PUBLISHED['v6e-llama3.1-8b']
     rate = dataclasses.replace(measured, seconds=None, teraflops=413.433)
     assert rate.seconds_per_step(rate.experiment()) == pytest.approx(measured.seconds, rel=2e-3)
+
+
+def test_the_largest_models_are_planned_for_their_slices(published):
+    """A stack of their layers has more numbers than 32 bits count, and each chip has a part of it."""
+    for name in ('v5e-64b', 'v4-52b'):
+        measured = published.PUBLISHED[name]
+        plan = plan_step(measured.experiment(), Target('tpu', (parse(measured.topology).chips,)))
+        assert max(leaf.size for leaf in jax.tree.leaves(plan.functions.abstract['params'])) > 2**32
 
 
 def test_unknown_names_are_refused():

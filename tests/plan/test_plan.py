@@ -45,7 +45,7 @@ def test_a_plan_says_what_a_run_will_do(experiment):
             {'model.vocab_size': 2**31 - 1},
             r'model.vocab_size = 2147483647, .* the parameter embedding.embedding would have',
         ),
-        ({'model.d_model': 10**6}, 'model.d_model = 1000000, '),
+        ({'model.d_model': 10**6}, r'model.d_model = 1000000, .* is the most on a device \(mesh.fsdp = 1\); make'),
         ({'model.n_layers': 10**6, 'model.d_model': 1024}, 'model.n_layers = 1000000: the parameter blocks'),
         (
             {'model.vocab_size': 10**7},
