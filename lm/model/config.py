@@ -159,7 +159,8 @@ class ModelConfig(Configurable):
     @property
     def layers(self) -> tuple[Attention, ...]:
         """The mechanism of each layer."""
-        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.n_layers))
+        pattern = self.pattern
+        return tuple(pattern[i % len(pattern)] for i in range(self.n_layers))
 
     @property
     def repeats(self) -> int:
@@ -179,7 +180,8 @@ class ModelConfig(Configurable):
 
     def list_layers(self, stack: int) -> list[int]:
         """Returns the layers of a stack."""
-        return [layer for layer in range(self.n_layers) if self.find_layer(layer)[0] == stack]
+        size, repeated = len(self.pattern), len(self.pattern) * self.repeats
+        return list(range(stack, repeated, size)) if stack < size else [repeated + stack - size]
 
     def count_layers(self, stack: int) -> int:
         """Returns the layers of a stack: one per repeat, or one alone."""
