@@ -13,6 +13,7 @@ from lm.experiment import load
 
 README = (tiny.ROOT / 'README.md').read_text()
 GUIDE = (tiny.ROOT / 'docs' / 'explanation' / 'which_attention.md').read_text()
+STEPS = (tiny.ROOT / 'docs' / 'lab' / 'tpu_steps.md').read_text()
 GPUS = (tiny.ROOT / 'docs' / 'lab' / 'gpu.md').read_text()
 
 
@@ -20,14 +21,6 @@ def find_row(page: str, place: str) -> str:
     """Returns the only row of a table of `page` that holds `place`."""
     (row,) = [line for line in page.splitlines() if line.startswith('|') and place in line]
     return row
-
-
-def find_speed(context: int) -> float:
-    panel = read_panels('time_per_token')[0]
-    curves = panel['curves']
-    softmax, sketched = curves['softmax (flash kernel), predicted'], curves['polysketch, learned, predicted']
-    at = panel['x'].index(context)
-    return softmax[at] / sketched[at]
 
 
 def find_share(name: str) -> float:
@@ -63,7 +56,9 @@ def test_the_cost_of_polysketch_is_that_of_the_study():
     row = find_row(README, 'quality close to softmax')
     assert f'{find_gap("polysketch, learned"):.0%}'.replace('%', ' %') + ' more perplexity' in row
     assert 'docs/lab/text.md#past-the-plateau-10m-tokens-of-source-code' in row
-    assert f'{find_speed(32_768):.1f} times as fast at 32k, {find_speed(131_072):.1f} times at 128k' in row
+    softmax, sketched = re.search(r'Softmax takes ([\d,]+) ms and learned polysketch ([\d,]+):', STEPS).groups()
+    long = int(softmax.replace(',', '')) / int(sketched.replace(',', ''))
+    assert f'{1 / find_share("polysketch"):.1f} times as fast at 32k, {long:.1f} times at 128k' in row
     assert f'Learned sketches are {find_gap("polysketch, learned"):.0%}'.replace('%', ' %') in GUIDE
     assert f'({find_gap("polynomial, degree 4"):.0%} behind'.replace('%', ' %') in GUIDE
 
