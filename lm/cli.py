@@ -5,7 +5,16 @@ import logging
 import os
 import sys
 
-from lm.errors import EXIT_CODES, EXPECTED, ConfigError, LmError, Preempted, exit_code_of, is_out_of_memory
+from lm.errors import (
+    EXIT_CODES,
+    EXPECTED,
+    BrokenPackageError,
+    ConfigError,
+    LmError,
+    Preempted,
+    exit_code_of,
+    is_out_of_memory,
+)
 from lm.output import lasting, prepare_streams, quiet_libtpu
 from lm.secrets import hide_secrets, redact
 from lm.signals import end_on_signals, end_plainly, handle_signals, print_stacks_on_signal
@@ -146,6 +155,8 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()
+        if not isinstance(error, EXPECTED):
+            error = BrokenPackageError.find(error) or error
         expected = isinstance(error, EXPECTED)
         if is_out_of_memory(error):
             error = LmError(

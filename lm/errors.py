@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import shlex
+import traceback
 from collections.abc import Collection, Iterator
 from importlib import metadata
 
@@ -39,6 +40,21 @@ class MissingPackageError(ConfigError):
         """
         wanted = _name_extra(extra) if extra else package
         super().__init__(f'{what}: needs {package}; pip install {wanted}{remark}')
+
+
+class BrokenPackageError(ConfigError):
+    """A package is installed, and its own code fails when it is imported."""
+
+    @classmethod
+    def find(cls, error: BaseException) -> 'BrokenPackageError | None':
+        """Returns the error for people where `error` comes from the code of another package during its import."""
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == '<module>')
+        modules = (str(frame.f_globals.get('__name__')).partition('.')[0] for frame in frames)
+        if (module := next((name for name in modules if name not in ('lm', '__main__')), None)) is None:
+            return None
+        package = metadata.packages_distributions().get(module, [module])[0]
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        return cls(f'{package}: is installed and does not load ({reason}); pip install --force-reinstall {package}')
 
 
 def require(package: str, what: str, extra: str = '', remark: str = '') -> None:

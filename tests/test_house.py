@@ -26,7 +26,7 @@ LAYERS = (
     ('lm', 'errors', 'output', 'secrets', 'text'),
     ('buckets',),
     ('files', 'hardware', 'plots', 'parameters', 'signals', 'options', 'own_folder'),
-    ('config', 'compilation', 'lease'),
+    ('config', 'compilation', 'lease', 'folders'),
     ('attention', 'tasks', 'checkpoint', 'trackers'),
     ('model', 'data', 'runs', 'pod'),
     ('training',),

@@ -1,11 +1,15 @@
 """Hints on packages: one form and one exit code, whatever is missing."""
 
 import ast
+import dataclasses
+import importlib
 import importlib.util
+import sys
 
 import pytest
 import tiny
 
+from lm.cli import VERBS, main
 from lm.errors import ConfigError, MissingPackageError
 from lm.hardware import check_libtpu, parse
 
@@ -25,6 +29,23 @@ def test_checks_raise_it(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(MissingPackageError, match=r"needs \w+; pip install -e '\.\[\w+\]'"):
         check_libtpu(parse('v5e:2x2'))
+
+
+def test_a_package_that_does_not_load_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'optuna').mkdir()
+    (tmp_path / 'optuna' / '__init__.py').write_text("import ctypes\nctypes.CDLL('libnothing.so')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition('.')[0] == 'optuna']:
+        monkeypatch.delitem(sys.modules, name)
+
+    def run(arguments):
+        importlib.import_module('optuna')
+
+    monkeypatch.setitem(VERBS, 'inspect', dataclasses.replace(VERBS['inspect'], make_call=run))
+    assert main(['inspect', 'x']) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('lm inspect: error: optuna: is installed and does not load (OSError: libnothing.so')
+    assert line.endswith('; pip install --force-reinstall optuna')
 
 
 def test_no_other_error_says_what_to_install():

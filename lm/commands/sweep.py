@@ -113,10 +113,12 @@ def read_root(arguments: argparse.Namespace, what: str) -> str:
 
 def find_points(arguments: argparse.Namespace, params: tuple[str, ...] = ()) -> 'list[Point]':
     """Returns the points of --sweep_file, or the points that the folder --run_dir lists."""
+    from lm.files import open_path
     from lm.sweep import points
 
     if arguments.sweep_file:
-        return read_points(arguments, params)
+        made = read_points(arguments, params)
+        return points.keep_names(open_path(arguments.run_dir), made) if arguments.run_dir else made
     if not arguments.run_dir:
         raise ConfigError('--sweep_file: name a gin file whose values are lists')
     if arguments.gin_file or arguments.gin_param:

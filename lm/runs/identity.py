@@ -11,10 +11,11 @@ from lm.checkpoint.snapshot import Damaged, Snapshot, find_committed_steps
 from lm.config.names import may_change
 from lm.errors import ConfigError, MismatchError
 from lm.files import JsonObject, is_remote
+from lm.folders import check_unshared
 from lm.runs.config_diff import Change, compare_bindings, is_permitted, parse_bindings
 from lm.runs.info import check_not_imported, read_raw
 from lm.runs.metrics_file import read_records
-from lm.runs.paths import SWEEP, RunPaths, find_import, read_text
+from lm.runs.paths import RunPaths, find_import, read_text
 
 TITLE = '# A complete configuration'
 """The beginning of a config.gin that `lm train` has written."""
@@ -56,8 +57,8 @@ def check_identity(run: RunPaths, text: str, rewound: bool) -> Contents:
         raise ConfigError(
             f'--run_dir {run.path}: its {files[0].name} is not of a run of lm train; name another directory'
         )
-    if not files and (run.path / SWEEP).exists():
-        raise ConfigError(f'--run_dir {run.path}: holds a sweep, which a run would hide; name another directory')
+    if not files:
+        check_unshared(run.path, f'--run_dir {run.path}')
     logged = max((record['step'] for _, record in read_records(run.metrics_file) if record), default=0)
     old, new = parse_bindings(config), parse_bindings(text)
     found = Contents(bool(files), info, logged, [])

@@ -10,9 +10,6 @@ from etils import epath
 from lm.errors import ConfigError
 from lm.files import AnyPath, is_remote, open_path, read_bytes, refuse_special_files
 
-SWEEP = 'sweep.json'
-"""The file that makes a folder the folder of a sweep (`lm.runs.sweep_file`), which is no run itself."""
-
 
 class RunPaths:
     """The files of the run in `path`: a local folder or an address such as gs://bucket/run.

@@ -10,6 +10,7 @@ import functools
 import glob
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterable
@@ -203,7 +204,9 @@ def is_run(path: epath.Path) -> bool:
 
 def find_runs(patterns: Iterable[str]) -> list[Run]:
     """The runs that the patterns name, each once, in their order: run directories, folders of them such as the root
-    of a sweep, and globs of either. Raises ConfigError for a pattern without a run."""
+    of a sweep, and globs of either. A run that a link leads to is named by the first of its paths.
+
+    Raises ConfigError for a pattern without a run."""
     found: dict[str, Run] = {}
     for pattern in patterns:
         paths = _expand(pattern)
@@ -211,8 +214,14 @@ def find_runs(patterns: Iterable[str]) -> list[Run]:
         runs = [run for p in find_run_paths(pattern) if (run := _read_run(p, p in named))]
         if not runs:
             raise ConfigError(f'{pattern}: no run is there; name run directories, sweeps or globs of them')
-        found |= {str(run.directory.path): run for run in runs if str(run.directory.path) not in found}
+        for run in runs:
+            found.setdefault(_find_place(run.directory.path), run)
     return list(found.values())
+
+
+def _find_place(path: epath.Path) -> str:
+    """Returns the address of a folder, or its local path without links and '..'."""
+    return str(path) if is_remote(path) else os.path.realpath(path)
 
 
 def find_run_paths(pattern: str) -> list[epath.Path]:

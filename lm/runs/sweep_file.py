@@ -13,7 +13,7 @@ from etils import epath
 
 from lm.errors import Diverged, MismatchError
 from lm.files import open_path, write_atomically
-from lm.runs.paths import SWEEP
+from lm.folders import SWEEP
 from lm.runs.records import read_json, to_json
 from lm.text import format_si, print_table
 

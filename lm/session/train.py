@@ -18,6 +18,7 @@ import jax
 from lm.checkpoint.checkpointer import Checkpointer
 from lm.checkpoint.shared_memory import SharedMemory
 from lm.compilation.cache import CompileCache
+from lm.compilation.memory import keep_freed_memory
 from lm.data.batches import Batches
 from lm.evaluation.evaluator import make_evaluator
 from lm.experiment import Experiment
@@ -101,6 +102,7 @@ def open_session(
     experiment: Experiment, request: Request, compile_cache: str | None = None, begun: float | None = None
 ) -> Iterator[Trainer]:
     """Prepares everything for the next step of a run, and closes it at the end; arguments as in `train`."""
+    keep_freed_memory()  # for `lm.train`, too: no command has called it
     run = RunDir(request.run_dir)
     goodput = Goodput(run.read_goodput(), time.time() if begun is None else begun)
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,9 @@ from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
 from lm.runs import sweep_file
-from lm.runs.paths import check_name, check_path
+from lm.runs.config_diff import parse_bindings
+from lm.runs.paths import check_name, check_path, read_text
+from lm.runs.records import find_run_paths, is_run, read_json
 from lm.sweep.axes import AxisValue, Setting, make_grid
 from lm.sweep.search.distributions import quote_distributions
 
@@ -166,6 +168,28 @@ def read_points(root: epath.PathLike, allow_imports: bool = False) -> list[Point
             raise ConfigError(f'{path}: no such file; lm sweep --emit writes it, or give --sweep_file')
         points.append(Point(index, row['point'], row['settings'] or {}, experiment, fault))
     return points
+
+
+def keep_names(root: epath.PathLike, points: Sequence[Point]) -> list[Point]:
+    """Returns the points; one whose run lies in the folder under another name has that name.
+
+    A further axis is a part of every new name, and one of its values may be what a run was trained with. That run is
+    the point, and is not trained again. Branches are none: they began with other configurations.
+    """
+    folder, names = epath.Path(root), {point.name for point in points}
+    if is_run(folder):  # which a sweep refuses
+        return list(points)
+    known = {
+        frozenset(parse_bindings(read_text(run / 'config.gin')).items()): run.name
+        for run in reversed(find_run_paths(str(root)))
+        if run.name not in names and 'branch' not in (read_json(run / 'run.json') or {})
+    }
+    kept = []
+    for point in points:
+        name = known.get(frozenset(parse_bindings(point.config).items())) if known else None
+        is_kept = name is not None and not is_run(folder / point.name)
+        kept.append(dataclasses.replace(point, name=name) if is_kept else point)
+    return kept
 
 
 def find_point(points: Sequence[Point], index: int | str) -> Point:

@@ -11,6 +11,7 @@ from etils import epath
 
 from lm.errors import FINAL, ConfigError, Diverged, writing
 from lm.files import is_remote, open_path, reaching, write_atomically
+from lm.folders import SWEEP, check_unshared
 from lm.lease import is_held
 from lm.runs import sweep_file
 from lm.runs.records import Run, is_run
@@ -46,6 +47,7 @@ class Sweep:
         """
         if is_run(self.root):
             raise ConfigError(f'--run_dir {self.root}: is a run, which would hide the points; name another folder')
+        check_unshared(self.root, f'--run_dir {self.root}', SWEEP)
         if not self.draws_points and sweep_file.read_search(self.root):
             trials = {row['point'] for row in sweep_file.read_rows(self.root)}
             if other := [point.name for point in self.points if point.name not in trials]:

@@ -5,7 +5,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
+
+import lm
+from lm.errors import MismatchError
 
 PROGRAM = """
 import resource, sys
@@ -33,3 +37,15 @@ def test_a_program_takes_the_memory_of_the_call_before():
 
     assert count_faults() > 10_000
     assert count_faults('keep') < 1_000
+
+
+def test_a_training_from_python_does_as_the_command(tmp_path):
+    name = 'jax_cpu_enable_async_dispatch'
+    before = jax.config.values[name]
+    try:
+        jax.config.update(name, True)
+        with pytest.raises(MismatchError, match='no finished token store is there'):
+            lm.train(lm.configure([], [f"data.path = '{tmp_path}/absent'"]), str(tmp_path / 'run'))
+        assert jax.config.values[name] is False
+    finally:
+        jax.config.update(name, before)

@@ -295,6 +295,21 @@ def test_an_unfinished_store_is_not_mixed(tmp_path, monkeypatch):
     assert run(source, tmp_path / 'store')['splits']['train']['documents'] == 2
 
 
+def test_a_store_shares_no_folder_with_a_run_a_sweep_or_its_source(corpus, tmp_path):
+    for mark, held in (('config.gin', 'a run or an export'), ('run.json', 'a run'), ('sweep.json', 'a sweep')):
+        folder = tmp_path / mark.partition('.')[0]
+        folder.mkdir()
+        (folder / mark).write_text('{}')
+        (folder / 'tokenizer.model').write_text('of the run')
+        with pytest.raises(ConfigError, match=f"data.path = '{folder}': holds {held}, which needs a folder of its own"):
+            run(TextFiles(path=str(corpus)), folder)
+        assert sorted(path.name for path in folder.iterdir()) == [mark, 'tokenizer.model']
+    before = digests(corpus)
+    with pytest.raises(ConfigError, match=r"data.path = '.*': is text_files.path, the folder of the text"):
+        run(TextFiles(path=str(corpus)), f'{corpus}/../{corpus.name}/')
+    assert digests(corpus) == before
+
+
 def test_a_mistake_leaves_nothing_behind(tmp_path):
     source = TextFiles(path=str(write_text(tmp_path / 'text', files=1)))
     for options, message in (

@@ -11,6 +11,7 @@ tokens from its standard input; it writes the model again to SAVED.
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -23,11 +24,13 @@ PACKAGE = 'flash-linear-attention'
 
 
 def need_classes() -> None:
-    """Skips a test where the classes are not installed."""
+    """Skips a test where the classes, or Triton with its interpreter, are not installed."""
     try:
         importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f'needs: pip install {PACKAGE}')
+    if importlib.util.find_spec('triton') is None:
+        pytest.skip(f'{PACKAGE} needs Triton here, which it does not install everywhere: pip install triton')
 
 
 def record(form: str) -> dict:

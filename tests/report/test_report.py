@@ -123,6 +123,14 @@ def test_seeds_and_contexts_are_one_series(tmp_path):
     assert float(points[0]['y']) == pytest.approx(np.mean(measured))
 
 
+def test_a_run_counts_once_whatever_path_leads_to_it(tmp_path):
+    write_run(tmp_path / 'runs' / 'a', Softmax())
+    (tmp_path / 'linked').symlink_to('runs')
+    (tmp_path / 'paper').symlink_to('runs/a')
+    ways = ['paper', 'linked', 'runs/a', 'runs', 'linked/../runs/*']
+    assert [run.name for run in find_runs([str(tmp_path / way) for way in ways])] == ['paper']
+
+
 def test_other_differences_make_another_series(tmp_path):
     write_run(tmp_path / 'a', Softmax(), steps=100)
     write_run(tmp_path / 'b', Softmax(), steps=200)

@@ -151,10 +151,19 @@ def test_a_directory_of_another_configuration_is_refused(sweep):
 
 def test_a_run_is_not_a_folder_of_a_sweep_nor_the_reverse(sweep, tmp_path):
     sweep.write_results()
-    with pytest.raises(ConfigError, match='holds a sweep, which a run would hide; name another directory'):
+    with pytest.raises(ConfigError, match='holds a sweep, which needs a folder of its own; name another folder'):
         RunDir(tmp_path).check_unchanged(sweep.points[0].config)
     with pytest.raises(ConfigError, match=r'a: is a run, which would hide the points; name another folder'):
         Sweep(tmp_path / 'a', []).check()
+
+
+def test_neither_a_run_nor_a_sweep_lies_in_a_token_store(sweep, tmp_path):
+    folder = tmp_path / 'store'
+    folder.mkdir()
+    (folder / 'dataset.json').write_text('{}')
+    for check in (lambda: RunDir(folder).check_unchanged(sweep.points[0].config), Sweep(folder, []).check):
+        with pytest.raises(ConfigError, match=r'store: holds a token store, which needs a folder of its own'):
+            check()
 
 
 def test_the_folder_of_a_sweep_is_named(tmp_path, monkeypatch):

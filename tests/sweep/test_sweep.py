@@ -16,7 +16,7 @@ from lm.cli import main
 from lm.errors import ConfigError
 from lm.runs.paths import check_name
 from lm.runs.run_dir import RunDir
-from lm.sweep.points import LONGEST_NAME, make_points
+from lm.sweep.points import LONGEST_NAME, keep_names, make_points
 
 
 @pytest.fixture
@@ -143,6 +143,28 @@ def test_names_of_points_are_valid_stable_and_different(plan):
     assert set(names) < set(more), 'a further value leaves the other names as they are'
     one, two = (plan(f'train.seed = {seeds}\nmodel.attention = [@softmax(), @taylor()]') for seeds in ('[0]', '[0, 1]'))
     assert {p.name for p in one} == {'seed-0_softmax', 'seed-0_taylor'} < {p.name for p in two}
+
+
+def test_a_further_axis_keeps_the_names_of_the_runs_that_are_there(plan, tmp_path):
+    root = tmp_path / 'sweep'
+
+    def list_names(text: str) -> list[str]:
+        return [point.name for point in keep_names(root, plan(text))]
+
+    assert list_names('train.seed = [0, 1]') == ['seed-0', 'seed-1']
+    for name, seed, about in (('a-branch', 0, '{"branch": {"from": "x"}}'), ('seed-0', 0, '{}'), ('seed-1', 1, '{}')):
+        (root / name).mkdir(parents=True)
+        (root / name / 'config.gin').write_text(plan(f'train.seed = [{seed}]')[0].config)
+        (root / name / 'run.json').write_text(about)
+    grid = 'train.seed = [0, 1, 2]\ntrain.tokens_per_step = [{}]'
+    default = plan('train.seed = [0]')[0].experiment.train.tokens_per_step
+    assert list_names(grid.format(f'4096, {default}')) == [
+        *('seed-0_tokens_per_step-4096', 'seed-0', 'seed-1_tokens_per_step-4096', 'seed-1'),
+        *(f'seed-2_tokens_per_step-{tokens}' for tokens in (4096, default)),
+    ]
+    (root / f'seed-1_tokens_per_step-{default}').mkdir()
+    (root / f'seed-1_tokens_per_step-{default}' / 'config.gin').write_text('trained again by an earlier version')
+    assert list_names(grid.format(default))[:2] == ['seed-0', f'seed-1_tokens_per_step-{default}']
 
 
 def test_a_long_name_is_cut_and_is_the_same_in_every_version(plan):

@@ -11,7 +11,8 @@ from lm.data.prepare.config import PrepareConfig
 from lm.data.sources.base import HELD_OUT_BY, inventory
 from lm.data.tokenizers.sentencepiece import check_trained_end
 from lm.errors import ConfigError, LmError
-from lm.files import JsonObject, is_remote
+from lm.files import JsonObject, is_remote, local_path, open_path
+from lm.folders import STORE, check_unshared
 from lm.text import format_count, format_si
 
 _SLICE = re.compile(r'\[[^\]]*\]?')
@@ -119,6 +120,20 @@ def describe_change(config: PrepareConfig, info: JsonObject) -> str | None:
         return None
     old, new = (f'{format_count(files["count"], "file")} of {format_si(files["bytes"])}B' for files in (was, now))
     return None if now == was else f'{old} to {"others of that size" if new == old else new}'
+
+
+def check_place(config: PrepareConfig, path: str) -> None:
+    """Raises ConfigError where a new store would lie among the files of a run, of a sweep or of its source."""
+    place = open_path(path, 'data.path')
+    check_unshared(place, f'data.path = {path!r}', STORE)
+    source = config.require_source()
+    for field in dataclasses.fields(source):
+        value = getattr(source, field.name)
+        is_folder = isinstance(value, str) and value and not is_remote(value)
+        if is_folder and not is_remote(path) and local_path(value).resolve() == local_path(path).resolve():
+            raise ConfigError(
+                f'data.path = {path!r}: is {source.gin_name}.{field.name}, the folder of the text; name another one'
+            )
 
 
 def check_ready_tokens(config: PrepareConfig) -> None:

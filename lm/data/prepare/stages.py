@@ -30,7 +30,14 @@ from lm.data.prepare.description import check_strict, make_table, print_summary
 from lm.data.prepare.meter import Meter
 from lm.data.prepare.parts import WHOLE, PartedPreparation, Share, delete_parts, find_old_parts, find_parts
 from lm.data.prepare.pieces import discarding, make_piece
-from lm.data.prepare.settings import check_ready_tokens, collect_settings, compare_settings, describe_change, keep_split
+from lm.data.prepare.settings import (
+    check_place,
+    check_ready_tokens,
+    collect_settings,
+    compare_settings,
+    describe_change,
+    keep_split,
+)
 from lm.data.prepare.shards import Preparation, Unit, tokenize, train_tokenizer
 from lm.data.prepare.workers import start_workers, wait_for
 from lm.data.sources.base import Shard
@@ -113,6 +120,7 @@ def find_finished(config: PrepareConfig, path: str, console: Console) -> dict[st
 
 def fetch_source(config: PrepareConfig, path: str, console: Console) -> None:
     """Downloads missing files of the source, and replaces what an earlier version has left beside the store."""
+    check_place(config, path)
     check_ready_tokens(config)
     config.require_source().fetch(console.print)
     if (old := find_old_parts(path)).is_dir():
