@@ -264,20 +264,9 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
 
     def score(piece: Piece) -> jax.Array:
         k_CxK = k[0, :, piece.keys]
-        if halves:
-            s_KxQ = dot(jnp.concatenate([k_CxK, k_CxK]), halves[0][:, piece.queries], (0, 0))
-        else:
-            s_KxQ = dot(k_CxK, q[0, :, piece.queries], (0, 0)) * rule.factor
-        return rule.score(s_KxQ, piece.seen)
-
-    def sum_up(piece: Piece, w_KxQ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns eight sums of weights per query, which are still to be added, and the sums of weighted values."""
-        v_DxK, rounded_KxQ = v[0, :, piece.keys], w_KxQ.astype(v.dtype)
         if not halves:
-            return w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0), dot(v_DxK, rounded_KxQ, (1, 0))
-        first_16xK = (lax.broadcasted_iota(jnp.int32, (2 * SUBLANES, v_DxK.shape[1]), 0) == 0).astype(v.dtype)
-        both = dot(jnp.concatenate([v_DxK, first_16xK]), rounded_KxQ, (1, 0))
-        return both[len(v_DxK) :][:SUBLANES], both[: len(v_DxK)]
+            return rule.score(dot(k_CxK, q[0, :, piece.queries], (0, 0)) * rule.factor, piece.seen)
+        return rule.score(dot(jnp.concatenate([k_CxK, k_CxK]), halves[0][:, piece.queries], (0, 0)), piece.seen)
 
     def add(pieces: list[Piece]):
         # Matrix units take instructions in order. Products of later groups stand between products that wait for this
@@ -310,7 +299,7 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
             for piece, s_KxQ in zip(group, scores[n], strict=True):
                 scores[-1] += [score(other) for other in itertools.islice(later, 1)]
                 w_KxQ = rule.weigh(s_KxQ, now_1xQ, piece.seen)
-                added = sum_up(piece, w_KxQ)
+                added = _sum_up(v[0, :, piece.keys], w_KxQ, by_product=bool(halves))
                 sums, acc = sums + added[0], acc + added[1]
             scores[-1] += map(score, later)
             sums_8xQ[:, queries], acc_DxQ[:, queries], level_1xQ[:, queries] = sums, acc, now_1xQ
@@ -324,6 +313,19 @@ def _forward_kernel(plan: FlashPlan, pairs, diagonals, *refs):
         factor_1xQ, kept_1xQ = rule.finish(jnp.sum(sums_8xQ[...], axis=0, keepdims=True), level_1xQ[...])
         o[0] = (acc_DxQ[...] * factor_1xQ).astype(o.dtype)
         kept[0] = kept_1xQ
+
+
+def _sum_up(v_DxK: jax.Array, w_KxQ: jax.Array, by_product: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns eight sums of weights per query, which are still to be added, and the sums of weighted values.
+
+    By a product, the first of the eight is the whole sum.
+    """
+    rounded_KxQ = w_KxQ.astype(v_DxK.dtype)
+    if not by_product:
+        return w_KxQ.reshape(-1, SUBLANES, w_KxQ.shape[1]).sum(0), dot(v_DxK, rounded_KxQ, (1, 0))
+    first_16xK = (lax.broadcasted_iota(jnp.int32, (2 * SUBLANES, v_DxK.shape[1]), 0) == 0).astype(v_DxK.dtype)
+    both = dot(jnp.concatenate([v_DxK, first_16xK]), rounded_KxQ, (1, 0))
+    return both[len(v_DxK) :][:SUBLANES], both[: len(v_DxK)]
 
 
 def _split(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
