@@ -32,6 +32,7 @@ from lm.config.resolve import map_sections, resolve
 from lm.config.text import dump
 from lm.errors import ConfigError
 from lm.experiment import Experiment, load
+from lm.files import is_remote
 from lm.runs import sweep_file
 from lm.runs.config_diff import parse_bindings
 from lm.runs.paths import check_name, check_path, read_text
@@ -174,10 +175,11 @@ def keep_names(root: epath.PathLike, points: Sequence[Point]) -> list[Point]:
     """Returns the points; one whose run lies in the folder under another name has that name.
 
     A further axis is a part of every new name, and one of its values may be what a run was trained with. That run is
-    the point, and is not trained again. Branches are none: they began with other configurations.
+    the point, and is not trained again. Branches are none: they began with other configurations. A bucket is not read:
+    the machine that makes a job's manifests may not reach it.
     """
     folder, names = epath.Path(root), {point.name for point in points}
-    if is_run(folder):  # which a sweep refuses
+    if is_remote(folder) or is_run(folder):  # a sweep refuses a run
         return list(points)
     known = {
         frozenset(parse_bindings(read_text(run / 'config.gin')).items()): run.name
