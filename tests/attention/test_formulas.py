@@ -79,9 +79,10 @@ INPUTS = {
     **{name: dict(size=0.5) for name in FORMS if name.startswith('hybrid')},
 }
 """Inputs whose weights do not cancel in a denominator, and whose scores stay where polynomials are positive."""
-TOLERANCE = {name: 2e-5 for name in FORMS if name.startswith(('gated_linear', 'delta', 'retention'))}
+TOLERANCE = {name: 2e-5 for name in FORMS if name.startswith(('gated_linear', 'delta', 'retention', 'llops signed'))}
 HALF = {name: 4e-2 for name in FORMS if name.startswith(('gated_linear', 'delta', 'retention'))}
-"""Without a denominator normalized outputs stay near the values, so they lose more in bfloat16."""
+"""Without a denominator normalized outputs stay near the values, so they lose more in bfloat16. Denominators of signed
+features cancel, so the order of a machine's sums shows."""
 BOTH_WAYS = ('softmax', 'performer', 'performer relu', 'performer sums', 'taylor', 'polynomial 4', 'hedgehog')
 
 
