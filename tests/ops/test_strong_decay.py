@@ -23,8 +23,11 @@ from lm.ops.tpu.decay import block_sums
 
 pytestmark = pytest.mark.usefixtures('no_races')
 LENGTH, SIZE = 290, 16
-ALLOWED = 1.5
-"""The largest error of the kernels, in units of XLA's error, plus 1e-6. With one float32 number per sum it is 2e-4."""
+ALLOWED = 4
+"""The largest error of the kernels, in units of the error of XLA, plus 1e-6.
+
+Both errors depend on the order in which a processor sums. With one float32 number per sum the error is 2e-4.
+"""
 OF_LOGS = 3e-5
 """The allowance for gradients of logs, which are differences of sums over tokens."""
 
