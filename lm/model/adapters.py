@@ -109,6 +109,9 @@ class AdaptedDense(Dense):
             found.append(product_BxLxN)
         return found
 
+    def lone_matrix(self) -> None:
+        """The adapters add to the product."""
+
     def _multiply(self, x_BxLxD: jax.Array) -> dict[int, jax.Array]:
         """Returns the products [B, L, N] of the adapters, by the places of their matrices."""
         (x_BxLxR,) = multiply_gathered(x_BxLxD, self.down[...].astype(self.dtype), [])

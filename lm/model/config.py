@@ -12,8 +12,8 @@ from lm.attention.options import LayerOptions
 from lm.config.configurable import Configurable, configurable, field
 from lm.errors import ConfigError
 from lm.model.feed_forward import DenseLayer, FeedForward, FeedForwardShape
-from lm.model.feed_forward.base import ACTIVATIONS
 from lm.model.options import ResolvedLayer, check_layer, settle
+from lm.ops.gated_units import ACTIVATIONS
 from lm.ops.residuals import RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 

@@ -1,6 +1,6 @@
 """Products with the matrices of a layer."""
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +11,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lm.ops.dots import product
+from lm.ops.dots import products
 from lm.ops.platform import SHARED_AXIS, batch_axes, uneven_batch
 from lm.parameters import shared_axis
-
-FEW = 64
-"""Rows: a matrix is larger than its products with so few."""
 
 
 class Dense(nnx.Linear):
@@ -26,21 +23,18 @@ class Dense(nnx.Linear):
         return self.pieces(x_BxLxD, [self.out_features])[0]
 
     def pieces(self, x_BxLxD: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-        """Computes x W + b cut into parts of `sizes` columns, each a separate product.
-
-        The arrays that the backward pass reads are stacked over the layers. XLA reads the array of a whole product in
-        place. If parts of a product are read, XLA first copies the layer's array.
-
-        The products of FEW rows, as in decoding, are one product whose result is cut: XLA on CPUs would write a copy of
-        each part of W first.
-        """
+        """Computes x W + b cut into parts of `sizes` columns, as `lm.ops.dots.products` does."""
         cuts = np.cumsum(sizes)[:-1].tolist()
         kernel_DxN = self.kernel[...].astype(self.dtype)
-        products = multiply_gathered(x_BxLxD.astype(self.dtype), kernel_DxN, cuts)
+        parts = multiply_gathered(x_BxLxD.astype(self.dtype), kernel_DxN, cuts)
         if self.bias is None:
-            return products
+            return parts
         biases = jnp.split(self.bias[...].astype(self.dtype), cuts)
-        return [product_BxLxN + bias_N for product_BxLxN, bias_N in zip(products, biases, strict=True)]
+        return [part_BxLxN + bias_N for part_BxLxN, bias_N in zip(parts, biases, strict=True)]
+
+    def lone_matrix(self) -> jax.Array | None:
+        """Returns W in the type of the layer, where the layer computes x W and no more; else None."""
+        return None if self.bias is not None else self.kernel[...].astype(self.dtype)
 
 
 class LowRank(nnx.Module):
@@ -60,17 +54,11 @@ def multiply_gathered(x_BxLxD: jax.Array, kernel_DxN: jax.Array, cuts: Sequence[
     at once (ZeRO, Rajbhandari et al. 2020, stage 3). Otherwise XLA exchanges W or its gradient piece by piece between
     pieces of the products. These are too narrow for the matrix units, and XLA writes and copies the activations.
     """
-
-    def products(x_BxLxD: jax.Array, kernel_DxN: jax.Array) -> list[jax.Array]:
-        if math.prod(x_BxLxD.shape[:-1]) <= FEW:
-            return jnp.split(product(x_BxLxD, kernel_DxN), cuts, axis=-1)
-        return [product(x_BxLxD, columns_DxN) for columns_DxN in jnp.split(kernel_DxN, cuts, axis=1)]
-
     mesh, axes = jax.sharding.get_abstract_mesh(), batch_axes()
     axis = shared_axis(kernel_DxN.shape, mesh.shape[SHARED_AXIS]) if SHARED_AXIS in axes else None
     if axis is None:
-        return products(x_BxLxD, kernel_DxN)
-    return run_on_gathered(products, [x_BxLxD], [kernel_DxN])
+        return products(x_BxLxD, kernel_DxN, cuts)
+    return run_on_gathered(functools.partial(products, cuts=cuts), [x_BxLxD], [kernel_DxN])
 
 
 def run_on_gathered(function: Callable, arrays: Sequence[jax.Array], matrices: Sequence[jax.Array]) -> Any:

@@ -13,6 +13,7 @@ OPERATIONS = (
     'cross_entropy',
     'delta_rule',
     'exact_attention',
+    'gated_units',
     'linear_attention',
     'rotary',
     'short_convolution',

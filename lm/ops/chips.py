@@ -17,6 +17,7 @@ class ChipLimits:
         kinds: how JAX's `device_kind` begins.
         vmem_mib: on-chip memory of a TPU's core, at least, MiB.
         matrix_side: rows and columns of a TPU's matrix unit.
+        device_cores: cores of one JAX device, which share its kernels.
         rotates_by_steps: whether the compiler moves the rows of a TPU's register by one row at a time.
         hbm_gib: HBM that a program may use on one device, GiB; 0: not known.
     """
@@ -25,6 +26,7 @@ class ChipLimits:
     kinds: tuple[str, ...]
     vmem_mib: int = 64
     matrix_side: int = 128
+    device_cores: int = 1
     rotates_by_steps: bool = False
     hbm_gib: float = 0.0
 
@@ -34,10 +36,10 @@ LIMITS = {
     for limits in (
         ChipLimits('v2', ('TPU v2',), vmem_mib=16),
         ChipLimits('v3', ('TPU v3',), vmem_mib=16),
-        ChipLimits('v4', ('TPU v4',), vmem_mib=16, rotates_by_steps=True, hbm_gib=30.75),
-        ChipLimits('v5e', ('TPU v5 lite', 'TPU v5e'), hbm_gib=15.75),
-        ChipLimits('v5p', ('TPU v5', 'TPU v5p'), hbm_gib=95.73),
-        ChipLimits('v6e', ('TPU v6 lite', 'TPU v6e'), matrix_side=256, hbm_gib=31.24),
+        ChipLimits('v4', ('TPU v4',), vmem_mib=16, device_cores=2, rotates_by_steps=True, hbm_gib=30.75),
+        ChipLimits('v5e', ('TPU v5 lite', 'TPU v5e'), vmem_mib=128, hbm_gib=15.75),
+        ChipLimits('v5p', ('TPU v5', 'TPU v5p'), device_cores=2, hbm_gib=95.73),
+        ChipLimits('v6e', ('TPU v6 lite', 'TPU v6e'), vmem_mib=128, matrix_side=256, hbm_gib=31.24),
         ChipLimits('v7x', ('TPU7x',), matrix_side=256, hbm_gib=94.74),
         ChipLimits('A100', ('NVIDIA A100',)),
         ChipLimits('H100', ('NVIDIA H100',)),

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ from jax import lax
 
 from lm.ops import platform
 from lm.ops.custom_vjp import custom_vjp
+
+FEW = 64
+"""Rows: a matrix is larger than its products with so few."""
 
 
 def dot(formula: str, a: jax.Array, b: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
@@ -92,6 +96,20 @@ def product(x_AxD: jax.Array, w_DxN: jax.Array) -> jax.Array:
         return x_AxD @ w_DxN
     y_TxN = dot('td,dn->tn', x_AxD.reshape(-1, x_AxD.shape[-1]), w_DxN)
     return y_TxN.astype(x_AxD.dtype).reshape(*x_AxD.shape[:-1], -1)
+
+
+def products(x_AxD: jax.Array, w_DxN: jax.Array, cuts: Sequence[int]) -> list[jax.Array]:
+    """Computes x @ w, cut before the columns `cuts`, each part as a product of its own.
+
+    The arrays that the backward pass reads are stacked over the layers. XLA reads the array of a whole product in
+    place. If parts of a product are read, XLA first copies the layer's array.
+
+    The products of FEW rows, as in decoding, are one product whose result is cut: XLA on CPUs would write a copy of
+    each part of w first.
+    """
+    if math.prod(x_AxD.shape[:-1]) <= FEW:
+        return jnp.split(product(x_AxD, w_DxN), cuts, axis=-1)
+    return [product(x_AxD, columns_DxN) for columns_DxN in jnp.split(w_DxN, cuts, axis=1)]
 
 
 def dense(x_BxLxNxGxM: jax.Array, kernel_NxMxR: jax.Array) -> jax.Array:

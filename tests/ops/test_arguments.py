@@ -9,6 +9,7 @@ from lm.ops.cross_entropy import cross_entropy, weighted_cross_entropy
 from lm.ops.delta_rule import delta_rule
 from lm.ops.exact_attention import polynomial_attention, softmax_attention
 from lm.ops.experts import apply_experts
+from lm.ops.gated_units import Norm, gated_units
 from lm.ops.linear_attention import State, linear_attention
 from lm.ops.rotary import HeadNorms, Rotation, rotate
 from lm.ops.short_convolution import short_convolution
@@ -42,6 +43,7 @@ DELTA = LINEAR | {'beta_BxLxK': numbers(B, L, K)}
 LOSS = {'x_BxLxD': numbers(B, L, D), 'embedding_VxD': numbers(V, D), 'bias_V': None, 'targets_BxL': ids(B, L)}
 WEIGHTED = LOSS | {'weights_BxL': numbers(B, L)}
 CONVOLUTION = {'x_BxLxN': numbers(B, L, D), 'kernel_SxN': numbers(3, D)}
+UNITS = {'x_TxD': numbers(B, L, D), 'into_DxN': numbers(D, 2 * V), 'out_FxD': numbers(V, D)}
 EXPERTS = {
     'x_TxD': numbers(L, D),
     'chosen_TxN': ids(L, 2),
@@ -60,6 +62,7 @@ CALLS = {
     weighted_cross_entropy: WEIGHTED,
     short_convolution: CONVOLUTION,
     apply_experts: EXPERTS,
+    gated_units: UNITS,
     rotate: ROTARY,
 }
 """Operation → arguments that fit."""
@@ -108,6 +111,9 @@ WRONG = [
     *((short_convolution, {'before_BxRxN': numbers(B, n, D)}, r'before of shape .*\(2, 2, 6\)') for n in (1, 4)),
     (short_convolution, {'kernel_SxN': numbers(3, 1)}, 'kernel of shape'),
     (short_convolution, {'reach_BxL': ids(B, 1)}, 'reach of shape'),
+    (gated_units, {'activation': 'relu'}, "activation = 'relu': must be one of gelu, silu"),
+    (gated_units, {'into_DxN': numbers(D, V)}, r'into of shape .*: must be \(6, 22\)'),
+    (gated_units, {'norm': Norm(numbers(1), None, False, 1e-5)}, 'norm.gain of shape'),
     (apply_experts, {'weights_TxN': numbers(L, 1)}, 'weights of shape'),
     (rotate, {'rotation': rotation(L, 1, 1)}, r'rotation.cos of shape .*: must be \(5, 1, 3\), Lx1xP'),
     (rotate, {'rotation': rotation(1, L, 1, 3)}, r'rotation.cos of shape .*: must be \(2, 5, 1, 3\), BxLx1xP'),

@@ -11,6 +11,7 @@ from lm.ops import (
     cross_entropy,
     delta_rule,
     exact_attention,
+    gated_units,
     linear_attention,
     rotary,
     short_convolution,
@@ -110,6 +111,15 @@ def test_short_convolution():
         convolve = checked(short_convolution.short_convolution)
         convolve(zeros(B, L, 7), zeros(4, 7), zeros(B, 3, 7), zeros(B, L, dtype=jnp.int32))
         convolve(zeros(B, L, 7), zeros(4, 7))
+    assert len(calls) == 2
+
+
+def test_gated_units():
+    with checked_calls(gated_units.IMPLEMENTATIONS) as calls:
+        units = checked(gated_units.gated_units)
+        norm = gated_units.Norm(zeros(D), None, centred=False, epsilon=1e-5)
+        for implementation in ('xla', 'reference'):
+            units(zeros(L, D), zeros(D, 2 * E), zeros(E, D), norm=norm, implementation=implementation)
     assert len(calls) == 2
 
 

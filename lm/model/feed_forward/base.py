@@ -15,9 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm.config.configurable import Configurable
-
-ACTIVATIONS = {'gelu': jax.nn.gelu, 'silu': jax.nn.silu}
-"""GELU by its tanh approximation."""
+from lm.ops.gated_units import ACTIVATIONS
 
 
 @dataclasses.dataclass(frozen=True)
