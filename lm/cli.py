@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import sys
 
 from lm.errors import (
@@ -17,9 +18,10 @@ from lm.errors import (
 )
 from lm.output import lasting, prepare_streams, quiet_libtpu
 from lm.secrets import hide_secrets, redact
-from lm.signals import end_on_signals, end_plainly, handle_signals, print_stacks_on_signal
+from lm.signals import end_on_signals, end_plainly, end_process, handle_signals, print_stacks_on_signal
 
-if __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2]):
+IS_PROGRAM = __name__ == '__main__' or any(os.path.basename(word) == 'lm' for word in sys.orig_argv[:2])
+if IS_PROGRAM:
     # Only the program does this, not its workers or programs that import this module; and before anything slow.
     end_on_signals('lm')
     print_stacks_on_signal()
@@ -150,8 +152,11 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
         with handle_signals(lambda: end_on_signals(label)) if verb.resumes else contextlib.nullcontext():
             return run(arguments)
     except KeyboardInterrupt:
-        print(f'{label}: interrupted', file=sys.stderr)
-        return 130
+        message, code = f'{label}: interrupted', 128 + signal.SIGINT
+        if IS_PROGRAM:  # the interpreter would tear down what XLA still computes, and crash (SIGSEGV)
+            end_process(message, code)
+        print(message, file=sys.stderr)
+        return code
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()

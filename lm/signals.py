@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ INTERRUPTED = (Preempted.exit_code, *(128 + number for number in ENDING), *(-num
 
 LAST_ACT_SECONDS = 5.0
 """Seconds that `end_process` waits for the last acts: storage may hang, too."""
+AGAIN_SECONDS = 0.1
+"""Seconds until an ignored Ctrl-C is repeated: the callback is over by then."""
 _last_acts: list[Callable[[], object]] = []
 
 
@@ -115,10 +118,24 @@ def handle_signals(install: Callable[[], object]) -> Iterator[None]:
     previous = {number: signal.getsignal(number) for number in ENDING}
     # A listener there would act on a signal a second time, if the earlier handlers are back by then.
     listened = signal.set_wakeup_fd(-1)
+    hook = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_ask_again, hook)
     install()
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(listened, warn_on_full_buffer=False)
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _ask_again(others: Callable[['sys.UnraisableHookArgs'], object], ignored: 'sys.UnraisableHookArgs') -> None:
+    """Repeats a Ctrl-C that came during a callback, such as JAX's at garbage collections: Python ignores exceptions
+    there, and the command would go on."""
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
+        others(ignored)
+        return
+    again = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()

@@ -231,6 +231,22 @@ def test_exit_codes(error, code, message, monkeypatch, capsys):
     assert ('Traceback' in capsys.readouterr().err) == (code != 130)
 
 
+def test_an_interrupted_program_leaves_out_the_end_of_the_interpreter(monkeypatch, capsys):
+    # What XLA computes in its threads makes that end crash.
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr('lm.data.prepare.run.run', interrupt)
+    monkeypatch.setattr('lm.cli.IS_PROGRAM', True)
+    monkeypatch.setattr('os._exit', leave)
+    with pytest.raises(SystemExit, match='130'):
+        main(['prepare'])
+    assert capsys.readouterr().err == 'lm prepare: interrupted\n'
+
+
 def test_help_explains_every_exit_code(capsys):
     assert main(['--help']) == 0
     shown = capsys.readouterr().out
