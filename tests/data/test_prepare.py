@@ -496,6 +496,17 @@ def test_no_worker_is_left_when_the_thread_of_the_pool_reaps_them(monkeypatch):
     assert multiprocessing.active_children() == before
 
 
+def test_signals_of_the_terminal_reach_no_worker_that_starts(capfd):
+    before = multiprocessing.active_children()
+    with start_workers(1) as (pool, _):
+        found = pool.submit(os.getpid)
+        (worker,) = (child for child in multiprocessing.active_children() if child not in before)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(worker.pid, number)
+        assert found.result() == worker.pid
+    assert capfd.readouterr().err == ''
+
+
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [

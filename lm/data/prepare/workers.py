@@ -3,12 +3,24 @@
 import concurrent.futures
 import contextlib
 import multiprocessing
+import multiprocessing.context
 import multiprocessing.resource_tracker
 import signal
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedArray
 
 from lm.data.prepare import shards
+
+
+class WorkerContext(multiprocessing.context.SpawnContext):
+    """Starts processes that no signal of the terminal reaches before they can ignore it (`shards.initialize`)."""
+
+    class Process(multiprocessing.context.SpawnProcess):
+        """A worker."""
+
+        def start(self) -> None:
+            with _held_back(signal.SIGINT, signal.SIGHUP):
+                super().start()
 
 
 @contextlib.contextmanager
@@ -18,7 +30,7 @@ def start_workers(processes: int) -> Iterator[tuple[concurrent.futures.ProcessPo
     Leaving the block ends the workers at once. Shards that they have not finished are done again later.
     """
     _start_tracker()
-    context, others = multiprocessing.get_context('spawn'), multiprocessing.active_children()
+    context, others = WorkerContext(), multiprocessing.active_children()
     progress = context.Array('q', 2)
     pool = concurrent.futures.ProcessPoolExecutor(processes, context, shards.initialize, (progress,))
     try:
@@ -46,8 +58,15 @@ def wait_for(futures: list[concurrent.futures.Future]) -> Iterator[None]:
 def _start_tracker() -> None:
     """Starts Python's process that removes what a killed process leaves behind, such as semaphores. It ignores SIGINT
     and SIGTERM by itself, and here the signal of a closed terminal, which would end it too early with a warning."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # a new process inherits it
-    try:
+    with _held_back(signal.SIGHUP):
         multiprocessing.resource_tracker.ensure_running()
+
+
+@contextlib.contextmanager
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """A block whose new processes inherit that these signals wait; for this process they wait until its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
