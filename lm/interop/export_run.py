@@ -115,10 +115,17 @@ def exporting(folder: pathlib.Path) -> Iterator[None]:
             raise ConfigError(f'--out {folder}: another process exports to it; wait for its end') from None
         for path in check_out(folder, lease.inherited):
             path.unlink()
-        try:
+        with deleting_failed(folder):
             yield
-        except BaseException:
-            for path in list(folder.iterdir()):
-                if is_exported(path.name):
-                    path.unlink()
-            raise
+
+
+@contextlib.contextmanager
+def deleting_failed(folder: pathlib.Path) -> Iterator[None]:
+    """A block whose failure deletes the export in `folder`."""
+    try:
+        yield
+    except BaseException:
+        for path in list(folder.iterdir()):
+            if is_exported(path.name):
+                path.unlink()
+        raise

@@ -11,7 +11,7 @@ from lm.experiment import Experiment, load_of_run
 from lm.files import local_path, open_path
 from lm.interop.card import CARD
 from lm.interop.checkpoints import open_checkpoint
-from lm.interop.export_run import write_export
+from lm.interop.export_run import deleting_failed, write_export
 from lm.interop.import_run import choose_family, describe_model, import_run, read_weights
 from lm.interop.proof import FILE, Proof, compute_proof, read_proof
 from lm.interop.tensors import WeightFiles
@@ -38,21 +38,23 @@ def export_and_prove(
     experiment: Experiment, run_dir: str, step: int | None, *, out: str, weights: WeightFiles, **options: Any
 ) -> None:
     """Does what `export_run` does, reads the export as `lm import` does, and compares it with the run and with the
-    import that the run is. The model card says what was checked.
+    import that the run is. The model card says what was checked. An export whose proof fails or is interrupted is
+    deleted.
 
     Raises the errors of `export_run` and `Proof.compare`.
     """
     step = write_export(experiment, run_dir, step, out=out, weights=weights, **options)
     run, folder = RunDir(run_dir, found=True), local_path(out, '--out')
-    found, written = prove_run(run, step), prove_folder(folder)
-    written.write(folder)
-    imported = read_proof(run.path) if step == 0 else None
-    lines = [found.compare(imported, 'the import')] if imported else []
-    if weights.dtype == 'float32':
-        lines.append(written.compare(found, str(run.path)))
-    print('\n'.join(lines) or f'the weights are {weights.dtype}: their logits are compared with no others')
-    with writing(folder / CARD), (folder / CARD).open('a') as card:
-        card.write(''.join(['\n## Checks\n\n', *(f'- {line[0].upper()}{line[1:]}.\n' for line in lines)]))
+    with deleting_failed(folder):
+        found, written = prove_run(run, step), prove_folder(folder)
+        written.write(folder)
+        imported = read_proof(run.path) if step == 0 else None
+        lines = [found.compare(imported, 'the import')] if imported else []
+        if weights.dtype == 'float32':
+            lines.append(written.compare(found, str(run.path)))
+        print('\n'.join(lines) or f'the weights are {weights.dtype}: their logits are compared with no others')
+        with writing(folder / CARD), (folder / CARD).open('a') as card:
+            card.write(''.join(['\n## Checks\n\n', *(f'- {line[0].upper()}{line[1:]}.\n' for line in lines)]))
 
 
 def prove_run(run: RunDir, step: int) -> Proof:
