@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -38,6 +39,8 @@ ROOT, MODEL_FILE = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).par
 ATTENTION_HEADER = '"""The attention of a model, as its formula reads, for PyTorch. Written by `lm export`."""'
 OWN = r'from (lm(?:\.\w+)+)'
 """The beginning of a line that imports a module of `lm`."""
+SHIPPED = ('lm.attention.formulas', 'lm.ops.formulas')
+"""The beginnings of names of modules that formulas may import: exports repeat them."""
 NAMES = {CONFIG, TRANSFORMERS_CONFIG, MODEL_SOURCE, ATTENTION_SOURCE, CARD, PROOF, *FILE_NAMES, *COMPANIONS}
 """The names of the files that an export has beside its weights."""
 FIELDS = {
@@ -110,11 +113,8 @@ class TransformersFormat(Safetensors):
         for attention in model.pattern:
             _check_layer(attention, model)
             attention.portable(model.resolve(attention).dims)  # it refuses options that have no formula
-        if unknown := {attention.gin_name for attention in model.pattern} - FORMULAS.keys():
-            raise ConfigError(
-                f'model.attention: the model for transformers does not know @{min(unknown)}(); export with --format '
-                'safetensors'
-            )
+        for name in sorted({attention.gin_name for attention in model.pattern}):
+            _check_formula(name)
 
     def others(self, run: LoadedRun, dtype: str) -> dict[str, bytes]:
         texts = {
@@ -232,6 +232,28 @@ def describe_rotation(rotary: RotaryOptions) -> dict[str, object]:
     return {'base': rotary.base, 'frequencies': frequencies, 'amplitude': amplitude}
 
 
+def _check_formula(name: str) -> None:
+    """Raises ConfigError if a mechanism has no formula, or one in a module that an export cannot repeat."""
+    if name not in FORMULAS:
+        raise ConfigError(
+            f'model.attention: the model for transformers does not know @{name}(), for no imported module has its '
+            'formula; import that in the module of the mechanism, or export with --format safetensors'
+        )
+    module = FORMULAS[name].__module__
+    imported = re.findall(rf'^ *{OWN}\b', find_source(module).read_text(), re.MULTILINE)
+    if others := [other for other in imported if not other.startswith(SHIPPED)]:
+        raise ConfigError(
+            f'model.attention: the formula of @{name}() is in {module}, which imports {others[0]}; move it to a module '
+            f'that imports only {SHIPPED[0]} of lm, or export with --format safetensors'
+        )
+
+
+def find_source(module: str) -> pathlib.Path:
+    """Returns the file of a module of this package, or of a user's that is imported."""
+    own = ROOT / f'{module.replace(".", "/")}.py'
+    return own if own.exists() else pathlib.Path(sys.modules[module].__file__ or '')
+
+
 def attention_source(mechanisms: Collection[str]) -> str:
     """Returns one module with the formulas of the mechanisms and the parts of the model.
 
@@ -241,8 +263,8 @@ def attention_source(mechanisms: Collection[str]) -> str:
     others: dict[str, None] = {}
 
     def add(module: str) -> None:
-        """Adds a module of `lm` behind the modules that it imports."""
-        text = (ROOT / f'{module.replace(".", "/")}.py').read_text()
+        """Adds a module behind the modules of `lm` that it imports."""
+        text = find_source(module).read_text()
         lines = text.splitlines(keepends=True)
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -259,6 +281,7 @@ def attention_source(mechanisms: Collection[str]) -> str:
     for line in MODEL_FILE.read_text().splitlines():
         add_own(line)
     for name in sorted(mechanisms):
-        add_own(f'from {FORMULAS[name].__module__}')
+        if (module := FORMULAS[name].__module__) not in texts:
+            add(module)
     head = '\n'.join([ATTENTION_HEADER, '', *others])
     return '\n\n\n'.join([head, *texts.values()]) + '\n'

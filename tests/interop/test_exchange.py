@@ -4,6 +4,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -65,6 +66,37 @@ def test_formulas_fit_into_one_module():
     assert {name for name, count in defined.items() if count > 1} == set()
     lines = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert {re.split('[ .]', line)[1] for line in lines} - sys.stdlib_module_names == {'torch', 'transformers'}
+
+
+MINE = """
+from lm.attention.formulas.base import Formula
+
+
+class MyFormula(Formula, name='mine'):
+    pass
+"""
+
+
+def test_exports_ship_the_formula_of_a_users_module(tmp_path, monkeypatch):
+    for name, more in (('my_formula', ''), ('my_mechanism', 'from lm.attention.base import HeadDims\n')):
+        (tmp_path / f'{name}.py').write_text(more + MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FORMULAS, 'mine', None)  # what the imports below register is gone after the test
+    importlib.import_module('my_formula')
+    tree = ast.parse(attention_source({'mine'}))
+    assert 'MyFormula' in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    imported = [node.module or '' for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [module for module in imported if module.startswith('lm')]
+    check, model = FORMATS['huggingface'].check, ModelConfig(attention=(Softmax(),))
+    monkeypatch.setitem(FORMULAS, 'softmax', FORMULAS['mine'])
+    check(model)
+    importlib.import_module('my_mechanism')
+    monkeypatch.setitem(FORMULAS, 'softmax', FORMULAS['mine'])
+    with pytest.raises(ConfigError, match=r'is in my_mechanism, which imports lm\.attention\.base; move it'):
+        check(model)
+    monkeypatch.delitem(FORMULAS, 'softmax')
+    with pytest.raises(ConfigError, match=r'does not know @softmax\(\), for no imported module has its formula'):
+        check(model)
 
 
 def test_exported_names_belong_to_layers():
