@@ -41,7 +41,8 @@ def check_name(name: str) -> str:
 
 
 def check_path(path: epath.PathLike) -> AnyPath:
-    """Returns `open_path`'s path. Raises its ConfigError, also for '..', control characters, and no path at all."""
+    """Returns `open_path`'s path. Raises its ConfigError, also for '..', control characters, a file in the way, and no
+    path at all."""
     text = os.fspath(path)
     if not text.strip():
         raise ConfigError(f'--run_dir {text!r}: name a directory')
@@ -51,7 +52,16 @@ def check_path(path: epath.PathLike) -> AnyPath:
         raise ConfigError(f"--run_dir {text!r}: must not contain '..'; write {_write_out(text)}")
     if any(ord(character) < 32 or ord(character) == 127 for character in text) or max(map(len, parts)) > 255:
         raise ConfigError(f'--run_dir {text[:150]!r}: must not contain control characters or parts over 255 characters')
+    if not is_remote(opened) and (place := _find_file(os.path.abspath(text))):
+        raise ConfigError(f'--run_dir {text}: {place} is a file; name a folder, a new one or that of a run')
     return opened
+
+
+def _find_file(path: str) -> str | None:
+    """Returns the part of an absolute path that is there and no folder; None: a folder can be made there."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path if os.path.exists(path) and not os.path.isdir(path) else None
 
 
 def _write_out(text: str) -> str:
