@@ -4,8 +4,7 @@ Arrays of tokens in HBM are [B, rows, L], feature by token, as the attention ker
 The matrix units hold a tile of tokens, and the matrices of the layer stream through them, some units at a time. The
 backward kernel adds up the gradients of the matrices in float32 on chip, so a chip's memory limits their size.
 
-D width of the model, F width of the units, S of them per grid step, T tokens of a tile, P parts of the tokens, one per
-core.
+D width of the model, F width of the units, S of them per grid step, T tokens of a tile.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ UNITS = 1408
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class UnitsPlan:
     """How the kernels are cut into steps.
 
     Attributes:
@@ -122,7 +121,7 @@ def vmem_estimate(tile: int, step: int, width: int, units: int) -> int:
     gains = 2 * 4 * 2 * width * LANES
     blocks = 2 * (2 * (4 * width * tile + 2 * step * tile) + matrices + gains)
     sums = 4 * width * (3 * step * -(-units // step) + tile)
-    return blocks + sums + 4 * 4 * step * tile
+    return blocks + sums + 2 * 4 * step * tile
 
 
 def _most_tokens() -> int:
@@ -137,7 +136,7 @@ def _run_on_device(
     tile, step = find_tile(length, width, len(out_FxD))
     tiles = x_BxLxD.shape[0] * length // tile
     epsilon, centred = (0.0, False) if norm is None else (norm.epsilon, norm.centred)
-    plan = Plan(activation, tile, step, cores if tiles % cores == 0 else 1, centred, epsilon)
+    plan = UnitsPlan(activation, tile, step, cores if tiles % cores == 0 else 1, centred, epsilon)
     values_DxF, gates_DxF = jnp.split(into_DxN, 2, axis=1)
     if idle := -len(out_FxD) % step:
         values_DxF, gates_DxF = (jnp.pad(matrix, ((0, 0), (0, idle))) for matrix in (values_DxF, gates_DxF))
@@ -151,7 +150,7 @@ def _run_on_device(
 
 
 @custom_vjp(0)
-def _run(plan: Plan, x_BxDxL: jax.Array, matrices: Matrices, gains_2xD: jax.Array | None) -> jax.Array:
+def _run(plan: UnitsPlan, x_BxDxL: jax.Array, matrices: Matrices, gains_2xD: jax.Array | None) -> jax.Array:
     """Returns y, [B, D, L]."""
     return _forward(plan, x_BxDxL, matrices, gains_2xD)[0]
 
@@ -170,7 +169,7 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def _forward(
-    plan: Plan, x_BxDxL: jax.Array, matrices: Matrices, gains_2xD: jax.Array | None
+    plan: UnitsPlan, x_BxDxL: jax.Array, matrices: Matrices, gains_2xD: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns y, [B, D, L], then the values and the gates of the units, [B, F, L]."""
     batch, width, length = x_BxDxL.shape
@@ -220,7 +219,7 @@ def _forward_kernel(plan, x_ref, matrices, gains_ref, y_ref, v_ref, g_ref, sum_r
 
 
 def _backward(
-    plan: Plan,
+    plan: UnitsPlan,
     x_BxDxL: jax.Array,
     hidden: tuple[jax.Array, jax.Array],
     matrices: Matrices,
@@ -320,7 +319,7 @@ def _backward_kernel(plan, x_ref, hidden, dy_ref, matrices, gains_ref, dx_ref, r
             result[...] = ref[step].astype(result.dtype)
 
 
-def _normalize(plan: Plan, x_ref, gains_ref, normed_ref, rates_ref) -> None:
+def _normalize(plan: UnitsPlan, x_ref, gains_ref, normed_ref, rates_ref) -> None:
     """Writes the normalized tokens x r − s, times gain, plus bias; and r and s of each token."""
     sums: list[tuple[Any, Any]] = [(0.0, 0.0) for _ in _registers(plan)]
     for rows in _rows(x_ref):
@@ -338,7 +337,7 @@ def _normalize(plan: Plan, x_ref, gains_ref, normed_ref, rates_ref) -> None:
             normed_ref[rows, at] = (standard * gain + bias).astype(normed_ref.dtype)
 
 
-def _differentiate_norm(plan: Plan, x_ref, dy_ref, gains_ref, dnormed_ref, rates_ref, dx_ref, dgains_ref) -> None:
+def _differentiate_norm(plan: UnitsPlan, x_ref, dy_ref, gains_ref, dnormed_ref, rates_ref, dx_ref, dgains_ref) -> None:
     """Writes the gradient of a residual branch, and adds the gradients of gain and bias to their sums."""
 
     @pl.when(pl.program_id(1) == 0)
@@ -377,7 +376,7 @@ def _rows(x_ref: jax.Ref) -> list[slice]:
     return [slice(start, start + ROWS) for start in range(0, x_ref.shape[0], ROWS)]
 
 
-def _registers(plan: Plan) -> list[slice]:
+def _registers(plan: UnitsPlan) -> list[slice]:
     return [slice(start, start + LANES) for start in range(0, plan.tile, LANES)]
 
 
@@ -390,7 +389,7 @@ def _gains_spec(gains_2xDxW: jax.Array | None) -> pl.BlockSpec | None:
     return None if gains_2xDxW is None else pl.BlockSpec(gains_2xDxW.shape, lambda *steps: (0, 0, 0))
 
 
-def _scratch(plan: Plan, x_BxDxL: jax.Array, gains: jax.Array | None) -> tuple:
+def _scratch(plan: UnitsPlan, x_BxDxL: jax.Array, gains: jax.Array | None) -> tuple:
     """Returns the memory of a tile: of the sum over units; and for a norm of its tokens, and of two numbers each."""
     shape = x_BxDxL.shape[1], plan.tile
     norm = pltpu.VMEM(shape, x_BxDxL.dtype), pltpu.VMEM((2, plan.tile), jnp.float32)
