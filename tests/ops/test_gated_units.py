@@ -116,3 +116,10 @@ def test_a_chip_takes_what_fits(kind, tokens, width, units, reason, monkeypatch)
 def test_a_kernel_is_refused_by_name_without_a_tpu():
     with pytest.raises(OperationError, match="implementation = 'pallas_tpu': gated units needs a TPU"):
         gated_units(*draw((128,))[:3], implementation='pallas_tpu')
+
+
+def test_few_tokens_are_left_to_xla_without_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(platform, 'target_platform', lambda: 'tpu')
+    for tokens in ((3, 1), (5,)):
+        gated_units(*draw(tokens)[:3])
+    assert not caplog.messages

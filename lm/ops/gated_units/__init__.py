@@ -46,7 +46,8 @@ def gated_units(
     if norm is not None:
         check_shapes({'norm.gain_D': norm.gain_D, 'norm.bias_D': norm.bias_D}, D=x_TxD.shape[-1])
     call = UnitsCall(x_TxD, into_DxN.astype(x_TxD.dtype), out_FxD.astype(x_TxD.dtype), activation, norm)
-    return IMPLEMENTATIONS.choose(implementation, call).gated_units(call)
+    tokens = x_TxD.shape[-2] if x_TxD.ndim > 1 else 1
+    return IMPLEMENTATIONS.choose(implementation or platform.choose_for_short(tokens), call).gated_units(call)
 
 
 __all__ = ['ACTIVATIONS', 'IMPLEMENTATIONS', 'Norm', 'UnitsCall', 'gated_units']
