@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ import pytest
 from tiny import train_step
 
 import lm.model.dense
+import lm.ops.dots
+import lm.ops.gated_units.xla
 from lm.attention.softmax import Softmax
 from lm.model import ModelConfig
 from lm.ops.platform import DATA_AXES
@@ -65,9 +69,9 @@ def flip(x: jax.Array, is_bad: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def wrong_operation(name: str, group: int):
-    """In programs that are traced inside, an operation of `lm.model.dense` is wrong on one group of devices."""
-    plain = getattr(lm.model.dense, name)
+def wrong_operation(modules: Sequence[ModuleType], name: str, group: int):
+    """In programs that are traced inside, an operation of modules is wrong on one group of devices."""
+    plain = getattr(modules[0], name)
 
     def operation(*arguments):
         y = plain(*arguments)
@@ -76,12 +80,13 @@ def wrong_operation(name: str, group: int):
         return flip(y, jax.lax.axis_index(DATA_AXES[0]) == group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm.model.dense, name, operation)
+        for module in modules:
+            patch.setattr(module, name, operation)
         yield
 
 
-wrong_products = functools.partial(wrong_operation, 'product')
-wrong_gather = functools.partial(wrong_operation, 'gather_matrix')
+wrong_products = functools.partial(wrong_operation, (lm.ops.dots, lm.ops.gated_units.xla), 'product')
+wrong_gather = functools.partial(wrong_operation, (lm.model.dense,), 'gather_matrix')
 """With mesh.fsdp, a matrix that is gathered inside a group arrives with a wrong bit."""
 
 
