@@ -53,7 +53,7 @@ def check_path(path: epath.PathLike) -> AnyPath:
     if any(ord(character) < 32 or ord(character) == 127 for character in text) or max(map(len, parts)) > 255:
         raise ConfigError(f'--run_dir {text[:150]!r}: must not contain control characters or parts over 255 characters')
     if not is_remote(opened) and (place := _find_file(os.path.abspath(text))):
-        raise ConfigError(f'--run_dir {text}: {place} is a file; name a folder, a new one or that of a run')
+        raise ConfigError(f'--run_dir {text}: {place} is a file; name a new folder or the folder of a run')
     return opened
 
 
