@@ -30,11 +30,9 @@ class CheckpointFolder:
     notes = ''
 
     def __init__(self, path: AnyPath):
-        """Raises MismatchError if the folder holds an unfinished export, or a pipe or device among its files."""
+        """Raises MismatchError if the folder has a pipe or device among its files."""
         if not is_remote(path):
             refuse_special_files(pathlib.Path(path))
-        if (path / UNFINISHED).exists():
-            raise MismatchError(f'{path}: holds half an export; run that lm export again, or wait for its end')
         self.path = path
 
     @functools.cached_property
@@ -118,7 +116,14 @@ Checkpoint = CheckpointFolder | GgufFile
 
 
 def open_checkpoint(path: AnyPath) -> Checkpoint:
-    """Opens a folder, also in a bucket, or a GGUF file. Raises the errors of `CheckpointFolder` and `GgufFile`."""
+    """Opens a folder, also in a bucket, or a GGUF file.
+
+    Raises MismatchError if the folder holds an unfinished export, and the errors of `CheckpointFolder` and `GgufFile`.
+    """
     if path.suffix == GGUF and is_remote(path):
         raise ConfigError(f'{path}: GGUF files must lie on a disk of this machine; copy it from there')
-    return CheckpointFolder(path) if is_remote(path) or not path.is_file() else GgufFile(pathlib.Path(path))
+    if not is_remote(path) and path.is_file():
+        return GgufFile(pathlib.Path(path))
+    if (path / UNFINISHED).exists():
+        raise MismatchError(f'{path}: holds half an export; run that lm export again, or wait for its end')
+    return CheckpointFolder(path)

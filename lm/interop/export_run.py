@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from lm.checkpoint.snapshot import flatten
 from lm.checkpoint.stored_array import StoredArray
@@ -30,16 +30,13 @@ def export_run(
     format_name: str,
     out: str,
     weights: WeightFiles = WeightFiles(),  # noqa: B008
+    check: Callable[[int, pathlib.Path], None] = lambda step, folder: None,
 ) -> None:
     """Writes the weights of a run at `step` (None: the newest) to the folder `out`, in a format of `FORMATS` or
-    natively, with a model card."""
-    write_export(experiment, run_dir, step, format_name=format_name, out=out, weights=weights)
+    natively, with a model card.
 
-
-def write_export(
-    experiment: Experiment, run_dir: str, step: int | None, *, format_name: str, out: str, weights: WeightFiles
-) -> int:
-    """Does the work of `export_run`, and returns the step, which the verb would take for an exit code."""
+    `check` gets the step and the folder in the end; the export is deleted if `check` fails or is interrupted.
+    """
     format = {**FORMATS, NativeFormat.name: NativeFormat()}[format_name]
     folder = local_path(out, '--out')
     check_out(folder, (folder / UNFINISHED).is_file())
@@ -52,11 +49,11 @@ def write_export(
     with exporting(folder):
         format.write(run, folder, weights)
         write_card(run, folder, format_name, weights.dtype, format.find_imports(experiment.model))
+        check(run.step, folder)
     names = ', '.join(sorted(path.name for path in folder.iterdir()))
     print(f'step {run.step} of {run_dir} written to {folder}: {names}')
     if format_name != NativeFormat.name:
         print(describe_classes(experiment.model))
-    return run.step
 
 
 def describe_memory(tensors: Mapping[str, Deferred], run: LoadedRun) -> str:
@@ -115,17 +112,10 @@ def exporting(folder: pathlib.Path) -> Iterator[None]:
             raise ConfigError(f'--out {folder}: another process exports to it; wait for its end') from None
         for path in check_out(folder, lease.inherited):
             path.unlink()
-        with deleting_failed(folder):
+        try:
             yield
-
-
-@contextlib.contextmanager
-def deleting_failed(folder: pathlib.Path) -> Iterator[None]:
-    """A block whose failure deletes the export in `folder`."""
-    try:
-        yield
-    except BaseException:
-        for path in list(folder.iterdir()):
-            if is_exported(path.name):
-                path.unlink()
-        raise
+        except BaseException:
+            for path in list(folder.iterdir()):
+                if is_exported(path.name):
+                    path.unlink()
+            raise

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from lm.errors import writing
 from lm.experiment import Experiment, load_of_run
-from lm.files import local_path, open_path
+from lm.files import open_path
 from lm.interop.card import CARD
-from lm.interop.checkpoints import open_checkpoint
-from lm.interop.export_run import deleting_failed, write_export
+from lm.interop.checkpoints import CheckpointFolder
+from lm.interop.export_run import export_run
 from lm.interop.import_run import choose_family, describe_model, import_run, read_weights
 from lm.interop.proof import FILE, Proof, compute_proof, read_proof
 from lm.interop.tensors import WeightFiles
@@ -35,17 +35,16 @@ def import_and_prove(experiment: Experiment, folder_name: str, run_dir: str, **o
 
 
 def export_and_prove(
-    experiment: Experiment, run_dir: str, step: int | None, *, out: str, weights: WeightFiles, **options: Any
+    experiment: Experiment, run_dir: str, step: int | None, *, weights: WeightFiles, **options: Any
 ) -> None:
     """Does what `export_run` does, reads the export as `lm import` does, and compares it with the run and with the
-    import that the run is. The model card says what was checked. An export whose proof fails or is interrupted is
-    deleted.
+    import that the run is. The model card says what was checked.
 
     Raises the errors of `export_run` and `Proof.compare`.
     """
-    step = write_export(experiment, run_dir, step, out=out, weights=weights, **options)
-    run, folder = RunDir(run_dir, found=True), local_path(out, '--out')
-    with deleting_failed(folder):
+
+    def check(step: int, folder: pathlib.Path) -> None:
+        run = RunDir(run_dir, found=True)
         found, written = prove_run(run, step), prove_folder(folder)
         written.write(folder)
         imported = read_proof(run.path) if step == 0 else None
@@ -55,6 +54,8 @@ def export_and_prove(
         print('\n'.join(lines) or f'the weights are {weights.dtype}: their logits are compared with no others')
         with writing(folder / CARD), (folder / CARD).open('a') as card:
             card.write(''.join(['\n## Checks\n\n', *(f'- {line[0].upper()}{line[1:]}.\n' for line in lines)]))
+
+    export_run(experiment, run_dir, step, weights=weights, check=check, **options)
 
 
 def prove_run(run: RunDir, step: int) -> Proof:
@@ -67,7 +68,7 @@ def prove_run(run: RunDir, step: int) -> Proof:
 
 def prove_folder(folder: pathlib.Path) -> Proof:
     """Computes the proof of what `lm import` would read from a folder that this process has written."""
-    checkpoint = open_checkpoint(folder)
+    checkpoint = CheckpointFolder(folder)
     family = choose_family(checkpoint)
     model = describe_model(family, checkpoint, allow_imports=True)
     return compute_proof(model, read_weights(family, checkpoint, ModelFunctions(model, jnp.float32)))

@@ -8,10 +8,8 @@ from test_exchange import write_llama
 
 from lm.cli import main
 from lm.errors import MismatchError
-from lm.experiment import Experiment
 from lm.interop import prove
 from lm.interop.proof import FILE, Proof, read_proof
-from lm.interop.tensors import WeightFiles
 
 PROOF = Proof([1, 2], [0, 3, 5], np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3))
 
@@ -52,17 +50,15 @@ def test_a_proof_is_kept_and_compared(tmp_path):
 
 
 def test_an_export_whose_proof_is_interrupted_is_deleted(tmp_path, monkeypatch):
-    def export(*_, out, **options):
-        (tmp_path / 'out').mkdir(exist_ok=True)
-        (tmp_path / 'out' / 'model.safetensors').write_text('weights')
-        return 3
-
-    def interrupt(*_):
+    def interrupt(folder):
+        assert (folder / 'model.safetensors').exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prove, 'write_export', export)
+    write_llama(tmp_path / 'in', eos_token_id=2)
+    run, out = tmp_path / 'run', tmp_path / 'out'
+    task = ['--gin_param', 'data.task = @induction_heads()']
+    assert main(['import', str(tmp_path / 'in'), '--run_dir', str(run), *task]) == 0
     monkeypatch.setattr(prove, 'prove_run', lambda *_: PROOF)
     monkeypatch.setattr(prove, 'prove_folder', interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prove.export_and_prove(Experiment(), str(tmp_path), None, out=str(tmp_path / 'out'), weights=WeightFiles())
-    assert not list((tmp_path / 'out').iterdir())
+    assert main(['export', '--run_dir', str(run), '--format', 'native', '--out', str(out), '--prove']) == 130
+    assert not out.exists()

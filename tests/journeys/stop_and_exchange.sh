@@ -38,6 +38,17 @@ step export
 expect lm export --run_dir runs/stopped --out "exports/the model"
 is_there "exports/the model/model.safetensors"
 
+step 'stop an export at its proof, and run it again'
+proven=(lm export --run_dir runs/stopped --out exports/proven --prove)
+begin "${proven[@]}"
+until_there exports/proven/model.safetensors
+stop INT
+equal "$code" 130
+shows 'interrupted'
+is_gone exports/proven/model.safetensors
+expect "${proven[@]}"
+is_there exports/proven/model.safetensors
+
 step 'import, and measure the same loss'
 expect lm import "exports/the model" --run_dir runs/imported
 refuse 2 lm evaluate --run_dir runs/imported # an import knows no data

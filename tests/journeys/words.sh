@@ -11,6 +11,7 @@
 #   refuse CODE COMMAND…            the command ends with CODE and one line on stderr
 #   begin COMMAND…                  starts the command in the background, as a terminal would
 #   until_step RUN STEP             waits until the run has logged the step
+#   until_there PATH                waits until that command has written the file
 #   stop SIGNAL                     sends the signal to that command and waits for its end: `code`, and its output
 #   interrupt SIGNAL RUN STEP COMMAND…   all three
 #   shows TEXT…                     the output of the last command contains each text
@@ -101,6 +102,13 @@ begin() {
 until_step() {
   until grep -qs "\"step\": $2," "$1/metrics.jsonl"; do
     kill -0 "$background" 2>/dev/null || { take_output && fail "it ended before step $2: $begun"; }
+    sleep 0.05
+  done
+}
+
+until_there() {
+  until [ -e "$1" ]; do
+    kill -0 "$background" 2>/dev/null || { take_output && fail "it ended before it wrote $1: $begun"; }
     sleep 0.05
   done
 }
