@@ -766,7 +766,7 @@ with run.track((), '', True, tensorboard=True) as trackers, run.metrics(trackers
 def test_a_file_in_the_place_of_a_run_is_a_wrong_value(tmp_path):
     (tmp_path / 'file').touch()
     for name in ('file', 'file/runs/one'):
-        with pytest.raises(ConfigError, match=r'^--run_dir .*: /.*/file is a file; name a folder'):
+        with pytest.raises(ConfigError, match=r'^--run_dir .*: /.*/file is a file; name a new folder'):
             check_path(str(tmp_path / name))
     check_path(str(tmp_path / 'new' / 'run'))
     (tmp_path / 'link').symlink_to(tmp_path)
