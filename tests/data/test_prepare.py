@@ -234,7 +234,8 @@ def test_a_finished_store_is_left_alone(corpus, reference):
     console = quiet()
     config = PrepareConfig(source=TextFiles(path=str(corpus)), tokenizer=SMALL)
     prepare(config, str(reference), console)
-    assert 'already prepared: nothing to do' in console.file.getvalue()
+    prepare(dataclasses.replace(config, source=TextFiles(path=f'{corpus}/train/../')), str(reference), console)
+    assert console.file.getvalue().count('already prepared: nothing to do') == 2
     for change, named in (
         ({'tokenizer': TokenizerConfig(vocab_size=501)}, 'tokenizer.vocab_size = 500, not 501'),
         ({'cleaning': 'wiki40b_strip'}, "prepare.cleaning = 'none', not 'wiki40b_strip'"),
@@ -286,6 +287,9 @@ def test_an_unfinished_store_is_not_mixed(tmp_path, monkeypatch):
         patch.setattr(prepare_module, '_assemble', fails)
         with pytest.raises(LmError, match='stopped'):
             run(source, tmp_path / 'store')
+        with pytest.raises(LmError, match='stopped'):
+            run(TextFiles(path=f'{corpus}/'), tmp_path / 'store')
+        assert sum(path.is_dir() for path in (tmp_path / 'store' / 'parts').iterdir()) == 1
     with pytest.raises(ConfigError, match=r'is unfinished and was begun with prepare.cleaning'):
         run(source, tmp_path / 'store', cleaning='wiki40b_strip')
     (corpus / 'train' / 'new.txt').write_text('new')

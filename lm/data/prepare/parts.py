@@ -100,7 +100,8 @@ class PartedPreparation:
         content = root.write_first(SETTINGS, content)
         settings, machines = _parse_begun(root, content)
         compare_settings(settings, known, f'{self.path} is unfinished and was begun')
-        return dataclasses.replace(self, machines=machines)
+        settings = {name: settings.get(name) for name in self.settings}  # which may spell a path in another form
+        return dataclasses.replace(self, settings=settings, machines=machines)
 
     @functools.cached_property
     def listing(self) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -93,15 +94,21 @@ def compare_settings(old: JsonObject, new: JsonObject, what: str, section: str =
     remedy = 'choose another data.path or delete it'
     for key in dict.fromkeys([*old, *new]):
         was, now = old.get(key), new.get(key)
-        if was == now:
+        if was == now or (key == 'path' and _is_same_place(was, now)):
             continue
         if isinstance(was, dict) and isinstance(now, dict) and was.get('kind') == now.get('kind'):
             compare_settings(was, now, what, now.get('kind', key))
+            continue
         if key == 'listing':
             raise ConfigError(f'{what} from other files: the files of the source have changed; {remedy}')
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = (x.get('kind', 'another') for x in (was, now))
         raise ConfigError(f'{what} with {section}.{key} = {was!r}, not {now!r}; {remedy}')
+
+
+def _is_same_place(was: object, now: object) -> bool:
+    """Returns whether two paths, or patterns of paths, differ in their form alone, such as in a / at the end."""
+    return isinstance(was, str) and isinstance(now, str) and os.path.abspath(was) == os.path.abspath(now)
 
 
 def describe_change(config: PrepareConfig, info: JsonObject) -> str | None:
