@@ -155,12 +155,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             if metrics and 'loss' in metrics:
                 self._losses.add(step, metrics['loss'])
             self._ours.add(step)
-            self._pending = step
             if self._memory and self.should_keep(step):
                 self._memory.write(arrays, record)
             manager.write(step, arrays, record)
+            self._pending = step  # not before: a Ctrl-C may leave a save that has not begun
         except Exception as error:
-            self._pending = None
             # The other processes cannot learn of it in the middle of a save: only a single process can go on.
             self._failed(step, error, is_fatal=jax.process_count() > 1)
             return False

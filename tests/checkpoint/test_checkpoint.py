@@ -111,6 +111,18 @@ def test_a_read_only_disk_is_named(tmp_path, monkeypatch):
             checkpointer.save(1, {'x': jnp.ones(4)})
 
 
+def test_a_save_that_is_interrupted_before_it_begins_is_no_failure(tmp_path, monkeypatch, caplog):
+    """The second Ctrl-C of a user may come there."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('lm.checkpoint.writer.Writer.write', interrupt)
+    with pytest.raises(KeyboardInterrupt), Checkpointer(tmp_path, EVERYTHING, FINGERPRINTS) as checkpointer:
+        checkpointer.save(1, {'x': jnp.ones(4)})
+    assert caplog.text == ''
+
+
 @pytest.fixture
 def copied(two_steps, tmp_path) -> Path:
     return Path(shutil.copytree(two_steps, tmp_path / 'checkpoints'))
