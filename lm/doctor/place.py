@@ -21,6 +21,7 @@ from lm.doctor.finding import Examination, Finding, doubt, fine, wrong
 from lm.files import is_remote, open_path, reaching
 from lm.lease import is_held, read_silence
 from lm.own_folder import own_folder
+from lm.runs.paths import find_import
 from lm.runs.records import is_run
 from lm.runs.run_dir import RunDir
 from lm.text import format_duration
@@ -108,6 +109,9 @@ def check_run(place: epath.Path) -> Iterator[Finding]:
         if (place / 'dataset.json').exists():
             store = TokenStore.open(str(place))
             yield fine('store', f'{place}: {", ".join(f"{store.tokens(name):,} in {name}" for name in store.splits)}')
+            return
+        if command := find_import(place):
+            yield fine('run', f'{place} holds weights and no run; to make a run of them: {command}')
             return
         if not is_run(place):
             return

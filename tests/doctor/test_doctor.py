@@ -55,6 +55,14 @@ def test_links_and_pipes_of_others_are_named(tmp_path):
     assert found[0].remedy.startswith('chmod')
 
 
+def test_an_export_is_no_run_without_a_checkpoint(tmp_path):
+    for name in ('config.gin', 'model.safetensors'):
+        (tmp_path / name).touch()
+    (found,) = examine(tmp_path)['run']
+    assert found.weight is Weight.FINE
+    assert f'lm import {tmp_path} --run_dir' in found.text
+
+
 def test_a_storage_whose_clock_differs_is_named(tmp_path, monkeypatch):
     now = place.time.time
     monkeypatch.setattr(place.time, 'time', lambda: now() + 60)
