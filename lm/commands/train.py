@@ -5,6 +5,7 @@ import functools
 
 from lm.commands.flags import add_gin_flags, add_job_flags, job_address, pick, read_experiment
 from lm.commands.verb import Call, Verb
+from lm.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,14 @@ def make_call(arguments: argparse.Namespace) -> Call:
     check_path(run_dir)
     check_name(run_dir.rstrip('/').rpartition('/')[2])
     check_start(parent, arguments.step, arguments.rewind_to)
-    experiment = read_experiment(arguments, base=find_base(run_dir, parent, bool(arguments.gin_file)))
+    base = find_base(run_dir, parent, bool(arguments.gin_file))
+    experiment = read_experiment(arguments, base=base)
+    data = experiment.data
+    if not (base or data.path or data.mixture or data.task):
+        raise ConfigError(
+            f"--run_dir {run_dir}: holds no run to go on with, and data.path = '' names no data for a new one; name "
+            'another run, or the data, for example --set data.path=data/pg19'
+        )
 
     from lm.session.train import train_in_job
 

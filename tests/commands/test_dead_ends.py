@@ -50,6 +50,14 @@ def test_one_run_is_named(verb, words, remedy, capsys):
     assert capsys.readouterr().err.endswith(f': lm {verb} {remedy}\n')
 
 
+@pytest.mark.parametrize('more', [[], ['--set', 'train.steps=60']])
+def test_a_mistyped_run_is_named(more, tmp_path, capsys):
+    run = tmp_path / 'quickstrat'
+    assert main(['train', '--run_dir', str(run), *more]) == 2
+    assert f'--run_dir {run}: holds no run to go on with' in capsys.readouterr().err
+    assert not run.exists()
+
+
 def test_attention_without_a_text_takes_one(reference_run, monkeypatch):
     made: list[Call] = []
     monkeypatch.setattr('lm.summary.attention.show_attention', lambda *run, text, **options: made.append(text))
