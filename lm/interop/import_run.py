@@ -104,7 +104,7 @@ def import_run(
         raise ConfigError(f'--run_dir {run.path}: is there already; name a new directory')
     checkpoint = open_checkpoint(path)
     family, given = choose_family(checkpoint), experiment
-    experiment = dataclasses.replace(given, model=describe_model(family, checkpoint, allow_imports))
+    experiment = describe_import(given, checkpoint, allow_imports)
     check_given(given, experiment, path)
     experiment.model.check_length(experiment.train.context_length)
     marks = checkpoint.marks
@@ -185,6 +185,12 @@ def choose_family(checkpoint: Checkpoint) -> Family:
     """Returns the family of a checkpoint. Raises the errors of `check_layers` and `choose`."""
     check_layers(checkpoint.config, checkpoint.count_tensors, checkpoint.path)
     return choose(checkpoint.config, checkpoint.path)
+
+
+def describe_import(experiment: Experiment, checkpoint: Checkpoint, allow_imports: bool = False) -> Experiment:
+    """Returns a given configuration with the model of a checkpoint. Raises the errors of `describe_model`."""
+    model = describe_model(choose_family(checkpoint), checkpoint, allow_imports)
+    return dataclasses.replace(experiment, model=model)
 
 
 def describe_model(family: Family, checkpoint: Checkpoint, allow_imports: bool = False) -> ModelConfig:

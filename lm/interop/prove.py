@@ -6,32 +6,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lm.config.text import dump
 from lm.errors import writing
 from lm.experiment import Experiment, load_of_run
-from lm.files import open_path
+from lm.files import AnyPath, open_path
 from lm.interop.card import CARD
-from lm.interop.checkpoints import CheckpointFolder
+from lm.interop.checkpoints import CheckpointFolder, open_checkpoint
 from lm.interop.export_run import export_run
-from lm.interop.import_run import choose_family, describe_model, import_run, read_weights
+from lm.interop.import_run import choose_family, describe_import, describe_model, import_run, read_weights
 from lm.interop.proof import FILE, Proof, compute_proof, read_proof
 from lm.interop.tensors import WeightFiles
 from lm.model.functions import ModelFunctions
 from lm.plan.weights import PlanCache, plan_weights
 from lm.pod.mesh import MeshConfig, make_mesh, place
+from lm.runs.config_diff import compare_texts
+from lm.runs.info import read_raw
+from lm.runs.paths import read_text
 from lm.runs.run_dir import RunDir
 
 
 def import_and_prove(experiment: Experiment, folder_name: str, run_dir: str, **options: Any) -> None:
     """Does what `import_run` does, writes the proof of the run, and prints how it differs from the checkpoint's.
 
-    Only exports of lm that were proved have a proof. Raises the errors of `import_run` and `Proof.compare`.
+    Only exports of lm that were proved have a proof. The same command goes on if it was stopped after the import.
+
+    Raises the errors of `import_run` and `Proof.compare`.
     """
-    import_run(experiment, folder_name, run_dir, **options)
     run, source = RunDir(run_dir), open_path(folder_name, 'DIR')
+    if is_unproved(experiment, source, run, options.get('allow_imports', False)):
+        print(f'{run.path} holds this import, without a proof')
+    else:
+        import_run(experiment, folder_name, run_dir, **options)
     proof, known = prove_run(run, 0), read_proof(source) if source.is_dir() else None
     proof.write(run.path)
     kept = f'the logits of a fixed prompt are kept in {run.path / FILE}'
     print(kept if known is None else proof.compare(known, str(source)))
+
+
+def is_unproved(experiment: Experiment, source: AnyPath, run: RunDir, allow_imports: bool) -> bool:
+    """Returns whether a run is the complete import of `source` with this configuration, and has no proof."""
+    if read_raw(run.info).get('imported') != str(source) or not run.has_checkpoint() or (run.path / FILE).exists():
+        return False
+    expected = describe_import(experiment, open_checkpoint(source), allow_imports)
+    return not compare_texts(read_text(run.config), dump(expected))
 
 
 def export_and_prove(

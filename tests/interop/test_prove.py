@@ -62,3 +62,23 @@ def test_an_export_whose_proof_is_interrupted_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(prove, 'prove_folder', interrupt)
     assert main(['export', '--run_dir', str(run), '--format', 'native', '--out', str(out), '--prove']) == 130
     assert not out.exists()
+
+
+def test_an_import_whose_proof_is_interrupted_is_proved_by_the_same_command(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    write_llama(tmp_path / 'in', eos_token_id=2)
+    run = tmp_path / 'run'
+    proven = ['import', str(tmp_path / 'in'), '--run_dir', str(run), '--prove']
+    proven += ['--gin_param', 'data.task = @induction_heads()']
+    monkeypatch.setattr(prove, 'prove_run', interrupt)
+    assert main(proven) == 130
+    monkeypatch.setattr(prove, 'prove_run', lambda *_: PROOF)
+    assert main([*proven, '--set', 'train.steps=7']) == 2  # it is another import
+    before = (run / 'run.json').read_bytes()
+    assert main(proven) == 0
+    assert read_proof(run).ids == PROOF.ids
+    assert (run / 'run.json').read_bytes() == before
+    assert main(proven) == 2
+    assert capsys.readouterr().err.count('is there already') == 2
