@@ -16,7 +16,7 @@ from lm.errors import (
     exit_code_of,
     is_out_of_memory,
 )
-from lm.output import lasting, prepare_streams, quiet_libtpu
+from lm.output import OutputError, lasting, prepare_streams, quiet_libtpu
 from lm.secrets import hide_secrets, redact
 from lm.signals import end_on_signals, end_plainly, end_process, handle_signals, print_stacks_on_signal
 
@@ -132,7 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
         gc.enable()
     # Not while libraries are imported: a KeyboardInterrupt inside an import may look like a failed import.
     with contextlib.nullcontext() if verb.resumes else handle_signals(end_plainly):
-        return call() or 0
+        code = call() or 0
+    sys.stdout.flush()
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +164,7 @@ def _exit_code(verb: Verb, label: str, arguments: argparse.Namespace) -> int:
             traceback.print_exc()
         if not isinstance(error, EXPECTED):
             error = BrokenPackageError.find(error) or error
-        expected = isinstance(error, EXPECTED)
+        expected = isinstance(error, (*EXPECTED, OutputError))
         if is_out_of_memory(error):
             error = LmError(
                 f'there is not enough memory ({str(error).splitlines()[0][:200]}); lower the batch '

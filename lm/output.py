@@ -26,6 +26,10 @@ WITHOUT_TPU = {'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5l
 """Variables without which libtpu prints six lines of errors if it finds no TPU."""
 
 
+class OutputError(OSError):
+    """The output of a command that only prints finds no room; the message is one for people."""
+
+
 def quiet_libtpu() -> None:
     """Keeps libtpu from printing errors on a machine without a TPU: JAX loads libtpu wherever it is installed.
 
@@ -87,7 +91,8 @@ def prepare_streams() -> None:
 def lasting(label: str, ends: bool = False) -> Iterator[None]:
     """Leaves out output of the block that cannot be printed; the first time, a line on stderr reports it if possible.
 
-    With `ends`, a reader that has gone raises SystemExit, and nothing else is different.
+    With `ends`, a reader that has gone raises SystemExit, and a full disk OutputError. Flush inside of the block what
+    Python keeps back.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Lasting(stream, label, ends) for stream in streams)
@@ -132,7 +137,8 @@ class _Lasting:
             if self._ends:
                 raise SystemExit(UNREAD) from None
         elif self._ends:
-            raise error
+            what = f'the output cannot be written ({error.strerror})'
+            raise OutputError(f'{what}; make room, then run the same command again') from None
         if not self._is_told:
             self._is_told = True
             print(f'{self._label}: output is lost ({error.strerror}); the work goes on', file=sys.stderr, flush=True)

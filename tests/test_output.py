@@ -109,11 +109,21 @@ def test_a_command_that_only_prints_ends_without_a_reader(reference_run, unread)
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
-def test_a_command_that_only_prints_reports_a_full_disk(reference_run):
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize(
+    ('verb', 'said', 'code'),
+    [
+        ('help', 'error: the output cannot be written (No space left on device); make room', 1),
+        ('reproduce --list', 'output is lost (No space left on device); the work goes on', 0),
+    ],
+)
+def test_a_full_disk_is_reported_however_late_python_writes(verb, said, code, unbuffered):
+    """Python keeps the output back until the end of a command, without PYTHONUNBUFFERED."""
+    settings = {'env': tiny.environment(PYTHONUNBUFFERED=unbuffered), 'cwd': tiny.ROOT, 'text': True}
     with open('/dev/full', 'w') as full:
-        done = run_into(full, 'inspect', str(reference_run[0]))
-    assert done.returncode == 1
-    assert 'No space left on device' in done.stderr
+        done = subprocess.run(command(*verb.split()), stdout=full, stderr=subprocess.PIPE, **settings)
+    assert (done.returncode, done.stderr.count('\n')) == (code, 1)
+    assert f'lm {verb.split()[0]}: {said}' in done.stderr
 
 
 def test_the_exit_code_of_an_error_needs_no_reader(tmp_path, unread):
