@@ -156,7 +156,7 @@ def test_a_bucket_without_its_package_is_refused_by_every_verb(scheme, project, 
 
 @pytest.mark.parametrize('path', ['x', 'runs/x-1.2_y', 'runs/x/', '/tmp/elsewhere/' + 'a' * 128])
 def test_good_run_names(path, project, calls):
-    assert main(['train', '--run_dir', path, '--gin_param', 'train.steps = 7']) == 0
+    assert main(['train', '--run_dir', path, '--gin_param', 'train.steps = 7', '--set', 'data.path=data/x']) == 0
     (call,) = calls
     assert call['experiment'].train.steps == 7
     assert call['run_dir'] == path

@@ -46,7 +46,7 @@ def make_call(arguments: argparse.Namespace) -> Call:
     base = find_base(run_dir, parent, bool(arguments.gin_file))
     experiment = read_experiment(arguments, base=base)
     data = experiment.data
-    if not (base or data.path or data.mixture or data.task):
+    if not (base or arguments.gin_file or data.path or data.mixture or data.task):
         raise ConfigError(
             f"--run_dir {run_dir}: holds no run to go on with, and data.path = '' names no data for a new one; name "
             'another run, or the data, for example --set data.path=data/pg19'
