@@ -1,7 +1,8 @@
 """A simulated Google Cloud: a `gcloud` for the PATH whose machines are folders, and an `lm` that plays a scenario.
 
 This file, run as a program, is that `gcloud`. ssh runs the command with bash, once per worker, in the worker's own home
-directory. So quoting, set-up and the scripts of the machines are real; uv, hostname and lm are simulated.
+directory. So quoting, set-up and the scripts of the machines are real; uv, hostname and lm are simulated. The machines
+get a repository of one commit in place of this one, whose history takes each of them a second.
 """
 
 import json
@@ -58,6 +59,16 @@ if [ "$1" = venv ]; then
 fi
 """
 
+GIT = r"""#!/bin/sh
+case "$*" in
+  *' rev-parse HEAD' | *' bundle create '*)
+    shift 2
+    set -- -C "$FAKE_CLOUD/repository" "$@"
+    ;;
+esac
+exec "$FAKE_GIT" "$@"
+"""
+
 
 class FakeCloud:
     """A folder `path` with bin/gcloud; `scenario` lists what each start of `lm` does: an exit code, preempt,
@@ -69,6 +80,7 @@ class FakeCloud:
         (path / 'scenario').write_text(scenario)
         programs = {
             'bin/gcloud': f'#!/bin/sh\nexec {sys.executable} {pathlib.Path(__file__)} "$@"\n',
+            'bin/git': GIT,
             'bin/uv': UV,
             'bin/hostname': '#!/bin/sh\necho "$FAKE_POD-w-$FAKE_WORKER"\n',
             'lm': LM,
@@ -76,6 +88,7 @@ class FakeCloud:
         for name, text in programs.items():
             (path / name).write_text(text)
             (path / name).chmod(0o755)
+        self.make_repository()
         self.settings = {
             'PROJECT': 'my-project',
             'ZONE': 'us-central2-b',
@@ -91,12 +104,19 @@ class FakeCloud:
         self.environment = {
             'PATH': f'{path / "bin"}:{os.environ["PATH"]}',
             'FAKE_CLOUD': str(path),
+            'FAKE_GIT': shutil.which('git'),
             'FAKE_ROOT': str(ROOT),
             'FAKE_PYTHON': sys.executable,
             'FAKE_WORKERS': str(workers),
             'RETRY_SECONDS': '0',
             'LM_TPU_STATE': str(path / 'state'),
         }
+
+    def make_repository(self) -> None:
+        """Makes the repository of one commit that the machines get."""
+        git = ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', '-C', str(self.path / 'repository')]
+        subprocess.run(['git', 'init', '-q', self.path / 'repository'], check=True)
+        subprocess.run([*git, 'commit', '-q', '--allow-empty', '-m', 'a'], check=True)
 
     def run(self, script: str, *arguments: str, timeout: float = 120, **settings: str) -> subprocess.CompletedProcess:
         """Runs scripts/tpu/SCRIPT with these arguments, settings and environment, to its end."""
@@ -131,10 +151,8 @@ class FakeCloud:
 
     def answer_git(self, words: str, answer: str) -> None:
         """Makes git answer this to calls with these words from now on."""
-        real = shutil.which('git')
         program = self.path / 'bin' / 'git'
-        program.write_text(f'#!/bin/sh\ncase "$*" in *"{words}"*) echo "{answer}" ;; *) exec {real} "$@" ;; esac\n')
-        program.chmod(0o755)
+        program.write_text(GIT.replace('esac', f'  *"{words}"*) echo "{answer}"; exit ;;\nesac'))
 
     def fail(self, what: str, times: int) -> None:
         """Makes the next `times` calls of gcloud fail: `all` calls, or the calls of a `KIND VERB` such as
