@@ -28,11 +28,11 @@ MOST_BYTES = 2e9
 PATIENCE = 60
 """Seconds after which a reader hangs; the files are read in a moment."""
 EXAMPLES = 100
-"""Damaged files that the complete check draws per format."""
+"""Damaged files that the complete check draws per format that is read in a moment."""
 SECONDS = float(os.environ.get('FUZZ_SECONDS', '3600'))
 """The processor seconds that a slow test draws damaged files of a format."""
 LENGTHS = [pytest.param(0, id='few'), pytest.param(SECONDS, marks=pytest.mark.slow, id='an hour')]
-"""Values of `seconds`: the complete check draws EXAMPLES, always the same, the slow tests others in each run."""
+"""Values of `seconds`: the complete check draws always the same few, the slow tests others in each run."""
 
 
 @st.composite
@@ -113,9 +113,13 @@ def bounding_time() -> Iterator[None]:
 
 
 def check_damages(
-    whole: pathlib.Path, read: Callable[[pathlib.Path], object], scratch: pathlib.Path, seconds: float
+    whole: pathlib.Path,
+    read: Callable[[pathlib.Path], object],
+    scratch: pathlib.Path,
+    seconds: float,
+    examples: int = EXAMPLES,
 ) -> None:
-    """Damages files of `whole`, a sound file or folder, and reads it: EXAMPLES times, or for so many seconds.
+    """Damages files of `whole`, a sound file or folder, and reads it: `examples` times, or for so many seconds.
 
     Fails for other errors than ours, for lines that are several, for hangs and for much memory.
     """
@@ -141,7 +145,7 @@ def check_damages(
         taken = time.process_time() - begun
         print(f'{whole.name}: {count} damaged files, {refused} refused, {taken:.1f} s of processor time', flush=True)
 
-    draw(max_examples=EXAMPLES, derandomize=True)()
+    draw(max_examples=examples, derandomize=True)()
     while time.process_time() - begun < seconds:
         tell_progress()
         seed(random.SystemRandom().randrange(2**32))(draw(max_examples=EXAMPLES))()

@@ -28,7 +28,8 @@ def test_damaged_runs_are_told_in_one_line(reference_run, seconds, tmp_path, cap
         shutil.rmtree(old)
     read_run(whole)
     with capsys.disabled():
-        check_damages(whole, read_run, tmp_path, seconds)
+        # Four commands read each damaged run: a third of a second.
+        check_damages(whole, read_run, tmp_path, seconds, examples=30)
     (whole / 'metrics.jsonl').write_text('')
     with pytest.raises(MismatchError, match='are gone'):
         read_run(whole)
