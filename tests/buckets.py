@@ -20,6 +20,10 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
+from etils.epath import backend
+
+from lm.buckets import register
+
 BUCKET = 'bucket'
 
 
@@ -153,9 +157,10 @@ def server(command: list, log: pathlib.Path) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def variables(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for this process and the processes that it starts."""
+    """Sets environment variables for this process, which connects anew, and the processes that it starts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
+    forget_connections()
     try:
         yield
     finally:
@@ -164,6 +169,16 @@ def variables(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        forget_connections()
+
+
+def forget_connections() -> None:
+    """Makes this process connect anew: epath and fsspec keep their file systems, with the address of a server that a
+    test before this one may have stopped."""
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    register.cache_clear()
+    for scheme in SERVERS:
+        register(scheme)
 
 
 def retry(action, process: subprocess.Popen, log: pathlib.Path, seconds: float = 60) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from buckets import forget_connections
 
 from lm import buckets
 from lm.buckets import NoAnswerError
@@ -54,12 +55,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(buckets, 'SILENT_SECONDS', 0.05)
     monkeypatch.setattr(buckets, '_told', {})
     monkeypatch.setattr(random, 'random', lambda: -1000.0)  # gcsfs adds it to its pauses
-    buckets.register.cache_clear()
+    forget_connections()
     yield
     monkeypatch.undo()
-    buckets.register.cache_clear()
-    for scheme in ('gs', 's3'):
-        buckets.register(scheme)
+    forget_connections()
 
 
 CALLS = {
