@@ -14,24 +14,27 @@ from lm.errors import ConfigError
 from lm.model.feed_forward import DenseLayer, FeedForward, FeedForwardShape
 from lm.model.options import ResolvedLayer, check_layer, settle
 from lm.ops.gated_units import ACTIVATIONS
-from lm.ops.residuals import RESIDUAL_NAME
+from lm.ops.residuals import PRODUCT_NAME, RESIDUAL_NAME
 from lm.parameters import EPSILON, NORMS
 
 _POLICIES = jax.checkpoint_policies
-_RESIDUALS, _DOTS = _POLICIES.save_only_these_names(RESIDUAL_NAME), _POLICIES.dots_with_no_batch_dims_saveable
+_RESIDUALS = _POLICIES.save_only_these_names(RESIDUAL_NAME)
+_PRODUCTS = _POLICIES.save_from_both_policies(
+    _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(PRODUCT_NAME)
+)
 
 
 def _dots(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     """Tells whether 'dots' keeps the result of an operation. It keeps reductions too (norm statistics): they are one
     number per token, and recomputing them reads the layer's activations again."""
-    kept = _DOTS(primitive, *arguments, **parameters) or _RESIDUALS(primitive, *arguments, **parameters)
+    kept = _PRODUCTS(primitive, *arguments, **parameters) or _RESIDUALS(primitive, *arguments, **parameters)
     return kept or primitive.name in ('reduce_sum', 'ragged_dot_general')
 
 
 REMAT = {
     'none': _POLICIES.everything_saveable,
     'dots': _dots,
-    'dense': _DOTS,
+    'dense': _PRODUCTS,
     'attention': _RESIDUALS,
     'full': _POLICIES.nothing_saveable,
 }

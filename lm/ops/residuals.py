@@ -1,4 +1,4 @@
-"""Arrays that a backward pass of attention takes from the forward pass, saved by name."""
+"""Arrays that a backward pass takes from the forward pass, saved by name."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,12 @@ from lm.ops import platform
 
 RESIDUAL_NAME = 'attention_residuals'
 """`jax.checkpoint` policies that save this name do not run the attention again in the backward pass."""
+PRODUCT_NAME = 'kernel_products'
+"""Policies that keep products with parameters save this name too, because a kernel hides its products from JAX."""
 
 
-def save_residual(x: jax.Array) -> jax.Array:
-    """Returns x under the name `RESIDUAL_NAME`, in the forward function of a `jax.custom_vjp`; it has no gradient.
+def save_residual(x: jax.Array, name: str = RESIDUAL_NAME) -> jax.Array:
+    """Returns x under a name, in the forward function of a `jax.custom_vjp`; it has no gradient.
 
     It saves x bit-cast to integers. JAX would otherwise store a second, rounded copy of a float that is also used: one
     more pass over memory behind a kernel.
@@ -23,7 +25,7 @@ def save_residual(x: jax.Array) -> jax.Array:
         # This version of XLA runs a kernel twice if a scan stacks its result: a copy of the kernel writes into the
         # stack.
         bits = lax.optimization_barrier(bits)
-    return lax.bitcast_convert_type(checkpoint_name(bits, RESIDUAL_NAME), x.dtype)
+    return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
 
 
 def recompute(function: Callable) -> Callable:

@@ -1,6 +1,8 @@
 """Gated units: XLA and the TPU kernels, interpreted on the CPU, against the formula."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from interpreter import interpret_kernels
+from jax.ad_checkpoint import print_saved_residuals
 
+from lm.model import REMAT
 from lm.model.parts.branch import read_norm
 from lm.ops import platform
 from lm.ops.errors import OperationError
@@ -44,6 +48,25 @@ def compare(found, expected, error):
         assert a.shape == e.shape
         assert np.linalg.norm(a - e) <= error * np.linalg.norm(e), name
     assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize('module', [xla, tpu])
+def test_levels_that_keep_products_keep_values_and_gates(module, monkeypatch, capfd):
+    """No other level does: it would need the memory of a level above."""
+    monkeypatch.setattr(tpu, 'find_tile', lambda *sizes: (256, 32))
+    x, into, out, _ = draw((256,), units=32)
+    kept = {}
+    for level, policy in REMAT.items():
+
+        def compute(x):
+            return jnp.sin(module.gated_units(UnitsCall(x, into, out, 'silu', None)))
+
+        print_saved_residuals(jax.checkpoint(compute, policy=policy), x)
+        lines = (line for line in capfd.readouterr().out.splitlines() if 'argument' not in line)
+        sizes = [math.prod(map(int, re.search(r'\[([\d,]+)\]', line)[1].split(','))) for line in lines]
+        kept[level] = sum(size for size in sizes if size % x.size == 0) // x.size
+    assert all(kept[level] >= 4 for level in ('none', 'dots', 'dense'))
+    assert [kept[level] for level in ('attention', 'full')] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from lm.ops.chips import limits_of
 from lm.ops.custom_vjp import custom_vjp
 from lm.ops.gated_units.types import ACTIVATIONS, UnitsCall
 from lm.ops.norms import Norm
-from lm.ops.residuals import save_residual
+from lm.ops.residuals import PRODUCT_NAME, save_residual
 from lm.ops.tpu import LANES, MIB, ROWS, dot
 
 UNITS = 1408
@@ -157,7 +157,8 @@ def _run(plan: UnitsPlan, x_BxDxL: jax.Array, matrices: Matrices, gains_2xD: jax
 
 def _run_forward(plan, x_BxDxL, matrices, gains_2xD):
     y_BxDxL, *hidden = _forward(plan, x_BxDxL, matrices, gains_2xD)
-    return y_BxDxL, (x_BxDxL, tuple(map(save_residual, hidden)), matrices, gains_2xD)
+    kept = tuple(save_residual(part_BxFxL, PRODUCT_NAME) for part_BxFxL in hidden)
+    return y_BxDxL, (x_BxDxL, kept, matrices, gains_2xD)
 
 
 def _run_backward(plan, residuals, dy_BxDxL):
