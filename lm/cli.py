@@ -43,7 +43,7 @@ import difflib
 import re
 import traceback
 from collections.abc import Collection, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lm import __version__
 from lm.commands import find_verbs
@@ -62,7 +62,15 @@ class _Parser(argparse.ArgumentParser):
         example = re.match(r'example:\n\s*(.+)', self.epilog or '')
         if example and message.startswith('the following arguments are required'):
             message += f', for example: {example[1]}'
-        self.exit(ConfigError.exit_code, f'{self.prog}: error: {message}; see {self.prog} --help\n')
+        with lasting(self.prog):
+            self.exit(ConfigError.exit_code, f'{self.prog}: error: {message}; see {self.prog} --help\n')
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Prints help or the version; argparse would hide that it finds no room."""
+        if file is not sys.stdout:
+            return super()._print_message(message, file)
+        with lasting(self.prog, ends=True):
+            print(message, end='', flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -143,6 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as end:
         return int(end.code or 0)
+    except OutputError as error:
+        print(f'lm: error: {error}', file=sys.stderr)
+        return exit_code_of(error)
     verb, label = VERBS[arguments.verb], f'lm {arguments.verb}'
     with lasting(label, ends=verb.only_prints):
         return _exit_code(verb, label, arguments)
