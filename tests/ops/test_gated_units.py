@@ -56,11 +56,11 @@ def test_levels_that_keep_products_keep_values_and_gates(module, monkeypatch, ca
     monkeypatch.setattr(tpu, 'find_tile', lambda *sizes: (256, 32))
     x, into, out, _ = draw((256,), units=32)
     kept = {}
+
+    def compute(x):
+        return jnp.sin(module.gated_units(UnitsCall(x, into, out, 'silu', None)))
+
     for level, policy in REMAT.items():
-
-        def compute(x):
-            return jnp.sin(module.gated_units(UnitsCall(x, into, out, 'silu', None)))
-
         print_saved_residuals(jax.checkpoint(compute, policy=policy), x)
         lines = (line for line in capfd.readouterr().out.splitlines() if 'argument' not in line)
         sizes = [math.prod(map(int, re.search(r'\[([\d,]+)\]', line)[1].split(','))) for line in lines]
